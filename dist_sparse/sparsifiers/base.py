@@ -35,6 +35,7 @@ from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 __all__ = ["BaseDataSparsifier"]
 
+# Exactly these types, as in the ancestor: subclasses may compute their weight.
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
@@ -106,6 +107,7 @@ class BaseDataSparsifier(abc.ABC):
         self.rotation: Rotation | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        # Last: registering uses all of the above, in subclasses too.
         for name, data in data_list or ():
             self.add_data(name, data)
 
@@ -133,8 +135,7 @@ class BaseDataSparsifier(abc.ABC):
                 DTensor.
             reuse_mask: keep the mask of the replaced data, which must have the same shape.
             **config: overrides of the defaults; ``mask`` starts from a given mask,
-                ``parametrization`` replaces ``mask
-                * x``.
+                ``parametrization`` replaces ``mask * x``.
 
         Returns:
             The masked data; of sharded data, the data itself.
@@ -146,7 +147,7 @@ class BaseDataSparsifier(abc.ABC):
                 attached.
         """
         check_name(name)
-        self._check_not_enforced()
+        self._refuse_while_enforced()
         weight = self._extract_weight(data)
         if is_sharded(weight):
             return self._add_sharded(name, weight, config)
@@ -156,6 +157,7 @@ class BaseDataSparsifier(abc.ABC):
         if name in self.packed_store:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
         if name in self.dense_store:
+            # What the caller does not pass stays as it was.
             group = self._overlaid(self.data_groups[name], config)
             warnings.warn(
                 "Replacing existing data of the same name. - Did you mean a different name?",
@@ -213,7 +215,7 @@ class BaseDataSparsifier(abc.ABC):
                 registered.
         """
         with group_over(world_ranks()).agreeing(f"add_model() of {type(self).__name__}") as facts:
-            self._check_not_enforced()
+            self._refuse_while_enforced()
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             self.packed_store.check_new(located, self.dense_store.tensors())
@@ -228,6 +230,7 @@ class BaseDataSparsifier(abc.ABC):
                 configs[data.name] = given
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, given]
+        # All ranks have agreed: from here on nothing can fail on some of them alone.
         self._register(source, located, configs)
         return [data.name for data in located]
 
@@ -268,7 +271,7 @@ class BaseDataSparsifier(abc.ABC):
         tables are registered.
 
         Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables,
-        what is newly removed is zeroed at once.
+        newly removed weights are zeroed at once.
 
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
@@ -297,8 +300,8 @@ class BaseDataSparsifier(abc.ABC):
         """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
         each shard.
 
-        For subclasses that make masks in another way, with :meth:`select_masks`, which gets what is
-        returned.
+        For subclasses that make masks in another way, with :meth:`select_masks`, which gets the
+        returned value.
 
         Args:
             located: the sharded tables as they are stored now, by name.
@@ -314,9 +317,9 @@ class BaseDataSparsifier(abc.ABC):
         return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
 
     def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Write zero to every removed weight of the sharded tables: what optimizers have revived
-        since. Local, unless shards have moved since the last step: then collective. Takes about as
-        long as a mask update.
+        """Write zero to every removed weight of the sharded tables, which optimizers may have
+        revived. Local, unless shards have moved since the last step: then collective. Takes about
+        as long as a mask update.
 
         Args:
             to: write into a copy instead, such as a moving average of the weights: a module with
@@ -464,9 +467,12 @@ class BaseDataSparsifier(abc.ABC):
         if leave_parametrized:
             for name in plain:
                 self.dense_store.check_squash(name)
+        # Collective only if a sharded table is squashed.
         located = self.packed_store.current() if sharded else {}
+        if leave_parametrized:
+            self.packed_store.apply({name: located[name] for name in sharded})
         for name in sharded:
-            self.packed_store.squash(name, located[name], write=leave_parametrized)
+            self.packed_store.drop(name)
             del self.data_groups[name]
         for name in plain:
             self.dense_store.squash(name, write=leave_parametrized)
@@ -509,6 +515,8 @@ class BaseDataSparsifier(abc.ABC):
         """Check a state as :meth:`load_state_dict` does, and return the function that loads it.
         Collective if sharded tables are registered; the function itself is local. Nothing changes
         before it is called."""
+        # The function that commits is local, so that callers can prepare several states and load
+        # all of them or none.
         commit = prepare_load(self, state_dict, strict)
 
         def load() -> None:
@@ -550,6 +558,7 @@ class BaseDataSparsifier(abc.ABC):
 
     def __repr__(self) -> str:
         groups = list(self.data_groups.items())
+        # A model may have a thousand tables.
         shown = groups if len(groups) <= _MOST_SHOWN else groups[:_FEW_SHOWN]
         lines = [f"{type(self).__name__} ("]
         for name, group in shown:
@@ -560,7 +569,7 @@ class BaseDataSparsifier(abc.ABC):
         return "\n".join([*lines, ")"])
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        """Return what one bit of a new sharded table's masks stands for, in elements. For
+        """Return the block of elements that one bit of a new sharded table's masks covers. For
         subclasses.
 
         Raises:
@@ -578,20 +587,22 @@ class BaseDataSparsifier(abc.ABC):
         return self.packed_store if name in self.packed_store else self.dense_store
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
+        # As registered, plain data and sharded tables mixed.
         return {name: found[name] for name in self.data_groups if name in found}
 
     def _settle(self) -> None:
-        """Before weights are returned."""
+        """Zero revived weights before weights are returned."""
         if self.enforcer is not None:
             self.enforcer.settle()
 
     def _renew(self) -> None:
-        """After masks were replaced, other than by a mask update."""
+        """Have the enforcer look masks up again: they were replaced by other means than a mask
+        update."""
         if self.enforcer is not None:
             self.enforcer.renew()
 
-    def _check_not_enforced(self) -> None:
-        """Before something is registered: an enforcer knows no optimizer for what is new."""
+    def _refuse_while_enforced(self) -> None:
+        # The enforcer knows no optimizer of new data.
         if self.enforcer is not None:
             raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
@@ -619,9 +630,8 @@ class BaseDataSparsifier(abc.ABC):
         self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]
     ) -> None:
         blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
-        self.packed_store.add(
-            source, located, blocks, counted=self.count_dtype if self.counts_lookups else None
-        )
+        counted = self.count_dtype if self.counts_lookups else None
+        self.packed_store.add(source, located, blocks, counted=counted)
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 

@@ -116,7 +116,10 @@ class DenseStore:
         """Return the registered tensor itself; raise ValueError once squashed."""
         if not self.is_masked(name):
             raise ValueError("mask squashed - original mask value does not exist")
-        return _original(self.container, name)
+        weight = _parametrizations(self.container, name).original
+        # Torch types it as Tensor or Module.
+        assert isinstance(weight, Tensor)
+        return weight
 
     def held(self, name: str) -> Tensor:
         """Return the registered tensor, squashed or not."""
@@ -209,6 +212,7 @@ def check_name(name: object) -> str:
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
+    # It would shadow the attribute in the container.
     if hasattr(nn.Module(), name):
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
     return name
@@ -245,6 +249,7 @@ def _attach(
     # A buffer rather than a parameter: the container trains nothing.
     container.register_buffer(name, weight)
     try:
+        # Runs the parametrization once, and checks shape and dtype.
         parametrize.register_parametrization(container, name, parametrization(mask))
     except BaseException:
         delattr(container, name)
@@ -252,16 +257,7 @@ def _attach(
 
 
 def _parametrizations(container: Container, name: str) -> nn.Module:
-    # Torch types it as Tensor or Module.
-    parts = container.parametrizations
-    assert isinstance(parts, nn.ModuleDict)
-    return parts[name]
-
-
-def _original(container: Container, name: str) -> Tensor:
-    weight = _parametrizations(container, name).original
-    assert isinstance(weight, Tensor)
-    return weight
+    return container.get_submodule(f"parametrizations.{name}")
 
 
 def _converted(
@@ -309,6 +305,7 @@ def _fill(
         _attach(container, name, data, entry["mask"], parametrization)
         first = f"{prefix}0."
         kept = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(first)}
+        # Not strict: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 

@@ -1,8 +1,8 @@
 """Scores that know traffic: how often a row is looked up, and how much its gradients have moved it.
 
 Each is a number for an element, so that it serves every block and sharding: what Adagrad keeps for
-a row of a shard, or what is counted for it, holds for each of its elements. Blocks are compared by
-the mean over their elements.
+a row of a shard, or the count of its lookups, holds for each of its elements. Blocks are compared
+by the mean over their elements.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class _Known(NamedTuple):
     def of_rows(self, rows: slice | Tensor) -> Tensor:
         """Return the value of an element of these rows, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
+        # Copied: the total is live, and the caller computes in place.
         known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
         if self.most < math.inf:
             # The shards of a row are clamped at different times, but must score alike.
@@ -180,7 +181,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         if not self._measured_fast or self.scored_by == "norm":
             return super().row_measure(name, shard)
         if self.scored_by != "norm_accumulator":
-            # Counts decay in all rows; what is reset changes in rows that nothing has written.
+            # Counts decay in all rows; resets of G change rows that nothing has written.
             return None
         known = next(known for known in self._known[name] if known.rect == shard.rect)
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
@@ -191,6 +192,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, ScoredTable]:
+        # Before anything is scored: score() gets rows, and no table.
         self._known = self._look_up(located) if self.scored_by != "norm" else {}
         return super().score_tables(located, configs)
 
@@ -267,6 +269,7 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """Return lookups or sums of the rows of this rank's shards."""
+        # Lookups need an enforcer too, so that it is asked in any case.
         totals = self.sums()
         if self.scored_by == "frequency":
             return {name: self._counted(data) for name, data in located.items()}
@@ -308,6 +311,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
         """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
         if name not in self.dense_store:
+            # Chunks are of one shard: its first element tells which.
             here = Rect(*offset, 1, 1)
             return next(
                 known for known in self._known[name] if known.rect.intersect(here) is not None

@@ -74,7 +74,7 @@ class Keeper:
 
 
 def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
-    """Compare kept scores of a table with those of all rows.
+    """Compare kept scores of a table with fresh scores of all rows.
 
     Raises:
         ValueError: they differ; names table and row.
@@ -84,6 +84,7 @@ def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
         # No scores of cut blocks are kept.
         return
     for rect, kept in keeping.scores.items():
+        # Bit for bit: scores are float32 as int32.
         expected = torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
         wrong = (kept.scores.bits.view(-1) != expected).nonzero()
         if len(wrong):

@@ -126,13 +126,18 @@ class Loaded:
 
 
 class PackedStore:
-    """The registered sharded tables of one sparsifier, in the order in which they were added."""
+    """The registered sharded tables of one sparsifier, in the order in which they were added.
+
+    Attributes:
+        version: changes whenever a mask is replaced, added or dropped. Read at every forward.
+    """
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
         # While a user's update_mask edits the mask of one shard, mask() must return that object.
         self._edited: tuple[str, Tensor] | None = None
+        self.version = 0
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -177,7 +182,7 @@ class PackedStore:
         """Refuse tables that are registered already, under this name or another, whole or in part.
 
         Args:
-            located: what is to be registered.
+            located: the tables to register.
             plain: the plain tensors of the same sparsifier, by name.
 
         Raises:
@@ -222,11 +227,13 @@ class PackedStore:
                 counted=counted,
             )
         self._groups = None
+        self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
         self._groups = None
+        self.version += 1
 
     # Where the tables are.
 
@@ -299,6 +306,7 @@ class PackedStore:
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in table.masks] == devices:
             return
+        self.version += 1
         table.samples = None
         table.masks = [
             BlockMask(mask.rect, mask.block, mask.bits.to(device))
@@ -324,7 +332,7 @@ class PackedStore:
 
     def samples(self, name: str) -> list[Tensor]:
         """Return what an enforcer has sampled of the lookups of this rank's shards since their
-        masks were replaced, live: int64 ``(2,)``, all of them, and those of rows that are removed
+        masks were replaced, live: int64 ``(2,)``, all of them, and lookups of rows that are removed
         whole."""
         table = self._tables[name]
         # Only tables of fused optimizers are ever sampled.
@@ -359,6 +367,7 @@ class PackedStore:
         table = self._tables[data.name]
         if list(map(id, masks)) != list(map(id, table.masks)):
             # A mask update that changes nothing keeps the masks themselves.
+            self.version += 1
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
         table.updates = table.updates + 1 if updates is None else updates
@@ -433,18 +442,12 @@ class PackedStore:
             counterparts[name] = copy
         return counterparts
 
-    def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
-        """Forget one table; if ``write``, zero its removed weights first."""
-        if write:
-            self.apply({name: data})
-        self.drop(name)
-
     # Saving.
 
     def state_dict(self, configs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
-        ``configs`` and what else is known of them as JSON. Local, unless column borders cut bytes
-        of masks: then collective."""
+        ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
+        borders cut bytes of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
         # First, as it may be collective: nothing below communicates.
         for ranks, names in self.groups.items():
@@ -579,6 +582,7 @@ class PackedStore:
         parcels.exchange(torch.device("cpu"))
         for put_together in arriving:
             put_together()
+        self.version += 1
 
 
 def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedData | None:

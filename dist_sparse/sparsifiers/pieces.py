@@ -142,6 +142,7 @@ def assembled(
     rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
 ) -> BlockMask:
     """Return the mask of ``rect`` from the pieces inside it."""
+    # A rank has pieces of all its shards; overlapping parts of blocks are compared.
     inside = [piece for piece in pieces if piece.rect.intersect(rect) == piece.rect]
     return BlockMask.assemble(rect, block, inside, device)
 
@@ -226,6 +227,7 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
     """
+    # JSON, not pickled values: torch.load(weights_only=True) reads it.
     tables = from_json("the tables of the state", saved.get("tables"))
     for name, entry in tables.items():
         _check_entry(name, entry)
@@ -300,10 +302,12 @@ def _mask_pieces(
 
 def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
     """Return copies of this rank's pieces of a saved tensor."""
+    # A state may have been edited by hand, or damaged.
     if not isinstance(saved.kept, list) or not all(isinstance(piece, dict) for piece in saved.kept):
         raise ValueError(
             f"Table {name!r}: the state has no pieces of it, but {cut(repr(saved.kept), 80)}."
         )
+    # Copies: bits and counts are put in below, and the caller may load the state again.
     return [dict(piece) for piece in saved.kept]
 
 
@@ -342,6 +346,7 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
         ValueError: it does not fit the table, was changed since it was saved, or does not cover the
             shards.
     """
+    # Tuples in a state of torch.save, lists where it has been through JSON.
     if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
         raise ValueError(
             f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
@@ -393,6 +398,7 @@ def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype)
                 f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64"
                 " >= 0."
             )
+        # Of any counted dtype: a state of another decay is converted.
         pieces.append((rect, saved))
     return new_counts(data, dtype, pieces)
 

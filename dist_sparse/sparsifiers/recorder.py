@@ -105,6 +105,7 @@ class Recorder:
         # Smaller groups first, in an order that all ranks share.
         for ranks in sorted(groups, key=lambda ranks: (len(ranks or ()), ranks or ())):
             rider = self.rider(ranks)
+            # These groups have counts that wait.
             assert rider is not None
             self.arrived(ranks, rider, group_over(ranks))
         self._sort_out()
@@ -133,6 +134,7 @@ class Recorder:
             # Earlier updates stay, with sums that have arrived in this one.
             self._updates.pop()
             raise
+        # Traffic counts all of this process: nothing else communicates within a mask update.
         self.count += 1
         after = traffic()
         update.seconds = time.perf_counter() - started
@@ -144,6 +146,7 @@ class Recorder:
         """Return the counts that wait for a message over these ranks,
         ``(mask updates and tables, 6)``, of squashed tables too; None without any."""
         values = [counts.values for counts in self._waiting(ranks)]
+        # All ranks of a group have the same tables waiting: make_masks() has compared them.
         return Rider(torch.tensor(values, dtype=torch.int64)) if values else None
 
     def arrived(self, ranks: Ranks, rider: Rider, group: Group) -> None:
@@ -206,6 +209,7 @@ class Recorder:
 
     def _sort_out(self) -> None:
         """Make records of the mask updates that have all their sums."""
+        # In order: a later update is not done before an earlier one.
         while self._updates and not self._updates[0].unsummed:
             update = self._updates.pop(0)
             self._done.append(

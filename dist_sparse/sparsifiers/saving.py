@@ -11,31 +11,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import Loaded, PackedStore
 from dist_sparse.sparsifiers.pieces import entries_of, tables_of
 from dist_sparse.sparsifiers.stats import count_removed
-from dist_sparse.sparsifiers.step import Enforcer
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.sparsifiers.step import MaskMaker
 
 __all__ = ["prepare_load", "save", "saved_configs"]
 
 
-class Loadable(Protocol):
-    """The attributes and methods of a sparsifier that a load uses."""
-
-    defaults: dict[str, Any]
-    data_groups: dict[str, dict[str, Any]]
-    dense_store: DenseStore
-    packed_store: PackedStore
-    enforcer: Enforcer | None
-
-    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> object: ...
-
-
-def save(sparsifier: Loadable) -> dict[str, Any]:
+def save(sparsifier: MaskMaker) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
     plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
@@ -60,7 +46,7 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def prepare_load(
-    sparsifier: Loadable, saved: Mapping[str, Any], strict: bool
+    sparsifier: MaskMaker, saved: Mapping[str, Any], strict: bool
 ) -> Callable[[], dict[str, dict[str, Any]]]:
     """Check a state and return the function that loads it into the stores and returns the new
     ``data_groups``.
@@ -90,6 +76,7 @@ def prepare_load(
 
     # Nothing below can fail: all ranks load, or none.
     def commit() -> dict[str, dict[str, Any]]:
+        # A state may have configurations without masks, which are not loaded.
         names = {*commit_dense(), *loaded}
         packed.load(loaded)
         kept = {} if strict else sparsifier.data_groups
@@ -98,7 +85,7 @@ def prepare_load(
     return commit
 
 
-def _refuse_plain_data(sparsifier: Loadable, state: Mapping[str, Any]) -> None:
+def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
     if state and sparsifier.enforcer is not None:
         raise ValueError(
             f"The state holds copies of the plain data {sorted(state)}, which would take the place"

@@ -120,7 +120,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
-        # Kept scores, while an enforcer tracks what is written.
+        # Kept scores, while an enforcer tracks writes.
         self._keeper: Keeper | None = None
         self._whole_blocks = zeros_per_block is None
         # As a number, like the ancestor's.
@@ -258,6 +258,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             raise ValueError(
                 f"scope='global' needs tables over the same ranks; these are apart: {groups}."
             )
+        # Bytes, as tables differ in width and dtype.
         need = sum(goal.k * goal.price for goal in goals.values())
         most = sum(goal.most * goal.price for goal in goals.values())
         if need > most:
@@ -271,7 +272,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             )
 
     def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
-        """The new mask of plain data, as a table of a single shard."""
+        """Return the new mask of plain data."""
         if not data.dtype.is_floating_point:
             raise NotImplementedError(
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
@@ -349,6 +350,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when another block is given without zeros_per_block."""
+        # Shapes as text are parsed here: add_data and add_model both pass.
         group = super()._overlaid(config, given)
         group["sparse_block_shape"] = _shape_of(group["sparse_block_shape"])
         whole = config["zeros_per_block"] == _area_of(config["sparse_block_shape"])
@@ -422,13 +424,15 @@ class DataNormSparsifier(ScoreSparsifier):
 
 
 def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:
-    """Scores by which the last columns of a rotated table are removed, never equal ones."""
+    """Score the columns of a rotated table by their position, so that the last ones are removed
+    first. Never equal."""
+    # The first column of the table scores highest, ``columns``; the last one scores 1.
     first = columns - offset[1]
     return torch.arange(first, first - data.shape[1], -1, device=data.device).expand(data.shape)
 
 
 def _check_pooled(data: ShardedData, block: Block) -> None:
-    """Refuse tables whose blocks can't be compared with those of others.
+    """Refuse tables whose blocks can't be compared with blocks of others.
 
     Raises:
         ValueError: plain data, or blocks that differ in their bytes.
@@ -437,6 +441,7 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
         raise ValueError(
             f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
         )
+    # Blocks at the edge are smaller, and cost fewer bytes than others of their score.
     if any(size % side for size, side in zip(data.shape, block, strict=True)):
         raise ValueError(
             f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"

@@ -45,6 +45,7 @@ def table_stats(packed: PackedStore, dense: DenseStore, configs: Configs) -> dic
     # A rank that runs out of memory here would leave the others waiting.
     with packed.agreeing("table_stats()"):
         counts = {name: _count(packed.masks(name), data) for name, data in located.items()}
+    # One all-reduce for all three counts of all tables of a group.
     sums = _summed(packed, counts)
     found = {}
     for name, data in located.items():
@@ -83,6 +84,7 @@ def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> Tab
         target=target_of(config),
         blocks=mask.numel(),
         removed_blocks=removed,
+        # As stored: a mask of the ancestor's may be float32.
         mask_bytes=mask.numel() * mask.element_size(),
         table_bytes=mask.numel() * dtype.itemsize,
         kept_bytes=(mask.numel() - removed) * dtype.itemsize,
@@ -92,6 +94,7 @@ def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> Tab
 def target_of(config: Mapping[str, Any]) -> float | None:
     """Return the configured sparsity_level, where there is one and a float can hold it."""
     level = config.get("sparsity_level")
+    # Ints beyond float64 are refused by scores, but a user's own sparsifier may hold one.
     try:
         return float(level) if isinstance(level, numbers.Real) else None
     except OverflowError:
@@ -177,7 +180,7 @@ def audit(
     """See :meth:`dist_sparse.BaseDataSparsifier.audit`.
 
     Args:
-        settle: of the attached enforcer, if any: zeroes what optimizers have revived.
+        settle: of the attached enforcer, if any: zeroes revived weights.
     """
     located = packed.current("audit()")
     with packed.agreeing("audit()") as noted:
@@ -259,8 +262,8 @@ def dead_rows(packed: PackedStore, dense: DenseStore) -> dict[str, int]:
 def _send_kept_rows(
     parcels: Parcels, data: ShardedData, masks: Sequence[BlockMask]
 ) -> Callable[[], int]:
-    """Pack the rows of which a shard keeps anything, one bit a row. Return a function that counts
-    the dead rows of this rank's share, once the parcels have been exchanged.
+    """Pack one bit a row: whether a shard keeps any of it. Return a function that counts the dead
+    rows of this rank's share, once the parcels have been exchanged.
 
     No rank sees a whole row of a table that is cut by columns: each counts an equal share of the
     rows, and gets the bits of these rows from all shards.
@@ -293,6 +296,7 @@ def dead_flags(mask: BlockMask) -> Tensor:
     """Return which rows of a shard have nothing left in it: bool ``(mask.rect.rows,)``, on the
     CPU."""
     if not mask.blocks:
+        # Nothing of a row without columns is left.
         return torch.ones(mask.rect.rows, dtype=torch.bool)
     dead, height = _dead_block_rows(mask).cpu(), mask.block[0]
     if height == 1:

@@ -46,12 +46,12 @@ class Enforcer(Protocol):
         ...
 
     def written(self) -> Mapping[int, Written]:
-        """Return which rows may have been written, live, by the address of the weights: of shards
-        of which every write is seen."""
+        """Map weight addresses to live sets of possibly written rows, for shards whose writes are
+        all tracked."""
         ...
 
     def settle(self) -> None:
-        """Zero what optimizers have revived: before weights are scored, read or saved."""
+        """Zero revived weights, before weights are scored, read or saved."""
         ...
 
     def begin_step(self) -> None:
@@ -79,7 +79,7 @@ class Rotation(Protocol):
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
-        """The same tables, by what is rotated together."""
+        """The same tables, grouped as they are rotated together."""
         ...
 
     def update(self) -> None:
@@ -88,8 +88,9 @@ class Rotation(Protocol):
 
 
 class MaskMaker(Protocol):
-    """The attributes and methods of a sparsifier that a mask update uses."""
+    """The attributes and methods of a sparsifier that mask updates and loads use."""
 
+    defaults: dict[str, Any]
     dense_store: DenseStore
     packed_store: PackedStore
     data_groups: dict[str, dict[str, Any]]
@@ -108,6 +109,8 @@ class MaskMaker(Protocol):
         ...
 
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any: ...
+
+    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> object: ...
 
     def score_tables(self, located: Located, configs: Configs) -> Any:
         """Score this rank's shards. Local: must neither communicate nor change anything."""
@@ -138,7 +141,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
     def update_plain() -> None:
         if enforcer is not None:
-            # Scores must not see what optimizers have revived.
+            # Zeroes revived weights, which scores must not see.
             enforcer.begin_step()
         _update_plain(sparsifier, undo)
 
@@ -178,8 +181,8 @@ def make_masks(
             if not moved:
                 scored = _score(sparsifier, located, first, noted)
         if moved:
-            # The exchange is collective, so that all ranks had to agree before it, and agree again
-            # on what is scored after it.
+            # The exchange is collective: all ranks have agreed before it, and agree again on the
+            # scores.
             packed.reshard(located)
             with packed.agreeing("step()") as noted:
                 _note_facts(noted, located, sparsifier, recorder)
@@ -264,7 +267,7 @@ def _apply(
     configs: Configs,
     recorder: Recorder | None,
 ) -> None:
-    """Zero what is newly removed, and put the new masks in place. Local."""
+    """Zero newly removed weights, and put the new masks in place. Local."""
     # All tables in one list: many small ones are zeroed together.
     changes = []
     for name, new in made.items():
@@ -323,8 +326,8 @@ def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
 def _of_first_copies(
     made: Mapping[str, MadeMasks], located: Located, group: Group
 ) -> dict[str, MadeMasks]:
-    """The new masks, with those of copies that are trained apart (2-D parallelism) replaced by the
-    first copy's. Collective over ``group`` if there are such copies: one all-to-all of packed
+    """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
+    Collective over ``group`` if there are such copies: one all-to-all of packed
     bits."""
     copied = {name: located[name] for name in made if located[name].copied}
     if not copied:
