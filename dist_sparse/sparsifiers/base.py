@@ -35,6 +35,7 @@ from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 __all__ = ["BaseDataSparsifier"]
 
+# Exactly these types, as in the ancestor: subclasses may compute their weight.
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
@@ -106,6 +107,7 @@ class BaseDataSparsifier(abc.ABC):
         self.rotation: Rotation | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        # Last: registering uses all of the above, in subclasses too.
         for name, data in data_list or ():
             self.add_data(name, data)
 
@@ -133,8 +135,7 @@ class BaseDataSparsifier(abc.ABC):
                 DTensor.
             reuse_mask: keep the mask of the replaced data, which must have the same shape.
             **config: overrides of the defaults; ``mask`` starts from a given mask,
-                ``parametrization`` replaces ``mask
-                * x``.
+                ``parametrization`` replaces ``mask * x``.
 
         Returns:
             The masked data; of sharded data, the data itself.
@@ -146,7 +147,7 @@ class BaseDataSparsifier(abc.ABC):
                 attached.
         """
         check_name(name)
-        self._check_not_enforced()
+        self._refuse_while_enforced()
         weight = self._extract_weight(data)
         if is_sharded(weight):
             return self._add_sharded(name, weight, config)
@@ -156,6 +157,7 @@ class BaseDataSparsifier(abc.ABC):
         if name in self.packed_store:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
         if name in self.dense_store:
+            # What the caller does not pass stays as it was.
             group = self._overlaid(self.data_groups[name], config)
             warnings.warn(
                 "Replacing existing data of the same name. - Did you mean a different name?",
@@ -168,6 +170,7 @@ class BaseDataSparsifier(abc.ABC):
         if mask is None:
             mask = torch.ones_like(weight)
         masked = self.dense_store.add(name, weight, mask, group.get("parametrization", Masked))
+        # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
         self.data_groups[name] = group
         return masked
@@ -212,10 +215,11 @@ class BaseDataSparsifier(abc.ABC):
                 registered.
         """
         with group_over(world_ranks()).agreeing(f"add_model() of {type(self).__name__}") as facts:
-            self._check_not_enforced()
+            self._refuse_while_enforced()
             source = model_source(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             self.packed_store.check_new(located, self.dense_store.tensors())
+            # All is checked before anything is registered.
             rules = _rules(config or {}, self.defaults)
             for glob in rules:
                 _refuse_unmatched(glob, located)
@@ -226,6 +230,7 @@ class BaseDataSparsifier(abc.ABC):
                 configs[data.name] = given
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, given]
+        # All ranks have agreed: from here on nothing can fail on some of them alone.
         self._register(source, located, configs)
         return [data.name for data in located]
 
@@ -266,11 +271,12 @@ class BaseDataSparsifier(abc.ABC):
         tables are registered.
 
         Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables,
-        what is newly removed is zeroed at once.
+        newly removed weights are zeroed at once.
 
         Raises:
             ValueError: on every rank; no mask and no weight has changed.
         """
+        # Schedulers compare it, so that calls without an update count too.
         self.step_count += 1
         if self.enable_mask_update:
             update_masks(self)
@@ -294,8 +300,8 @@ class BaseDataSparsifier(abc.ABC):
         """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
         each shard.
 
-        For subclasses that make masks in another way, with :meth:`select_masks`, which gets what is
-        returned.
+        For subclasses that make masks in another way, with :meth:`select_masks`, which gets the
+        returned value.
 
         Args:
             located: the sharded tables as they are stored now, by name.
@@ -311,9 +317,9 @@ class BaseDataSparsifier(abc.ABC):
         return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
 
     def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Write zero to every removed weight of the sharded tables: what optimizers have revived
-        since. Local, unless shards have moved since the last step: then collective. Takes about as
-        long as a mask update.
+        """Write zero to every removed weight of the sharded tables, which optimizers may have
+        revived. Local, unless shards have moved since the last step: then collective. Takes about
+        as long as a mask update.
 
         Args:
             to: write into a copy instead, such as a moving average of the weights: a module with
@@ -417,6 +423,7 @@ class BaseDataSparsifier(abc.ABC):
             >>> list(sparsifier.audit())
             ['weight']
         """
+        # Without an enforcer, revived weights are a warning rather than an error.
         settle = None if self.enforcer is None else self.enforcer.settle
         return self._in_order(stats.audit(self.packed_store, self.dense_store, settle))
 
@@ -456,12 +463,16 @@ class BaseDataSparsifier(abc.ABC):
         chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
         plain = [name for name in chosen if self._store(name) is self.dense_store]
         sharded = [name for name in chosen if name in self.packed_store]
+        # All are checked before any is squashed.
         if leave_parametrized:
             for name in plain:
                 self.dense_store.check_squash(name)
+        # Collective only if a sharded table is squashed.
         located = self.packed_store.current() if sharded else {}
+        if leave_parametrized:
+            self.packed_store.apply({name: located[name] for name in sharded})
         for name in sharded:
-            self.packed_store.squash(name, located[name], write=leave_parametrized)
+            self.packed_store.drop(name)
             del self.data_groups[name]
         for name in plain:
             self.dense_store.squash(name, write=leave_parametrized)
@@ -477,6 +488,7 @@ class BaseDataSparsifier(abc.ABC):
         shards have moved since the last step, or eight blocks of a row that share a byte are in
         different shards: then collective.
         """
+        # Masks with their shards, and weights as a forward would read them.
         self.packed_store.current()
         self._settle()
         return save(self)
@@ -503,6 +515,8 @@ class BaseDataSparsifier(abc.ABC):
         """Check a state as :meth:`load_state_dict` does, and return the function that loads it.
         Collective if sharded tables are registered; the function itself is local. Nothing changes
         before it is called."""
+        # The function that commits is local, so that callers can prepare several states and load
+        # all of them or none.
         commit = prepare_load(self, state_dict, strict)
 
         def load() -> None:
@@ -524,6 +538,7 @@ class BaseDataSparsifier(abc.ABC):
                 " register the model in a new sparsifier."
             )
         kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
+        # Tensors without their graph, which can't be copied.
         plain = self.dense_store.state_dict()
         return {
             **kept,
@@ -536,12 +551,14 @@ class BaseDataSparsifier(abc.ABC):
             {key: value for key, value in state.items() if key not in ("state", "_container")}
         )
         self.dense_store, self.packed_store = DenseStore(), PackedStore()
+        # Nothing that is attached to the original is attached to the copy.
         self.enforcer = self.rotation = self.recorder = None
-        self.schedulers = WeakKeyDictionary()  # a copy is scheduled by none
+        self.schedulers = WeakKeyDictionary()
         self.dense_store.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
         groups = list(self.data_groups.items())
+        # A model may have a thousand tables.
         shown = groups if len(groups) <= _MOST_SHOWN else groups[:_FEW_SHOWN]
         lines = [f"{type(self).__name__} ("]
         for name, group in shown:
@@ -552,7 +569,7 @@ class BaseDataSparsifier(abc.ABC):
         return "\n".join([*lines, ")"])
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        """Return what one bit of a new sharded table's masks stands for, in elements. For
+        """Return the block of elements that one bit of a new sharded table's masks covers. For
         subclasses.
 
         Raises:
@@ -570,20 +587,22 @@ class BaseDataSparsifier(abc.ABC):
         return self.packed_store if name in self.packed_store else self.dense_store
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
+        # As registered, plain data and sharded tables mixed.
         return {name: found[name] for name in self.data_groups if name in found}
 
     def _settle(self) -> None:
-        """Before weights are returned."""
+        """Zero revived weights before weights are returned."""
         if self.enforcer is not None:
             self.enforcer.settle()
 
     def _renew(self) -> None:
-        """After masks were replaced, other than by a mask update."""
+        """Have the enforcer look masks up again: they were replaced by other means than a mask
+        update."""
         if self.enforcer is not None:
             self.enforcer.renew()
 
-    def _check_not_enforced(self) -> None:
-        """Before something is registered: an enforcer knows no optimizer for what is new."""
+    def _refuse_while_enforced(self) -> None:
+        # The enforcer knows no optimizer of new data.
         if self.enforcer is not None:
             raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
@@ -611,9 +630,8 @@ class BaseDataSparsifier(abc.ABC):
         self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]
     ) -> None:
         blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
-        self.packed_store.add(
-            source, located, blocks, counted=self.count_dtype if self.counts_lookups else None
-        )
+        counted = self.count_dtype if self.counts_lookups else None
+        self.packed_store.add(source, located, blocks, counted=counted)
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 
@@ -629,6 +647,7 @@ Rules = Mapping[str, Mapping[str, Any]]
 def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
     """Return the overrides of a model's tables by glob, whether they were given by glob or for
     all."""
+    # A default may be a mapping itself: its key is not a glob then.
     by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
     if any(by_glob) and not all(by_glob):
         raise ValueError(

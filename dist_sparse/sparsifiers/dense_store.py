@@ -27,7 +27,7 @@ class Masked(nn.Module):
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        # Saved once, in the sparsifier's own state.
+        # Not in the state of the container: it is saved once, in the sparsifier's own state.
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +116,10 @@ class DenseStore:
         """Return the registered tensor itself; raise ValueError once squashed."""
         if not self.is_masked(name):
             raise ValueError("mask squashed - original mask value does not exist")
-        return _original(self.container, name)
+        weight = _parametrizations(self.container, name).original
+        # Torch types it as Tensor or Module.
+        assert isinstance(weight, Tensor)
+        return weight
 
     def held(self, name: str) -> Tensor:
         """Return the registered tensor, squashed or not."""
@@ -179,9 +182,11 @@ class DenseStore:
             RuntimeError: a name has no configuration, no data or no mask.
             ValueError: a mask does not fit its data.
         """
+        # Copies: the caller's state must not change with the masks.
         states = _converted(saved["state"], sparse=False)
         if not strict:
             states = {name: entry for name, entry in states.items() if name not in self}
+        # Filled aside, so that a malformed entry raises before anything is replaced.
         filled = Container()
         _fill(filled, states, configs, saved["_container"])
 
@@ -207,6 +212,7 @@ def check_name(name: object) -> str:
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
+    # It would shadow the attribute in the container.
     if hasattr(nn.Module(), name):
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
     return name
@@ -240,8 +246,10 @@ def _attach(
 ) -> None:
     """Hold ``weight`` (never a copy) under ``name``, with ``parametrization(mask)`` over it; on
     failure nothing."""
+    # A buffer rather than a parameter: the container trains nothing.
     container.register_buffer(name, weight)
     try:
+        # Runs the parametrization once, and checks shape and dtype.
         parametrize.register_parametrization(container, name, parametrization(mask))
     except BaseException:
         delattr(container, name)
@@ -249,15 +257,7 @@ def _attach(
 
 
 def _parametrizations(container: Container, name: str) -> nn.Module:
-    parts = container.parametrizations
-    assert isinstance(parts, nn.ModuleDict)
-    return parts[name]
-
-
-def _original(container: Container, name: str) -> Tensor:
-    weight = _parametrizations(container, name).original
-    assert isinstance(weight, Tensor)
-    return weight
+    return container.get_submodule(f"parametrizations.{name}")
 
 
 def _converted(
@@ -305,6 +305,7 @@ def _fill(
         _attach(container, name, data, entry["mask"], parametrization)
         first = f"{prefix}0."
         kept = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(first)}
+        # Not strict: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 

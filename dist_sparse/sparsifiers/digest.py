@@ -45,6 +45,7 @@ def mask_hash(mask: BlockMask) -> int:
 
 def element_counts(mask: BlockMask) -> int:
     """Return the number of removed elements of one shard."""
+    # Each element weighs 1.
     device = mask.bits.device
     ones = torch.ones(max(mask.rect.rows, mask.rect.cols), dtype=torch.int64, device=device)
     return _weighted(mask, ones[: mask.rect.rows], ones[: mask.rect.cols])
@@ -57,6 +58,7 @@ def hash_tensor(tensor: Tensor) -> int:
     changes the sum; and not linearly, so that changes which cancel as numbers do not cancel here.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # The length counts: zeros at the end would change nothing else.
     total = raw.numel()
     for start in range(0, raw.numel(), _HASHED):
         part = raw[start : start + _HASHED]
@@ -65,6 +67,7 @@ def hash_tensor(tensor: Tensor) -> int:
         if part.storage_offset() % 8:
             # A view as int64 must begin at a word.
             part = part.clone()
+        # Mixed with their position, so that swapped words are noticed.
         words = part.view(torch.int64)
         mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
         mixed.mul_(_MIX).bitwise_xor_(words)
@@ -86,6 +89,7 @@ def shared_weights(data: ShardedData, rank: int) -> dict[str, Replica]:
     local."""
     found = {}
     for shard in data.shards:
+        # Rectangles of other ranks are known from metadata: equal ones are replicas.
         holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
         if len(holders) > 1:
             found[f"{data.name} {shard.rect}"] = Replica(
@@ -124,12 +128,14 @@ def shared_bits(
     """
     borders = _Borders.of(data, block)
     if not (borders.rows or borders.cols or data.replicated):
+        # The usual case: nothing is shared, and nothing is hashed.
         return {}
     holders = _holders(data, borders)
     hashes: dict[str, int] = {}
     for mask in masks:
         for place, index in _places(data.name, mask.rect, borders):
             if len(holders[place]) == 1:
+                # Hashing takes a pass over the bits.
                 continue
             value = hash_tensor(mask.bits if index is None else mask.flags()[index])
             if hashes.setdefault(place, value) != value:
@@ -178,9 +184,11 @@ def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:
     """The sum of ``rows[r] * cols[c]`` over removed elements: per block, the product of the sums
     over its rows and its columns."""
     if mask.blocks == 0:
+        # An empty shard has no grid to sum over.
         return 0
     down = _by_block(rows, mask.rect.row, mask.block[0], mask.grid.row, mask.grid.rows)
     across = _by_block(cols, mask.rect.col, mask.block[1], mask.grid.col, mask.grid.cols)
+    # Int64 wraps around: sums are modulo 2**64.
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     for first, last in mask.row_chunks(_STEP):
         removed = ~mask.flags(first, last)
@@ -195,6 +203,7 @@ def _by_block(values: Tensor, start: int, size: int, first: int, count: int) -> 
 
 def _mix(values: Tensor, seed: int) -> Tensor:
     """Pseudo-random odd int64 from int64 (the finalizer of splitmix64, Steele et al. 2014)."""
+    # Constants of splitmix64 as int64; masked shifts, as torch shifts with the sign.
     z = (values + seed) * -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -1,8 +1,8 @@
 """Scores that know traffic: how often a row is looked up, and how much its gradients have moved it.
 
 Each is a number for an element, so that it serves every block and sharding: what Adagrad keeps for
-a row of a shard, or what is counted for it, holds for each of its elements. Blocks are compared by
-the mean over their elements.
+a row of a shard, or the count of its lookups, holds for each of its elements. Blocks are compared
+by the mean over their elements.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class _Known(NamedTuple):
     def of_rows(self, rows: slice | Tensor) -> Tensor:
         """Return the value of an element of these rows, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
+        # Copied: the total is live, and the caller computes in place.
         known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
         if self.most < math.inf:
             # The shards of a row are clamped at different times, but must score alike.
@@ -151,7 +152,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
-    def trains_removed(self) -> bool:  # type: ignore[override]  # follows the score
+    # Of others an attribute of the class; here it follows the score, which may be replaced.
+    def trains_removed(self) -> bool:  # type: ignore[override]
         """Whether the score grows by gradients of removed rows; with the others they score 0, or by
         lookups."""
         return self.scored_by == "accumulator"
@@ -179,7 +181,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         if not self._measured_fast or self.scored_by == "norm":
             return super().row_measure(name, shard)
         if self.scored_by != "norm_accumulator":
-            # Counts decay in all rows; what is reset changes in rows that nothing has written.
+            # Counts decay in all rows; resets of G change rows that nothing has written.
             return None
         known = next(known for known in self._known[name] if known.rect == shard.rect)
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
@@ -190,6 +192,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     def score_tables(
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, ScoredTable]:
+        # Before anything is scored: score() gets rows, and no table.
         self._known = self._look_up(located) if self.scored_by != "norm" else {}
         return super().score_tables(located, configs)
 
@@ -197,13 +200,16 @@ class ImportanceSparsifier(DataNormSparsifier):
         try:
             super().step()
         finally:
-            self._known = {}  # views of live storage
+            # Views of live storage, which may be replaced before the next mask update.
+            self._known = {}
+        # Only after a mask update that has succeeded, on all ranks alike.
         if self.enable_mask_update and self.counts_lookups and self.decay < 1:
             self._age_counts()
 
     def _age_counts(self) -> None:
         """Multiply all counts by the decay."""
         for name in self.packed_store.names:
+            # In place: the enforcer's hooks hold the same tensors.
             for counts in self.packed_store.counts(name) or ():
                 counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
@@ -253,6 +259,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this
         rank. Local."""
         if self.scored_by not in ("accumulator", "norm_accumulator"):
+            # These scores need no sums.
             return []
         summed, unknown = self.sums(), []
         for name, data in self.packed_store.locate().items():
@@ -262,6 +269,7 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """Return lookups or sums of the rows of this rank's shards."""
+        # Lookups need an enforcer too, so that it is asked in any case.
         totals = self.sums()
         if self.scored_by == "frequency":
             return {name: self._counted(data) for name, data in located.items()}
@@ -271,6 +279,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         }
 
     def _counted(self, data: ShardedData) -> list[_Known]:
+        # A lookup is of a whole row: each element has its share, so that blocks compare by bytes.
         counts = self.packed_store.counts(data.name) or ()
         return [
             _Known(shard.rect, count, share=data.shape[1], most=MOST_COUNTED)
@@ -302,6 +311,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
         """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
         if name not in self.dense_store:
+            # Chunks are of one shard: its first element tells which.
             here = Rect(*offset, 1, 1)
             return next(
                 known for known in self._known[name] if known.rect.intersect(here) is not None
@@ -311,6 +321,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from"
                 " add_model()."
             )
+        # Plain data is one shard, whatever its shape.
         whole = self.dense_store.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
         return _summed(name, Shard(rect, whole), self.sums())
@@ -318,7 +329,8 @@ class ImportanceSparsifier(DataNormSparsifier):
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
     exact = data.double()
-    return exact.mul_(exact).mul_(of_rows.add_(_TINY))
+    # Not in place: float64 weights are their own double().
+    return (exact * exact).mul_(of_rows.add_(_TINY))
 
 
 def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:

@@ -43,10 +43,12 @@ class Keeper:
             masks: of the shards of a table, with which the weights have been masked.
             full_every: as in :class:`~dist_sparse.masking.cached.kept_scores.Keeping`.
         """
+        # Scores of shards that are not found below are forgotten.
         before, self._scores = self._scores, {}
         found = dict(goals)
         for name, goal in goals.items():
             if goal.by_element or goal.whole_columns or goal.data.replicated:
+                # A written row would change scores of other rows, or of another rank.
                 continue
             kept: dict[Rect, KeptScores] = {}
             measures: dict[Rect, RowMeasure] = {}
@@ -72,7 +74,7 @@ class Keeper:
 
 
 def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
-    """Compare kept scores of a table with those of all rows.
+    """Compare kept scores of a table with fresh scores of all rows.
 
     Raises:
         ValueError: they differ; names table and row.
@@ -82,6 +84,7 @@ def check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
         # No scores of cut blocks are kept.
         return
     for rect, kept in keeping.scores.items():
+        # Bit for bit: scores are float32 as int32.
         expected = torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
         wrong = (kept.scores.bits.view(-1) != expected).nonzero()
         if len(wrong):

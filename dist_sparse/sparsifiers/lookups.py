@@ -22,7 +22,7 @@ from dist_sparse.tables.shards import Block, Rect, ShardedData
 __all__ = ["FUSED", "Lookups", "counted_rows", "lookups_here", "removed_lookups"]
 
 Lookups = tuple[int, int]
-"""All lookups of a table, and those of its removed rows."""
+"""All lookups of a table, and lookups of its removed rows."""
 
 
 FUSED: Final = ("fused", "fused_uvm")
@@ -79,8 +79,10 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     counts = packed.counts(data.name)
     if not _has_whole_rows(data, block):
         return None
+    # Where a score counts all lookups, nothing is sampled.
     if counts is not None:
         rows = counted_rows(data, block, masks, counts) or ()
+        # Counts that decay have fractions; sums are rounded once.
         looked_up = sum(float(lookups.sum()) for _, lookups in rows)
         return round(looked_up), round(sum(float(lookups[dead].sum()) for dead, lookups in rows))
     if data.kernel not in FUSED:
@@ -108,6 +110,7 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, Lookups]:
         # The same tables on every rank of the group.
         known = {name: lookups for name, lookups in here.items() if lookups is not None}
         if known:
+            # One message for all tables of a group.
             sums = group_over(ranks).all_reduce(torch.tensor(list(known.values()))).tolist()
             found.update(zip(known, map(tuple, sums), strict=True))
     return {name: found[name] for name in packed.names if name in found}

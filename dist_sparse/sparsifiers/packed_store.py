@@ -129,14 +129,15 @@ class PackedStore:
     """The registered sharded tables of one sparsifier, in the order in which they were added.
 
     Attributes:
-        version: changes whenever a mask is replaced, added or dropped. Enforcers read it.
+        version: changes whenever a mask is replaced, added or dropped. Read at every forward.
     """
 
     def __init__(self) -> None:
-        self.version = 0
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
+        # While a user's update_mask edits the mask of one shard, mask() must return that object.
         self._edited: tuple[str, Tensor] | None = None
+        self.version = 0
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -160,6 +161,7 @@ class PackedStore:
         rank nor registration; larger groups come later."""
         if self._groups is None:
             groups: dict[Ranks, list[str]] = {}
+            # By name: ranks may have registered in another order.
             for name in sorted(self._tables):
                 groups.setdefault(self._tables[name].ranks, []).append(name)
             self._groups = dict(
@@ -180,7 +182,7 @@ class PackedStore:
         """Refuse tables that are registered already, under this name or another, whole or in part.
 
         Args:
-            located: what is to be registered.
+            located: the tables to register.
             plain: the plain tensors of the same sparsifier, by name.
 
         Raises:
@@ -242,6 +244,7 @@ class PackedStore:
         Raises:
             ValueError: a table is no longer in its model, or has another shape.
         """
+        # One walk finds all tables of a model.
         names: dict[int, list[str]] = {}
         for name, table in self._tables.items():
             names.setdefault(id(table.source), []).append(name)
@@ -268,6 +271,7 @@ class PackedStore:
         if action is None:
             located = self.locate()
         else:
+            # A rank that can't locate its tables must stop the others before the exchange.
             with self.agreeing(action):
                 located = self.locate()
         self.reshard(located)
@@ -289,6 +293,7 @@ class PackedStore:
         tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
         local."""
         moved = set(self.moved(located))
+        # Group by group, in an order that all ranks share: each move is collective.
         for ranks, names in self.groups.items():
             if tables := [located[name] for name in names if name in moved]:
                 self._move(tables, group_over(ranks))
@@ -297,6 +302,7 @@ class PackedStore:
 
     def _follow_devices(self, data: ShardedData) -> None:
         table = self._tables[data.name]
+        # A model may have been moved, such as by .to(), since the bits were stored.
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in table.masks] == devices:
             return
@@ -307,6 +313,7 @@ class PackedStore:
             for mask, device in zip(table.masks, devices, strict=True)
         ]
         if table.counted is not None:
+            # Counts are summed on the device of the lookups.
             counts = zip(table.counts, devices, strict=True)
             table.counts = [count.to(device) for count, device in counts]
 
@@ -325,9 +332,10 @@ class PackedStore:
 
     def samples(self, name: str) -> list[Tensor]:
         """Return what an enforcer has sampled of the lookups of this rank's shards since their
-        masks were replaced, live: int64 ``(2,)``, all of them, and those of rows that are removed
+        masks were replaced, live: int64 ``(2,)``, all of them, and lookups of rows that are removed
         whole."""
         table = self._tables[name]
+        # Only tables of fused optimizers are ever sampled.
         if table.samples is None:
             table.samples = [
                 torch.zeros(2, dtype=torch.int64, device=mask.bits.device) for mask in table.masks
@@ -434,19 +442,14 @@ class PackedStore:
             counterparts[name] = copy
         return counterparts
 
-    def squash(self, name: str, data: ShardedData, *, write: bool) -> None:
-        """Forget one table; if ``write``, zero its removed weights first."""
-        if write:
-            self.apply({name: data})
-        self.drop(name)
-
     # Saving.
 
     def state_dict(self, configs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
-        ``configs`` and what else is known of them as JSON. Local, unless column borders cut bytes
-        of masks: then collective."""
+        ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
+        borders cut bytes of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
+        # First, as it may be collective: nothing below communicates.
         for ranks, names in self.groups.items():
             writes |= self._masks_to_write(names, group_over(ranks))
         tables, masks, counts = {}, {}, {}
@@ -479,6 +482,7 @@ class PackedStore:
             table = self._tables[name]
             parts = [table.written(owned) for owned in owners(table.tiling)]
             if any(table.needs_bits_of_others(*part) for part in itertools.chain(*parts)):
+                # From the parts of all ranks: all of them take part in the exchange, or none.
                 new = tuple(tuple(to for _, to in held) for held in parts)
                 arriving[name] = new[group.rank], table.send_masks(parcels, group.rank, new)
             else:
@@ -550,6 +554,7 @@ class PackedStore:
     def load(self, loaded: Mapping[str, Loaded]) -> None:
         """Put what :meth:`prepare` has returned in place."""
         for name, one in loaded.items():
+            # By the block of the state: without DCP it may differ from the configured one.
             self.replace(one.data, one.masks, one.block, one.removed, one.updates)
             self._tables[name].counts = one.counts
 
@@ -571,6 +576,7 @@ class PackedStore:
         return self.masks(name)
 
     def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
+        # One all-to-all for all tables of a group.
         parcels = Parcels(group)
         arriving = [self._tables[data.name].move(parcels, group.rank, data) for data in tables]
         parcels.exchange(torch.device("cpu"))
@@ -584,6 +590,7 @@ def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedDa
     tensor = tensors.get(data.fqn or data.name, tensors.get(data.name))
     if tensor is None or any(shard.rect.numel != tensor.numel() for shard in data.shards):
         return None
+    # Each shard is the whole table, or the tensor does not fit it.
     whole = tensor.data.view(data.shape)
     return replace(data, shards=tuple(Shard(shard.rect, whole) for shard in data.shards))
 

@@ -79,6 +79,7 @@ def send_masks(
     expected = _send(
         parcels,
         _Route(rank, old, new),
+        # Blocks that a border cuts are in both parts; assembled() compares them.
         lambda rect, source: held[source].cut(rect).bits,
         lambda rect: grid_of(rect, block).bytes,
         torch.uint8,
@@ -130,6 +131,7 @@ def _send(
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
     """Yield ``(common rectangle, owned rectangle)`` of each message from an owner to a holder."""
+    # A rank may hold a rectangle twice, and needs it once.
     for target in dict.fromkeys(wanted):
         for source in owned:
             if (rect := source.intersect(target)) is not None:
@@ -140,6 +142,7 @@ def assembled(
     rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
 ) -> BlockMask:
     """Return the mask of ``rect`` from the pieces inside it."""
+    # A rank has pieces of all its shards; overlapping parts of blocks are compared.
     inside = [piece for piece in pieces if piece.rect.intersect(rect) == piece.rect]
     return BlockMask.assemble(rect, block, inside, device)
 
@@ -153,9 +156,11 @@ def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
 
     Over all shards they tile the table. Blocks of the last byte may belong to other shards.
     """
+    # A byte is eight blocks of one row of blocks.
     height, cols = block[0], 8 * block[1]
     top, bottom = -(-rect.row // height) * height, -(-rect.row_end // height) * height
     left, right = -(-rect.col // cols) * cols, -(-rect.col_end // cols) * cols
+    # The last block of a table may be smaller.
     bottom, right = min(bottom, shape[0]), min(right, shape[1])
     return Rect(top, left, max(bottom - top, 0), max(right - left, 0))
 
@@ -172,6 +177,7 @@ def saved_mask(
     """
     grid = grid_of(Rect(0, 0, *shape), block)
     chunks = [(_first_byte(mask), _bytes_of(mask)) for mask in writes if mask.blocks]
+    # Bytes at the borders of shards are wanted by both.
     wants = [(_first_byte(mask), (mask.grid.rows, _columns(mask))) for mask in masks]
     pieces = [
         {
@@ -221,6 +227,7 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
     """
+    # JSON, not pickled values: torch.load(weights_only=True) reads it.
     tables = from_json("the tables of the state", saved.get("tables"))
     for name, entry in tables.items():
         _check_entry(name, entry)
@@ -230,6 +237,7 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _check_entry(name: str, entry: object) -> None:
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
         raise ValueError(f"Table {name!r}: the state has no configuration of it.")
+    # An unknown key may change the meaning of the others.
     if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
         raise ValueError(
             f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
@@ -294,10 +302,12 @@ def _mask_pieces(
 
 def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
     """Return copies of this rank's pieces of a saved tensor."""
+    # A state may have been edited by hand, or damaged.
     if not isinstance(saved.kept, list) or not all(isinstance(piece, dict) for piece in saved.kept):
         raise ValueError(
             f"Table {name!r}: the state has no pieces of it, but {cut(repr(saved.kept), 80)}."
         )
+    # Copies: bits and counts are put in below, and the caller may load the state again.
     return [dict(piece) for piece in saved.kept]
 
 
@@ -336,6 +346,7 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
         ValueError: it does not fit the table, was changed since it was saved, or does not cover the
             shards.
     """
+    # Tuples in a state of torch.save, lists where it has been through JSON.
     if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
         raise ValueError(
             f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
@@ -387,6 +398,7 @@ def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype)
                 f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64"
                 " >= 0."
             )
+        # Of any counted dtype: a state of another decay is converted.
         pieces.append((rect, saved))
     return new_counts(data, dtype, pieces)
 
@@ -445,6 +457,7 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     lead = grid.col % 8
     if lead == 0 and grid.cols % 8 == 0:
         return chunk.flatten()
+    # The shard begins or ends within a byte: its bits move.
     writer = BitWriter(grid.blocks, chunk.device)
     # In chunks of about a million flags, a byte each.
     for part in torch.split(chunk, max(1, (1 << 20) // (8 * wide))):
@@ -459,6 +472,7 @@ def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
         raise ValueError(
             f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
         )
+    # Refuses bits of another length.
     mask = BlockMask(rect, block, bits)
     if saved.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
         raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")

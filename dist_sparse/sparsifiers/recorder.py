@@ -105,6 +105,7 @@ class Recorder:
         # Smaller groups first, in an order that all ranks share.
         for ranks in sorted(groups, key=lambda ranks: (len(ranks or ()), ranks or ())):
             rider = self.rider(ranks)
+            # These groups have counts that wait.
             assert rider is not None
             self.arrived(ranks, rider, group_over(ranks))
         self._sort_out()
@@ -130,8 +131,10 @@ class Recorder:
         try:
             yield
         except BaseException:
+            # Earlier updates stay, with sums that have arrived in this one.
             self._updates.pop()
             raise
+        # Traffic counts all of this process: nothing else communicates within a mask update.
         self.count += 1
         after = traffic()
         update.seconds = time.perf_counter() - started
@@ -143,6 +146,7 @@ class Recorder:
         """Return the counts that wait for a message over these ranks,
         ``(mask updates and tables, 6)``, of squashed tables too; None without any."""
         values = [counts.values for counts in self._waiting(ranks)]
+        # All ranks of a group have the same tables waiting: make_masks() has compared them.
         return Rider(torch.tensor(values, dtype=torch.int64)) if values else None
 
     def arrived(self, ranks: Ranks, rider: Rider, group: Group) -> None:
@@ -205,6 +209,7 @@ class Recorder:
 
     def _sort_out(self) -> None:
         """Make records of the mask updates that have all their sums."""
+        # In order: a later update is not done before an earlier one.
         while self._updates and not self._updates[0].unsummed:
             update = self._updates.pop(0)
             self._done.append(
@@ -236,6 +241,7 @@ def _change(values: list[int], *, same_blocks: bool, whole_rows: bool, **known: 
 def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
     if threshold is None or threshold.histogram is None:
         return ()
+    # Bucket 0 is the score 0; bucket n begins at the float whose leading bits are n - 1.
     filled = threshold.histogram.nonzero().flatten()
     edges = ((filled - 1).clamp(min=0) << LEADING_SHIFT).to(torch.int32).view(torch.float32)
     return tuple(zip(edges.tolist(), threshold.histogram[filled].tolist(), strict=True))
@@ -258,6 +264,7 @@ def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
     """Count a shard that begins with whole blocks, without unpacking its bits."""
     removed = new.blocks - count_bits(new.bits)
     if old.block != new.block:
+        # Their bits can't be compared.
         return [removed, 0, 0]
     return [removed, count_bits(old.bits ^ new.bits), count_bits(new.bits & ~old.bits)]
 
@@ -267,6 +274,7 @@ def _cut_changes(old: BlockMask, new: BlockMask, top: bool, left: bool) -> list[
     shard."""
     counts = [0, 0, 0]
     for first, last in new.row_chunks():
+        # Only the first chunk has the row of blocks that begins in another shard.
         inside = (slice(int(top and first == 0), None), slice(int(left), None))
         kept = new.flags(first, last)[inside]
         counts[0] += int((~kept).sum())

@@ -11,37 +11,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import Loaded, PackedStore
 from dist_sparse.sparsifiers.pieces import entries_of, tables_of
 from dist_sparse.sparsifiers.stats import count_removed
-from dist_sparse.sparsifiers.step import Enforcer
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.sparsifiers.step import MaskMaker
 
 __all__ = ["prepare_load", "save", "saved_configs"]
 
 
-class Loadable(Protocol):
-    """The attributes and methods of a sparsifier that a load uses."""
-
-    defaults: dict[str, Any]
-    data_groups: dict[str, dict[str, Any]]
-    dense_store: DenseStore
-    packed_store: PackedStore
-    enforcer: Enforcer | None
-
-    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> object: ...
-
-
-def save(sparsifier: Loadable) -> dict[str, Any]:
+def save(sparsifier: MaskMaker) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
     dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
     plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
     saved = {**dense.state_dict(), "data_groups": plain}
     if not packed:
         return saved
+    # DCP looks for an entry of each empty mapping, and finds none.
     kept = {key: part for key, part in saved.items() if part}
     return {**kept, "sharded": packed.state_dict(configs)}
 
@@ -59,7 +46,7 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def prepare_load(
-    sparsifier: Loadable, saved: Mapping[str, Any], strict: bool
+    sparsifier: MaskMaker, saved: Mapping[str, Any], strict: bool
 ) -> Callable[[], dict[str, dict[str, Any]]]:
     """Check a state and return the function that loads it into the stores and returns the new
     ``data_groups``.
@@ -79,13 +66,17 @@ def prepare_load(
             entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
             loaded = packed.prepare(entries, packed.locate())
         for name, one in loaded.items():
+            # A state may be of another class of sparsifier: the next mask update would fail.
             _check_complete(name, configs[name], sparsifier.defaults)
             sparsifier.check_config(one.data, configs[name])
         packed.note_loaded(noted, loaded, configs)
     if loaded:
+        # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
         _check_removed(packed, loaded)
 
+    # Nothing below can fail: all ranks load, or none.
     def commit() -> dict[str, dict[str, Any]]:
+        # A state may have configurations without masks, which are not loaded.
         names = {*commit_dense(), *loaded}
         packed.load(loaded)
         kept = {} if strict else sparsifier.data_groups
@@ -94,7 +85,7 @@ def prepare_load(
     return commit
 
 
-def _refuse_plain_data(sparsifier: Loadable, state: Mapping[str, Any]) -> None:
+def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
     if state and sparsifier.enforcer is not None:
         raise ValueError(
             f"The state holds copies of the plain data {sorted(state)}, which would take the place"

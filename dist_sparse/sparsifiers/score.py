@@ -120,8 +120,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
+        # Kept scores, while an enforcer tracks writes.
         self._keeper: Keeper | None = None
         self._whole_blocks = zeros_per_block is None
+        # As a number, like the ancestor's.
         if zeros_per_block is None:
             zeros_per_block = _area_of(sparse_block_shape)
         super().__init__(
@@ -172,6 +174,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         if self.enforcer is None:
+            # Nothing tracks writes any more.
             self._keeper = None
         elif integer("full_every", self.full_every, least=1) > 1:
             self._keeper = self._keeper or Keeper()
@@ -212,7 +215,8 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
         super().apply_masks(to)
-        self._keeper = None  # it is called after writes that torch does not count
+        # It is called after writes that torch does not count.
+        self._keeper = None
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.
@@ -221,6 +225,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             ValueError: no mask update could follow the configuration, or ``update_mask`` is a
                 user's own.
         """
+        # Of plain data, as in the ancestor, update_mask may be a user's own.
         if type(self).update_mask is not ScoreSparsifier.update_mask:
             raise ValueError(
                 f"{type(self).__name__} defines update_mask() below ScoreSparsifier, which would"
@@ -228,6 +233,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 " BaseDataSparsifier."
             )
         goal = self._goal(data, config)
+        # Raises for blocks that lose only some elements and are cut by a border.
         cuts_of(goal)
         return (1, 1) if goal.by_element else goal.block
 
@@ -252,6 +258,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             raise ValueError(
                 f"scope='global' needs tables over the same ranks; these are apart: {groups}."
             )
+        # Bytes, as tables differ in width and dtype.
         need = sum(goal.k * goal.price for goal in goals.values())
         most = sum(goal.most * goal.price for goal in goals.values())
         if need > most:
@@ -265,12 +272,13 @@ class ScoreSparsifier(BaseDataSparsifier):
             )
 
     def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
-        """The new mask of plain data, as a table of a single shard."""
+        """Return the new mask of plain data."""
         if not data.dtype.is_floating_point:
             raise NotImplementedError(
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
             )
         matrix = _as_scored_matrix(name, data.detach())
+        # A sharded table over a world of one.
         rect = Rect(0, 0, *matrix.shape)
         table = ShardedData(
             name=name,
@@ -318,12 +326,15 @@ class ScoreSparsifier(BaseDataSparsifier):
         if choice("scope", self.scope, SCOPES) == "table":
             return most
         _check_pooled(data, block)
+        # A table that is scheduled to stay dense takes no part; one that is not to be emptied keeps
+        # a block, however small its scores.
         if level == 0:
             return 0
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
         if self.rotation is not None and data.name in self.rotation.names:
+            # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
         return self.measure or self.element_measure(data.name, config)
 
@@ -339,6 +350,7 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when another block is given without zeros_per_block."""
+        # Shapes as text are parsed here: add_data and add_model both pass.
         group = super()._overlaid(config, given)
         group["sparse_block_shape"] = _shape_of(group["sparse_block_shape"])
         whole = config["zeros_per_block"] == _area_of(config["sparse_block_shape"])
@@ -406,18 +418,21 @@ class DataNormSparsifier(ScoreSparsifier):
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return ``|x|`` or ``x * x``, float64."""
+        # Float64, so that bfloat16 and float16 do not overflow or round.
         exact = data.double()
         return exact.abs() if self.norm == "L1" else exact * exact
 
 
 def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:
-    """Scores by which the last columns of a rotated table are removed, never equal ones."""
+    """Score the columns of a rotated table by their position, so that the last ones are removed
+    first. Never equal."""
+    # The first column of the table scores highest, ``columns``; the last one scores 1.
     first = columns - offset[1]
     return torch.arange(first, first - data.shape[1], -1, device=data.device).expand(data.shape)
 
 
 def _check_pooled(data: ShardedData, block: Block) -> None:
-    """Refuse tables whose blocks can't be compared with those of others.
+    """Refuse tables whose blocks can't be compared with blocks of others.
 
     Raises:
         ValueError: plain data, or blocks that differ in their bytes.
@@ -426,6 +441,7 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
         raise ValueError(
             f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
         )
+    # Blocks at the edge are smaller, and cost fewer bytes than others of their score.
     if any(size % side for size, side in zip(data.shape, block, strict=True)):
         raise ValueError(
             f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"

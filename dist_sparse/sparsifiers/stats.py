@@ -45,6 +45,7 @@ def table_stats(packed: PackedStore, dense: DenseStore, configs: Configs) -> dic
     # A rank that runs out of memory here would leave the others waiting.
     with packed.agreeing("table_stats()"):
         counts = {name: _count(packed.masks(name), data) for name, data in located.items()}
+    # One all-reduce for all three counts of all tables of a group.
     sums = _summed(packed, counts)
     found = {}
     for name, data in located.items():
@@ -83,6 +84,7 @@ def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> Tab
         target=target_of(config),
         blocks=mask.numel(),
         removed_blocks=removed,
+        # As stored: a mask of the ancestor's may be float32.
         mask_bytes=mask.numel() * mask.element_size(),
         table_bytes=mask.numel() * dtype.itemsize,
         kept_bytes=(mask.numel() - removed) * dtype.itemsize,
@@ -92,6 +94,7 @@ def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> Tab
 def target_of(config: Mapping[str, Any]) -> float | None:
     """Return the configured sparsity_level, where there is one and a float can hold it."""
     level = config.get("sparsity_level")
+    # Ints beyond float64 are refused by scores, but a user's own sparsifier may hold one.
     try:
         return float(level) if isinstance(level, numbers.Real) else None
     except OverflowError:
@@ -120,6 +123,7 @@ def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[st
     counts = dict.fromkeys(located, 0)
     for name, data in located.items():
         for mask, shard in zip(packed.masks(name), data.shards, strict=True):
+            # In chunks: the mask of elements may be as large as the weights.
             for rows, kept in mask.element_chunks():
                 counts[name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
     return _sum(packed, counts)
@@ -143,6 +147,7 @@ def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
                 f"The mask of table {name!r} takes {whole.numel} bytes: more than {max_bytes=}."
             )
     packed.reshard({name: data})
+    # As if every rank held all of the table.
     parcels, everywhere = Parcels(group), ((whole,),) * group.size
     read = send_masks(parcels, group.rank, packed.masks(name), block, data.tiling, everywhere)
     cpu = torch.device("cpu")
@@ -159,6 +164,7 @@ def fingerprints(packed: PackedStore, dense: DenseStore, action: str) -> dict[st
     for name, data in located.items():
         for mask in _owned(packed.masks(name), data):
             hashes[name] += mask_hash(mask)
+    # A hash is a sum over elements: over ranks it is that of the whole mask.
     hashes = _sum(packed, hashes)
     for name in dense.names:
         matrix = as_matrix(dense.mask(name))
@@ -177,7 +183,7 @@ def audit(
     """See :meth:`dist_sparse.BaseDataSparsifier.audit`.
 
     Args:
-        settle: of the attached enforcer, if any: zeroes what optimizers have revived.
+        settle: of the attached enforcer, if any: zeroes revived weights.
     """
     located = packed.current("audit()")
     with packed.agreeing("audit()") as noted:
@@ -238,6 +244,7 @@ def dead_rows(packed: PackedStore, dense: DenseStore) -> dict[str, int]:
     located = packed.current("dead_rows()")
     counts = {}
     for ranks, names in packed.groups.items():
+        # One all-to-all for the tables of a group that are cut by columns; none without them.
         parcels, arriving = Parcels(group_over(ranks)), {}
         for name in names:
             data, masks = located[name], packed.masks(name)
@@ -258,8 +265,8 @@ def dead_rows(packed: PackedStore, dense: DenseStore) -> dict[str, int]:
 def _send_kept_rows(
     parcels: Parcels, data: ShardedData, masks: Sequence[BlockMask]
 ) -> Callable[[], int]:
-    """Pack the rows of which a shard keeps anything, one bit a row. Return a function that counts
-    the dead rows of this rank's share, once the parcels have been exchanged.
+    """Pack one bit a row: whether a shard keeps any of it. Return a function that counts the dead
+    rows of this rank's share, once the parcels have been exchanged.
 
     No rank sees a whole row of a table that is cut by columns: each counts an equal share of the
     rows, and gets the bits of these rows from all shards.
@@ -279,6 +286,7 @@ def _send_kept_rows(
     def count() -> int:
         [share] = shares[group.rank]
         dead = torch.ones(share.rows, dtype=torch.bool)
+        # A row is dead if no shard keeps any of it.
         for piece in read():
             first = piece.rect.row - share.row
             dead[first : first + piece.rect.rows] &= ~piece.flags().flatten()
@@ -291,6 +299,7 @@ def dead_flags(mask: BlockMask) -> Tensor:
     """Return which rows of a shard have nothing left in it: bool ``(mask.rect.rows,)``, on the
     CPU."""
     if not mask.blocks:
+        # Nothing of a row without columns is left.
         return torch.ones(mask.rect.rows, dtype=torch.bool)
     dead, height = _dead_block_rows(mask).cpu(), mask.block[0]
     if height == 1:
@@ -322,7 +331,8 @@ def _summed(packed: PackedStore, values: Mapping[str, list[int]]) -> dict[str, l
     """Sum integers of every table over its ranks, modulo 2**64: one all-reduce a group."""
     summed: dict[str, list[int]] = {}
     for ranks, names in packed.groups.items():
-        rows = [[_signed(value) for value in values[name]] for name in names]
+        # Hashes have 64 bits and no sign; collectives sum int64.
+        rows = [list(map(_signed, values[name])) for name in names]
         total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
         summed.update(zip(names, total.tolist(), strict=True))
     return summed

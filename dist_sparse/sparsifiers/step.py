@@ -47,12 +47,12 @@ class Enforcer(Protocol):
         ...
 
     def written(self) -> Mapping[int, Written]:
-        """Return which rows may have been written, live, by the address of the weights: of shards
-        of which every write is seen."""
+        """Map weight addresses to live sets of possibly written rows, for shards whose writes are
+        all tracked."""
         ...
 
     def settle(self) -> None:
-        """Zero what optimizers have revived: before weights are scored, read or saved."""
+        """Zero revived weights, before weights are scored, read or saved."""
         ...
 
     def begin_step(self) -> None:
@@ -80,7 +80,7 @@ class Rotation(Protocol):
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
-        """The same tables, by what is rotated together."""
+        """The same tables, grouped as they are rotated together."""
         ...
 
     def update(self) -> None:
@@ -89,8 +89,9 @@ class Rotation(Protocol):
 
 
 class MaskMaker(Protocol):
-    """The attributes and methods of a sparsifier that a mask update uses."""
+    """The attributes and methods of a sparsifier that mask updates and loads use."""
 
+    defaults: dict[str, Any]
     dense_store: DenseStore
     packed_store: PackedStore
     data_groups: dict[str, dict[str, Any]]
@@ -109,6 +110,8 @@ class MaskMaker(Protocol):
         ...
 
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any: ...
+
+    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> object: ...
 
     def score_tables(self, located: Located, configs: Configs) -> Any:
         """Score this rank's shards. Local: must neither communicate nor change anything."""
@@ -132,12 +135,14 @@ def update_masks(sparsifier: MaskMaker) -> None:
     """
     packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
     if sparsifier.rotation is not None:
+        # Before anything is scored: it moves the norm of a table into its first columns.
         sparsifier.rotation.update()
     recorder = sparsifier.recorder if packed else None
     undo: list[tuple[Tensor, Tensor]] = []
 
     def update_plain() -> None:
         if enforcer is not None:
+            # Zeroes revived weights, which scores must not see.
             enforcer.begin_step()
         _update_plain(sparsifier, undo)
 
@@ -146,6 +151,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
             located, made = make_masks(sparsifier, update_plain, recorder)
             _apply(packed, located, made, sparsifier.data_groups, recorder)
     except BaseException:
+        # KeyboardInterrupt too: a mask of plain data that was half edited must not stay.
         for mask, before in undo:
             mask.data = before
         raise
@@ -176,6 +182,8 @@ def make_masks(
             if not moved:
                 scored = _score(sparsifier, located, first, noted)
         if moved:
+            # The exchange is collective: all ranks have agreed before it, and agree again on the
+            # scores.
             packed.reshard(located)
             with packed.agreeing("step()") as noted:
                 _note_facts(noted, located, sparsifier, recorder)
@@ -191,6 +199,7 @@ def make_masks(
         group = group_over(ranks)
         rider = None if recorder is None else recorder.rider(ranks)
         selected = sparsifier.select_masks(scored, names, group, rider)
+        # A selection without an all-reduce has not carried the rider.
         if recorder is not None and rider is not None:
             recorder.arrived(ranks, rider, group)
         made |= _of_first_copies(selected, located, group)
@@ -236,6 +245,7 @@ def masks_by_shard(
             with packed.editing(name, mask):
                 update_mask(name, shard.tensor, **configs[name])
             new = BlockMask.of_elements(shard.rect, mask)
+            # A user's own rule says nothing about zeros: all that is removed is written.
             made[name].append(NewMask(new, ~new.bits))
     return made
 
@@ -258,16 +268,19 @@ def _apply(
     configs: Configs,
     recorder: Recorder | None,
 ) -> None:
-    """Zero what is newly removed, and put the new masks in place. Local."""
+    """Zero newly removed weights, and put the new masks in place. Local."""
+    # All tables in one list: many small ones are zeroed together.
     changes = []
     for name, new in made.items():
         data, before = located[name], packed.masks(name)
         if recorder is not None:
+            # Of the old masks, which have answered these lookups.
             lookups = lookups_here(packed, data)
             recorder.note(data, before, packed.block(name), new, configs[name], lookups)
         for shard, old, (mask, dirty) in zip(data.shards, before, new.masks, strict=True):
             changes.append((mask, shard.tensor, old, dirty))
     BlockMask.apply_all_changed_(changes)
+    # Masks last: if a write fails, none of them claims zeros that were not written.
     for name, new in made.items():
         packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
 
@@ -281,13 +294,14 @@ def _note_facts(
         facts["whether steps are recorded"] = recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
         if recorder is not None:
+            # They are summed position by position.
             facts[_WAITING] = recorder.waiting_for(located[names[0]].ranks)
         facts["the list of moved tables"] = [name for name in names if name in moved]
         for name in names:
             data = located[name]
             facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]
             facts[f"the shape of table {name!r}"] = [*data.shape, str(data.dtype)]
-            # add_model() has compared the others, which takes long at 1,000 ranks.
+            # add_model() has compared the tilings of models, which takes long at 1,000 ranks.
             if name in moved or data.fqn is None:
                 facts[f"the sharding of table {name!r}"] = data.tiling
 
@@ -313,11 +327,12 @@ def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
 def _of_first_copies(
     made: Mapping[str, MadeMasks], located: Located, group: Group
 ) -> dict[str, MadeMasks]:
-    """The new masks, with those of copies that are trained apart (2-D parallelism) replaced by the
-    first copy's. Collective over ``group`` if there are such copies: one all-to-all of packed
+    """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
+    Collective over ``group`` if there are such copies: one all-to-all of packed
     bits."""
     copied = {name: located[name] for name in made if located[name].copied}
     if not copied:
+        # The same on every rank: the tables of a group are.
         return dict(made)
     parcels, arriving = Parcels(group), {}
     for name, data in copied.items():
@@ -325,6 +340,7 @@ def _of_first_copies(
         arriving[name] = send_masks(
             parcels, group.rank, masks, block, data.tiling, _later_copies(data)
         )
+    # Masks go on to the devices of their shards one by one.
     parcels.exchange(torch.device("cpu"))
     taken = dict(made)
     for name, read in arriving.items():

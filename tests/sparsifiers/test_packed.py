@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_sparse import BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
+from dist_sparse import (
+    BaseDataSparsifier,
+    DataNormSparsifier,
+    ImportanceSparsifier,
+    MaskEnforcer,
+    ScoreSparsifier,
+)
 from dist_sparse.tables.modules import ModelTables
 from tests.states import table
 
@@ -198,6 +204,26 @@ def test_a_score_below_a_norm_is_used() -> None:
     assert isinstance(sparsifier, ScoreSparsifier) and sparsifier.measure is None
     sparsifier.step()
     assert sparsifier.get_mask("w")[:, 0].tolist() == [0, 1]
+
+
+class Wrapped(ImportanceSparsifier):
+    """A score of a user's own, from the one that it inherits."""
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        return super().score(name, data, offset=offset, **config)
+
+
+def test_an_inherited_score_does_not_write_float64_weights() -> None:
+    table = nn.EmbeddingBag(6, 4, dtype=torch.float64)
+    optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
+    sparsifier = Wrapped(sparsity_level=0.0)
+    sparsifier.add_model(table)
+    with MaskEnforcer(sparsifier).attach(optimizer):
+        table(torch.tensor([[1, 3, 4]])).sum().backward()
+        optimizer.step()
+        before = table.weight.detach().clone()
+        sparsifier.step()
+        assert torch.equal(table.weight.detach(), before)
 
 
 def test_revived_weights_are_counted_and_copies_masked() -> None:
