@@ -105,6 +105,7 @@ class Checkpoints:
         self.keep = checks.integer("keep", keep, least=1)
         self.every = checks.integer("every", every, least=1)
         self._folders = Folders(root)
+        # What save_async() writes, and the thread that does, made when it is first called.
         self._writing: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -182,6 +183,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until what :meth:`save_async` writes is a checkpoint; raise what it has raised."""
+        # Forgotten first: an error is raised once.
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -218,6 +220,7 @@ class Checkpoints:
             steps = self.steps() if group.rank == 0 else []
             if steps:
                 self._folders.warn_of_unmarked(steps[-1])
+        # Rank 0 alone has listed the folder: listings of several ranks may differ.
         step = group.all_gather_json(steps[-1] if steps else None)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
 
@@ -273,6 +276,7 @@ class Checkpoints:
         with group.agreeing("save()"):
             if group.rank == 0:
                 folders.prepare(step)
+        # No rank holds all parameters, and one file describes them all.
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
@@ -281,6 +285,7 @@ class Checkpoints:
                 files |= each
             with group.agreeing("save()"):
                 if group.rank == 0:
+                    # The gathering above has waited until every rank wrote and hashed its files.
                     folders.commit(Marker(step=step, world=group.size, files=files), values)
         except (OSError, ValueError):
             # Raised on all ranks: none writes any longer.
@@ -330,8 +335,10 @@ class Checkpoints:
         for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
         storage.load_tensors(folders.files, path, metadata, rest, group.process_group)
+        # Tensors were read in place; a model may hold Python values beside them.
         tree.update(filled(tree, "model", values["state"]))
         _inner(model).load_state_dict(tree)
+        # Each rank knows the tables that it holds.
         merged = sorted({each for keys in group.all_gather_json(commit()) for each in keys})
         _set_rng(random)
         return Resumed(

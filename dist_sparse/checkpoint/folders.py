@@ -41,8 +41,8 @@ __all__ = [
     "step_of",
 ]
 
+# Bytes of a file, and their CRC32.
 Entry = tuple[int, int]
-"""Bytes of a file, and their CRC32."""
 
 FORMAT: Final = "dist_sparse.checkpoint"
 VERSION: Final = 1
@@ -126,6 +126,7 @@ class Folders:
         Raises:
             ValueError: the step or a later one is committed.
         """
+        # The first save makes the folder.
         self.files.mkdir(self.root)
         if (last := max(self.steps(), default=-1)) >= step:
             raise ValueError(
@@ -142,6 +143,7 @@ class Folders:
             **marker.files,
             VALUES: self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False)),
         }
+        # The marker must not reach the disk before the files that it lists.
         self._sync(folder)
         entries = {
             name: {"bytes": size, "crc32": hex_of(crc)}
@@ -213,6 +215,7 @@ class Folders:
 
     def sweep(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
+        # Folders without a marker are in none of the steps, so they are deleted too.
         kept = self.steps()[-keep:]
         for step in self._found():
             if step not in kept:
@@ -227,6 +230,7 @@ class Folders:
         names = [_name(found) for found in self.files.ls(folder)]
         if MARKER in names:
             names.remove(MARKER)
+            # From here on it is no checkpoint, whenever the deletion is interrupted.
             self.files.rm_file(f"{folder}/{MARKER}")
         with ThreadPoolExecutor() as threads:  # one rank deletes what all have written
             list(threads.map(lambda name: self.files.rm_file(f"{folder}/{name}"), names))
@@ -243,6 +247,7 @@ class Folders:
         if self.local:
             _refuse_irregular(path)
         with self.files.create_stream(path, "rb") as stream:
+            # One byte more, to know whether there is more.
             found: bytes = stream.read(_LONGEST + 1)
         if len(found) > _LONGEST:
             raise ValueError(f"{path} is refused: it has more than {_LONGEST} bytes.")
@@ -347,6 +352,7 @@ def _marker(entries: Mapping[str, Any]) -> Marker:
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+    # Names become paths: none may lead out of the folder.
     if strange := [name for name in files if not _FILE.fullmatch(name) or name.startswith("..")]:
         raise ValueError(f"{strange[0]!r} is no name of a file")
     return Marker(step=step, world=world, files=files)

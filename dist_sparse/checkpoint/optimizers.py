@@ -33,9 +33,10 @@ RowWiseState = Literal["refuse", "merge"]
 
 _PREFIX: Final = "optimizer."
 _NO_OPTIONS: Final = ("params", "param_names")
+# Options of the groups of fused optimizers.
 _OF_FUSED: Final = {"params", "lr"}
-"""Options of the groups of fused optimizers."""
 
+# Options that torch's learning rate schedulers add to groups.
 _OF_SCHEDULERS: Final = {
     "initial_lr",
     "max_lr",
@@ -44,7 +45,6 @@ _OF_SCHEDULERS: Final = {
     "max_momentum",
     "swa_lr",
 }
-"""Options that torch's learning rate schedulers add to groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ class _Part:
 
     def groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Yield the param groups that have parameters on this rank, and their keys."""
+        # Groups hold parameters, and the checkpoint needs their keys.
         key_of = {id(param): key for key, param in self.params.items()}
         for group in self.optimizer.param_groups:
             if keys := sorted(key_of[id(param)] for param in group["params"]):
@@ -180,6 +181,8 @@ class OptimizerState:
             if isinstance(each.value, Tensor):
                 targets[f"{_PREFIX}{each.key}.{each.name}"] = each.value
         merges: dict[str, Callable[[], None]] = {}
+        # Row-wise state fits its saved size where the number of cuts is equal, and may be wrong
+        # still.
         for path, found in self._row_wise.items():
             cuts = saved["cuts"].get(path, [0])
             if path in metadata.state_dict_metadata and cuts != found.cuts:
@@ -201,6 +204,7 @@ class OptimizerState:
             for change in changes:
                 change()
             for part in self._parts:
+                # It lives in the kernel and not in any state.
                 if part.fused_steps is not None and saved["fused_steps"] is not None:
                     part.optimizer.set_optimizer_step(saved["fused_steps"])
             return sorted(merges)
@@ -347,6 +351,7 @@ def _set(held: dict[str, Any], name: str, value: Json) -> None:
     """Give an option or a value its saved one, in the type that it has."""
     now = held[name]
     if isinstance(now, Tensor):
+        # A learning rate may be a tensor, which captured graphs hold.
         now.fill_(value)
     else:
         held[name] = tuple(value) if isinstance(now, tuple) else value

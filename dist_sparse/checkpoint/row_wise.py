@@ -59,11 +59,13 @@ class RowWise:
                     shares.append(_Share(len(wants), columns))
                     wants.append(((number * rows + row,), (numbers.numel(),)))
             merges.append((numbers, shares))
+        # The state as it was saved, of which this rank loads what its cuts overlap.
         target = ChunkedTensor([len(saved) * rows], self.tensor.dtype, (), wants)
 
         def merge() -> None:
             assert target.loaded is not None
             for numbers, shares in merges:
+                # In ascending order of columns, so that all ranks get the same bits.
                 total = torch.zeros(numbers.shape, dtype=torch.float64)
                 for share in shares:
                     total += share.columns * target.loaded[share.want].double()

@@ -116,6 +116,7 @@ def save_tensors(
         ValueError, OSError: on every rank, with the ranks at fault.
     """
     writer = _Writer(folder, files)
+    # Keys are flat already.
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with _errors_of_ranks(f"Saving to {folder}"):
         # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
@@ -238,6 +239,7 @@ class _Reader(FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
     def __init__(self, folder: str, files: Any, metadata: Metadata) -> None:
+        # DCP makes a local file system of any folder: replaced by the one of the root.
         super().__init__(folder)
         self.fs, self.path, self._checked = files, files.init_path(folder), metadata
 

@@ -73,6 +73,7 @@ def as_json(name: str, value: object) -> Json:
         ValueError: it is not; names it.
     """
     try:
+        # Tuples and keys of numbers change on the way, and NaN is no JSON.
         same = json.loads(json.dumps(value, allow_nan=False)) == value
     except (TypeError, ValueError, RecursionError):
         same = False

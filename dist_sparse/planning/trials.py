@@ -24,9 +24,8 @@ from dist_sparse.rotation.bases import bases_of
 from dist_sparse.rotation.lookups import find_lookup
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.serving.codes import decode, encode
-from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.manifest import Dtype
-from dist_sparse.serving.sources import check_range
+from dist_sparse.serving.sources import check_range, lookups_of
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable

@@ -35,8 +35,8 @@ from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout
 __all__ = ["ArtifactWriter", "VerifiedArtifact", "check_new", "file_bytes", "open_artifact"]
 
 MANIFEST: Final = "manifest.json"
+# Suffix of folders that are being written.
 PARTIAL: Final = ".partial"
-"""Suffix of folders that are being written."""
 
 _DTYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
 _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
@@ -84,6 +84,7 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
         )
     if not file.is_file():
         raise ValueError(f"{folder} holds no artifact: {_why_there_is_none(folder)}")
+    # Before the file is read: it may be anything that has this name.
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
     try:
@@ -132,6 +133,7 @@ class ArtifactWriter:
         self._made = [folder for folder in self.folder.parents if not folder.exists()]
         try:
             self.folder.mkdir(parents=True)
+            # Chunks of rows and of scales alternate, so it is written at several places.
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
             self._file.write(header)
         except BaseException:
@@ -140,6 +142,7 @@ class ArtifactWriter:
 
     def append(self, name: str, part: Tensor) -> None:
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`."""
+        # The memory below belongs to this tensor, which must live until it is written.
         held = part.detach().cpu().contiguous()
         raw = _memory(held)
         self._file.seek(self._at[name])
@@ -165,11 +168,13 @@ class ArtifactWriter:
         Raises:
             ValueError: something is at that name by now.
         """
+        # Written last: a folder without it is no artifact, whatever a kill has left.
         with open(self.folder / MANIFEST, "xb") as file:
             file.write(manifest.to_text().encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.folder)
+        # Checked again, as a rename replaces an empty folder that another process has made since.
         os.rename(self.folder, check_new(self._path))
         for folder in (self._path, *self._made):  # a new folder is an entry of its parent
             sync_folder(folder.parent)
@@ -203,9 +208,11 @@ def check_new(path: str | os.PathLike[str]) -> Path:
             unfinished exports.
     """
     found = Path(os.path.abspath(path))
+    # Parents that are missing are made; the first that is there must hold them.
     nearest = next(parent for parent in found.parents if os.path.lexists(parent))
     if not nearest.is_dir():
         raise ValueError(f"Invalid path={str(path)!r}: {nearest} is no folder.")
+    # A link to nothing is in the way too, which exists() does not see.
     if os.path.lexists(found):
         raise ValueError(
             f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten."
@@ -279,12 +286,14 @@ def _header(layout: Layout) -> bytes:
         offsets = [start, end]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    # The tensors begin behind the header, and must be aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _ones(words: Tensor, rows: int) -> int:
     """Bits set in a bitmap of ``rows`` rows; -1 if one is set beyond them."""
+    # The last word has bits of no row.
     if rows % 32 and int(words[-1]) >> (rows % 32):
         return -1
     return count_bits(words.view(torch.uint8))

@@ -20,11 +20,11 @@ from dist_sparse.serving.manifest import Table
 
 __all__ = ["MappedTable", "TableCheck", "check_artifact"]
 
+# Ids that are looked up together.
 _SPAN = 1 << 18
-"""Ids that are looked up together."""
 
+# Of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
-"""Of the float64 arithmetic that finds the nearest code."""
 
 
 class MappedTable:
@@ -101,11 +101,13 @@ class TableCheck:
         Raises:
             ValueError: names table, row and values.
         """
+        # Rows come in the order in which they are stored.
         first, self._at = self._at, self._at + len(weight)
         stored = self._table.rows(first, self._at)
         dim, dtype = self._table.entry.dim, self._table.entry.dtype
         found, weight = decode(stored, dim), weight.cpu()
         if stored.scale_bias is None:
+            # Bytes are compared: -0.0 is not 0.0.
             exact = encode(weight, dtype).rows
             wrong = stored.rows.view(torch.uint8) != exact.view(torch.uint8)
             wrong = wrong.view(len(weight), dim, exact.element_size()).any(2)

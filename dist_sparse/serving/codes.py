@@ -19,6 +19,7 @@ from dist_sparse.serving.manifest import Dtype
 
 __all__ = ["BITS", "LARGEST", "Rows", "chunks", "decode", "encode", "half_grid", "out_of_range"]
 
+# The largest magnitude of a weight that each dtype holds.
 LARGEST: Final[dict[Dtype, float]] = {
     "fp32": torch.finfo(torch.float32).max,
     "fp16": torch.finfo(torch.float16).max,
@@ -26,7 +27,6 @@ LARGEST: Final[dict[Dtype, float]] = {
     "int8": 2.0**15,
     "int4": 2.0**15,
 }
-"""The largest magnitude of a weight that each dtype holds."""
 
 BITS: Final[dict[Dtype, int]] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
@@ -47,6 +47,7 @@ def out_of_range(weight: Tensor, dtype: Dtype) -> float | None:
     if not weight.numel():
         return None
     for value in map(float, torch.aminmax(weight)):
+        # Not ``>``, which is false for NaN.
         if not abs(value) <= LARGEST[dtype]:
             return value
     return None
@@ -64,6 +65,7 @@ def encode(weight: Tensor, dtype: Dtype) -> Rows:
         return Rows(weight.to(torch.float32 if dtype == "fp32" else torch.float16), None)
     tail = half_grid(weight, BITS[dtype])
     scale, bias = tail.double().unsqueeze(-1).unbind(1)
+    # In float64: a float32 division could round to the next code.
     exact = torch.round(weight.double() / scale - bias / scale)
     codes = exact.clamp_(0, 2 ** BITS[dtype] - 1).to(torch.uint8)
     return Rows(_halves(codes) if dtype == "int4" else codes, tail)
@@ -111,6 +113,7 @@ def half_grid(weight: Tensor, bits: int) -> Tensor:
         bits: 8 or 4.
     """
     exact = weight.double()
+    # The grid reaches to 0 on both sides, so that 0 is one of its points.
     low = exact.amin(dim=1).clamp_(max=0.0)
     span = exact.amax(dim=1).clamp_(min=0.0) - low
     wanted = span / (2**bits - 1)

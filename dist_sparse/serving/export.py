@@ -30,12 +30,12 @@ from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
 from dist_sparse.serving.check import TableCheck
 from dist_sparse.serving.codes import LARGEST, encode
-from dist_sparse.serving.lookups import lookups_of
 from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
     check_zero,
+    lookups_of,
     registered_tables,
     served_tables,
 )
@@ -141,12 +141,9 @@ def export(
         facts["path, dtype"] = [os.fspath(path), chosen]
         for data in located:
             check_data(data)
+            # Ranks that disagree in these would wait for messages that no rank sends.
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
-            if 0 not in (data.ranks or (0,)):
-                raise ValueError(
-                    f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among"
-                    " them."
-                )
+            _refuse_without_rank_0(data)
         lookups = lookups_of(model, located)
         registered: dict[str, ShardedData] = {}
         if sparsifier is not None:
@@ -156,6 +153,7 @@ def export(
             if importlib.util.find_spec("safetensors") is None:
                 raise ImportError("export() needs safetensors: pip install safetensors.")
     if sparsifier is not None:
+        # Masks follow shards that have moved since the last update.
         sparsifier.packed_store.reshard(registered)
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
@@ -172,6 +170,7 @@ def export(
         tables={name: _planned(table, chosen) for name, table in tables.items()},
         bytes=0,
     )
+    # The working directory may change later.
     target = Path(os.path.abspath(path))
     manifest = _write(manifest, tables, target, world)
     if world.rank == 0 and (names := dense_is_smaller(manifest)):
@@ -189,6 +188,13 @@ def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:
             " sparsifier, or None."
         )
     return sparsifier
+
+
+def _refuse_without_rank_0(data: ShardedData) -> None:
+    if 0 not in (data.ranks or (0,)):
+        raise ValueError(
+            f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
+        )
 
 
 def _planned(source: ServedTable, dtype: Dtype) -> Table:
@@ -242,10 +248,12 @@ def _write(
                 manifest = writer.seal(manifest)
                 artifact = VerifiedArtifact(writer.folder, manifest)
         for name, source in sources.items():
+            # The model is read again, so that a bad message of the first time is found too.
             _stream(world, source, partial(_compare, artifact, name, source, checks), bar)
         with world.agreeing("export()"):
             if writer is not None:
                 checked = {
+                    # serve-check refuses an artifact that was never compared.
                     name: replace(table, check=checks[name])
                     for name, table in manifest.tables.items()
                 }

@@ -1,26 +1,37 @@
-"""Lookups of rows that have been found, by FBGEMM's operator.
+"""Lookups of rows that have been found, as modules: by FBGEMM's operator, in pure torch, and turned
+back to the columns that the model had.
 
-It takes the rows of all ids of all features as
+They take the rows of all ids of all features as
 :class:`~dist_sparse.compaction.row_index.RowIndexes` returns them, -1 for removed rows, which count
-as zeros. It holds tensors and numbers alone, no module of FBGEMM, which ``torch.export`` refuses.
+as zeros. They hold tensors and numbers alone, no module of FBGEMM, which ``torch.export`` refuses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.serving.manifest import Table
+from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
-__all__ = ["FbgemmLookup", "StoredTable", "mean_columns"]
+__all__ = [
+    "FbgemmLookup",
+    "LibtorchLookup",
+    "RowLookup",
+    "StoredTable",
+    "TurnedLookup",
+]
 
-_ALIGNMENT = 128
-"""Bytes at whose multiples tables begin, as in FBGEMM's own modules."""
+# Bytes at whose multiples tables begin, as in FBGEMM's own modules.
+_ALIGNMENT: Final = 128
+
+# Of tables of one width without FBGEMM: rows are int32, and one more is of zeros.
+_MOST_ROWS: Final = 2**31 - 2
 
 
 @dataclass(frozen=True)
@@ -31,53 +42,30 @@ class StoredTable:
     tensors: Mapping[str, Tensor]
 
 
-class FbgemmLookup(nn.Module):
-    """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several
-    tables.
+class RowLookup(nn.Module):
+    """Kept rows of several tables, and how each feature pools them: base class.
 
     Args:
         tables: by name.
         features: for each feature, the name of its table.
     """
 
-    weights: Tensor
-    no_weights: Tensor
-    placements: Tensor
-    starts: Tensor
-    types: Tensor
-    columns: Tensor
     mean_columns: Tensor
 
-    def __init__(self, tables: dict[str, StoredTable], features: Sequence[str]) -> None:
+    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__()
-        starts, end = {}, 0
-        for name, table in tables.items():
-            starts[name] = end
-            end += -(-table.entry.stored * _row_bytes(table.entry) // _ALIGNMENT) * _ALIGNMENT
-        weights = torch.zeros(end, dtype=torch.uint8)
-        for name, table in tables.items():
-            _store(weights[starts[name] :], table)
         entries = [tables[name].entry for name in features]
-        dims = [entry.dim for entry in entries]
-        self.register_buffer("weights", weights)
-        self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
-        self.register_buffer("placements", torch.full((len(dims),), HOST, dtype=torch.int32))
-        self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
-        self.register_buffer(
-            "types", torch.full((len(dims),), SPARSE_TYPES[entries[0].dtype], dtype=torch.uint8)
-        )
-        self.register_buffer("columns", F.pad(torch.tensor(dims).cumsum(0), (1, 0)).int())
-        self.register_buffer("mean_columns", mean_columns(entries))
-        self.total = sum(dims)
-        self.widest = {name: max(dims) if entries[0].dtype == name else 0 for name in SPARSE_TYPES}
-        self.pooling = POOLING[entries[0].pooling]
+        self.dims = [entry.dim for entry in entries]
+        self.pooling = entries[0].pooling
         self.mixed = len({entry.pooling for entry in entries}) > 1
+        means = torch.tensor([entry.pooling == "mean" for entry in entries])
+        self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
 
     def forward(
         self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or of
-        sequences those of each id, ``(n, columns)``.
+        """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
+        sequences the row of each id, ``(n, columns)``.
 
         Args:
             rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
@@ -86,12 +74,64 @@ class FbgemmLookup(nn.Module):
             weights: float32 ``(n,)``, a factor for each id.
         """
         if not self.mixed:
-            return self._pooled(rows, offsets, weights, self.pooling)
-        mean = self._pooled(rows, offsets, weights, 1)
-        return torch.where(self.mean_columns, mean, self._pooled(rows, offsets, weights, 0))
+            return self._pooled(rows, offsets, counts, weights, self.pooling)
+        # A lookup pools in one way, so both are computed, and each column takes its own.
+        mean = self._pooled(rows, offsets, counts, weights, "mean")
+        total = self._pooled(rows, offsets, counts, weights, "sum")
+        return torch.where(self.mean_columns, mean, total)
 
     def _pooled(
-        self, rows: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int
+        self,
+        rows: Tensor,
+        offsets: Tensor,
+        counts: Tensor,
+        weights: Tensor | None,
+        pooling: Pooling,
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class FbgemmLookup(RowLookup):
+    """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several
+    tables."""
+
+    weights: Tensor
+    no_weights: Tensor
+    placements: Tensor
+    starts: Tensor
+    types: Tensor
+    columns: Tensor
+
+    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+        super().__init__(tables, features)
+        starts, end = {}, 0
+        for name, table in tables.items():
+            starts[name] = end
+            end += -(-table.entry.stored * _row_bytes(table.entry) // _ALIGNMENT) * _ALIGNMENT
+        # FBGEMM reads all tables from one buffer.
+        weights = torch.zeros(end, dtype=torch.uint8)
+        for name, table in tables.items():
+            _store(weights[starts[name] :], table)
+        dtype, count = tables[features[0]].entry.dtype, len(features)
+        columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
+        self.register_buffer("weights", weights)
+        self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
+        # The operator takes these for each feature, not for each table.
+        self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
+        self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
+        self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
+        self.register_buffer("columns", columns)
+        self.total = sum(self.dims)
+        # The operator picks its code by the widest table of each dtype; 0: there is none.
+        self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
+
+    def _pooled(
+        self,
+        rows: Tensor,
+        offsets: Tensor,
+        counts: Tensor,
+        weights: Tensor | None,
+        pooling: Pooling,
     ) -> Tensor:
         return look_up_stored(
             self.weights,
@@ -104,7 +144,7 @@ class FbgemmLookup(nn.Module):
             self.widest,
             rows,
             offsets,
-            pooling,
+            POOLING[pooling],
             weights,
         )
 
@@ -121,8 +161,9 @@ def _row_bytes(entry: Table) -> int:
 
 def _store(weights: Tensor, table: StoredTable) -> None:
     """Write the rows of a table to the front of FBGEMM's buffer."""
-    entry = table.entry
-    rows = weights[: entry.stored * _row_bytes(entry)].view(entry.stored, _row_bytes(entry))
+    count, size = table.entry.stored, _row_bytes(table.entry)
+    rows = weights[: count * size].view(count, size)
+    # A row is its scale and bias, two float16, and its codes.
     codes = table.tensors["rows"].view(torch.uint8)
     if "scale_bias" in table.tensors:
         rows[:, :4] = table.tensors["scale_bias"].view(torch.uint8)
@@ -131,7 +172,172 @@ def _store(weights: Tensor, table: StoredTable) -> None:
         rows.copy_(codes)
 
 
-def mean_columns(entries: Sequence[Table]) -> Tensor:
-    """Which columns of the result are means: bool ``(columns of all features,)``."""
-    means = torch.tensor([entry.pooling == "mean" for entry in entries])
-    return means.repeat_interleave(torch.tensor([entry.dim for entry in entries]))
+class LibtorchLookup(RowLookup):
+    """Lookups in pure torch: in processes without FBGEMM, and for widths that it has no rows for.
+
+    Sums of float32 rows are those of ``torch.nn.EmbeddingBag``.
+    """
+
+    def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
+        super().__init__(tables, features)
+        by_width: dict[int, list[str]] = {}
+        for name, table in tables.items():
+            by_width.setdefault(table.entry.dim, []).append(name)
+        self.groups = nn.ModuleList(_Group(tables, names, features) for names in by_width.values())
+        self.group_of = [list(by_width).index(dim) for dim in self.dims]
+
+    def _pooled(
+        self,
+        rows: Tensor,
+        offsets: Tensor,
+        counts: Tensor,
+        weights: Tensor | None,
+        pooling: Pooling,
+    ) -> Tensor:
+        # Each group looks up all features, and has zeros for the ones of other groups.
+        found: list[Tensor] = [
+            group(rows, offsets, counts, weights, pooling) for group in self.groups
+        ]
+        if pooling == "none":
+            return torch.stack(found).sum(0) if len(found) > 1 else found[0]
+        if len(found) == 1:
+            # From feature after feature to bag after bag.
+            return found[0].transpose(0, 1).flatten(1)
+        return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
+
+
+class _Group(nn.Module):
+    """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
+    for those of tables that are in another group.
+
+    Args:
+        tables: by name.
+        mine: names of those of the group.
+        features: for each feature, the name of its table.
+    """
+
+    rows: Tensor
+    scale_bias: Tensor
+    firsts: Tensor
+
+    def __init__(
+        self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
+    ) -> None:
+        super().__init__()
+        # Tables of other groups have no first row here.
+        firsts, self.count = dict.fromkeys(tables, -1), 0
+        for name in mine:
+            firsts[name] = self.count
+            self.count += tables[name].entry.stored
+        self.dtype, self.width = tables[mine[0]].entry.dtype, tables[mine[0]].entry.dim
+        if self.count > _MOST_ROWS:
+            raise ValueError(
+                f"Tables of {self.width} columns keep {self.count} rows: without FBGEMM at most"
+                f" {_MOST_ROWS}."
+            )
+        for key in ("rows", "scale_bias"):
+            parts = [tables[name].tensors[key] for name in mine if key in tables[name].tensors]
+            if not parts:
+                parts = [torch.empty(0, 2)]
+            self.register_buffer(key, torch.cat([*parts, parts[0].new_zeros(1, parts[0].shape[1])]))
+        # For each feature, where its table's rows start; -1: they are in another group.
+        first = torch.tensor([firsts[name] for name in features], dtype=torch.int32)
+        self.register_buffer("firsts", first)
+
+    def forward(
+        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None, pooling: str
+    ) -> Tensor:
+        """Return the bags of all features, ``(features, bags, width)``, or each id's row,
+        ``(n, width)``."""
+        features = self.firsts.size(0)
+        if features > 1:
+            feature = torch.repeat_interleave(counts, output_size=rows.size(0))
+            first = self.firsts.index_select(0, feature)
+            here = torch.where((rows < 0) | (first < 0), self.count, rows + first)
+        else:
+            # A graph of one feature is spared the counts.
+            here = torch.where(rows < 0, self.count, rows)
+        if pooling == "none":
+            return self._vectors(here)
+        matrix = self.rows
+        if self.dtype != "fp32":
+            # The rows of these ids alone are decoded.
+            matrix = self._vectors(here)
+            here = torch.arange(here.size(0), dtype=torch.int32, device=here.device)
+        # torch weights sums only.
+        bags = F.embedding_bag(
+            here,
+            matrix,
+            offsets,
+            mode=pooling if weights is None else "sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+        if pooling == "mean" and weights is not None:
+            # A weighted mean is over the number of rows, as in FBGEMM.
+            bags = bags / offsets.diff().clamp(min=1).unsqueeze(1)
+        return bags.view(features, -1, self.width)
+
+    def _vectors(self, here: Tensor) -> Tensor:
+        """The rows at ``here``, float32 ``(n, width)``."""
+        found = self.rows.index_select(0, here)
+        if self.dtype in ("fp32", "fp16"):
+            return found.float()
+        # Two codes a byte, the first in its lower half.
+        if self.dtype == "int4":
+            found = torch.stack((found & 15, found >> 4), 2).flatten(1)[:, : self.width]
+        scale, bias = self.scale_bias.index_select(0, here).float().chunk(2, 1)
+        return found * scale + bias
+
+
+class TurnedLookup(nn.Module):
+    """Results of ``rows``, times the ``rotation`` of each feature's table if it has one.
+
+    Args:
+        rows: looks up what is stored.
+        tables: by name.
+        features: for each feature, the name of its table.
+    """
+
+    def __init__(
+        self, rows: nn.Module, tables: Mapping[str, StoredTable], features: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.rows = rows
+        turns: dict[str, nn.Module] = {}
+        for name, table in tables.items():
+            rotation = table.tensors.get("rotation")
+            turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
+        self.turns = nn.ModuleList(turns[name] for name in features)
+        self.dims = [tables[name].entry.dim for name in features]
+        self.sequences = tables[features[0]].entry.pooling == "none"
+
+    def forward(
+        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`RowLookup.forward`; columns are those of the original tables."""
+        found: Tensor = self.rows(rows, offsets, counts, weights)
+        if not self.sequences:
+            parts = torch.split(found, self.dims, 1)
+            return torch.cat([turn(part) for turn, part in zip(self.turns, parts, strict=True)], 1)
+        out: Tensor = self.turns[0](found)
+        if len(self.turns) > 1:
+            features = torch.arange(len(self.turns), device=counts.device)
+            of = torch.repeat_interleave(features, counts, output_size=rows.size(0)).unsqueeze(1)
+            # Every row is turned by every matrix: a graph can't split them by counts.
+            for feature in range(1, len(self.turns)):
+                out = torch.where(of == feature, self.turns[feature](found), out)
+        return out
+
+
+class _Turn(nn.Module):
+    """Multiplies by a matrix."""
+
+    matrix: Tensor
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("matrix", matrix.clone())
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values @ self.matrix

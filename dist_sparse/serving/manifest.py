@@ -49,8 +49,8 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
     "int4": torch.uint8,
 }
 _MOST_COLUMNS: Final = 1 << 16
+# Each collection holds its tables: some bytes of a manifest would ask for copies of all.
 _MOST_COPIES: Final = 64
-"""Each collection holds its tables: some bytes of a manifest would ask for copies of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,7 @@ class Table:
             found["kept"] = torch.int32, (-(-self.rows // 32),)
         if self.dtype in ("int8", "int4"):
             found["scale_bias"] = torch.float16, (self.stored, 2)
+        # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
         columns = -(-self.dim // 2) if self.dtype == "int4" else self.dim
         found["rows"] = ROW_DTYPES[self.dtype], (self.stored, columns)
         if self.turned is not None:
@@ -217,6 +218,7 @@ def layout_of(tables: Mapping[str, Table]) -> Layout:
         for name, table in tables.items()
         for key, value in table.layout().items()
     }
+    # sorted() is stable: tensors of one width keep the order of the tables.
     return dict(sorted(found.items(), key=lambda item: -item[1][0].itemsize))
 
 
@@ -226,6 +228,7 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _manifest(entries: Mapping[str, Any]) -> Manifest:
+    # No name in a manifest is used as a path.
     if set(entries["files"]) != {TABLES}:
         raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
     tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
@@ -300,6 +303,7 @@ def _collection(entry: Mapping[str, Any]) -> Collection:
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
     if found.kind not in get_args(Kind):
         raise ValueError(f"collection {found.path!r} is of the kind {found.kind!r}")
+    # JSON allows numbers here.
     names = [found.path, *found.tables]
     for feature in features:
         names += [feature.name, feature.table]
@@ -325,6 +329,7 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
         raise ValueError(
             f"collection {path!r} looks up {strange}, which are no tables of the artifact"
         )
+    # A lookup holds the tables of its own collection alone.
     looked_up = {feature.table for feature in collection.features}
     if strange := sorted(looked_up - set(collection.tables)):
         raise ValueError(

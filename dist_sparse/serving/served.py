@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,13 @@ from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
 from dist_sparse.compaction.unknown import UnknownLookups
 from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
-from dist_sparse.serving.libtorch_lookup import LibtorchLookup
-from dist_sparse.serving.lookup import FbgemmLookup, StoredTable
+from dist_sparse.serving.lookup import (
+    FbgemmLookup,
+    LibtorchLookup,
+    StoredTable,
+    TurnedLookup,
+)
 from dist_sparse.serving.manifest import Collection
-from dist_sparse.serving.turned_lookup import TurnedLookup
 from dist_sparse.torchrec import kernels
 
 __all__ = ["Served", "ServedModel", "load_served"]
@@ -39,12 +42,18 @@ class _Lookup(nn.Module):
         native: whether lookups use FBGEMM's operator.
         unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph
             counts none.
+        include_last_offset: of a ``torch.nn.EmbeddingBag``.
     """
 
     first_rows: Tensor
 
     def __init__(
-        self, tables: dict[str, StoredTable], features: list[str], native: bool, unknown: str
+        self,
+        tables: dict[str, StoredTable],
+        features: list[str],
+        native: bool,
+        unknown: str,
+        include_last_offset: bool,
     ) -> None:
         super().__init__()
         entries = {name: table.entry for name, table in tables.items()}
@@ -55,12 +64,13 @@ class _Lookup(nn.Module):
             list(rows_of.values()),
             [position[name] for name in features],
         )
+        # Both take the same arguments and return the same sums.
         kind = FbgemmLookup if native else LibtorchLookup
         self.rows: nn.Module = kind(tables, features)
         if any(entry.turned is not None for entry in entries.values()):
             self.rows = TurnedLookup(self.rows, tables, features)
         self.features = len(features)
-        self.include_last_offset = False
+        self.include_last_offset = include_last_offset
         self.unknown = unknown
         first = torch.zeros(0, dtype=torch.int64)
         if unknown == "id0":
@@ -68,12 +78,11 @@ class _Lookup(nn.Module):
             each = torch.ones(len(features), dtype=torch.int64)
             first = self.index(torch.zeros_like(each), each)
         self.register_buffer("first_rows", first, persistent=False)
-        # In a list, which torch.export does not look into.
-        self._counted = [UnknownLookups(rows_of, features)]
+        self._counted = UnknownLookups(rows_of, features)
 
     def unknown_lookups(self) -> dict[str, int]:
         """Return how many ids out of range were looked up, by table."""
-        return dict(self._counted[0].counts)
+        return dict(self._counted.counts)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -94,7 +103,7 @@ class _Lookup(nn.Module):
         if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
         lengths = [len(ids)] if self.features == 1 else counts.tolist()
-        found = self._counted[0].add(ids, rows == UNKNOWN, lengths)
+        found = self._counted.add(ids, rows == UNKNOWN, lengths)
         if self.unknown == "raise":
             raise ValueError("Out of range: " + "; ".join(map(str, found)) + ".")
 
@@ -103,6 +112,7 @@ class _Lookup(nn.Module):
         zeros."""
 
         def moved(tensor: Tensor) -> Tensor:
+            # An empty part shows where a tensor goes, and in which dtype.
             probe = fn(tensor[:0])
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
@@ -134,17 +144,6 @@ class CollectionLookup(_Lookup):
 class EmbeddingBagLookup(_Lookup):
     """Lookups of one table: ids and offsets as in ``torch.nn.EmbeddingBag``."""
 
-    def __init__(
-        self,
-        tables: dict[str, StoredTable],
-        features: list[str],
-        native: bool,
-        unknown: str,
-        include_last_offset: bool,
-    ) -> None:
-        super().__init__(tables, features, native, unknown)
-        self.include_last_offset = include_last_offset
-
     def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return pooled rows, float32 ``(bags, columns)``.
 
@@ -170,6 +169,7 @@ class EmbeddingLookup(_Lookup):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64,
         of any shape."""
+        # One bag of all ids, which are not pooled.
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
         found: Tensor = self.rows(self._found(flat, count), F.pad(count, (1, 0)), count, None)
@@ -184,6 +184,7 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
         torch._assert_async(offsets[-1] == count, message)  # stays in the graph, unlike a branch
     elif int(offsets[-1]) != count:
         raise ValueError(message)
+    # The last offset fits; one before it may still point anywhere.
     return offsets.clamp(0, count)
 
 
@@ -246,6 +247,7 @@ class Served(nn.Module):
         if self.kind == "embedding_bag" and ids.dim() == 2:
             # A bag in each row.
             bags, each = ids.size()
+            # With include_last_offset there is one offset more: the end of the last bag.
             lengths = torch.arange(bags + self.lookup.include_last_offset) * each
             ids = ids.reshape(-1)
             if weights is not None:
@@ -408,6 +410,7 @@ def load_served(
         each.path: _served(artifact, each, native, unknown)
         for each in artifact.manifest.collections
     }
+    # A model of one collection is served as that collection.
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
@@ -425,21 +428,10 @@ def _served(
             native = False
         tables[name] = StoredTable(entry, artifact.tensors(name))
     features = [feature.table for feature in collection.features] or list(collection.tables)
-    lookup = _lookup_of(collection, tables, features, native, unknown)
+    kind = _LOOKUPS.get(collection.kind, CollectionLookup)
+    lookup = kind(tables, features, native, unknown, collection.include_last_offset)
     dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
     return Served(collection, lookup, dims)
 
 
-def _lookup_of(
-    collection: Collection,
-    tables: dict[str, StoredTable],
-    features: list[str],
-    native: bool,
-    unknown: str,
-) -> _Lookup:
-    if collection.kind == "embedding":
-        return EmbeddingLookup(tables, features, native, unknown)
-    if collection.kind == "embedding_bag":
-        last = collection.include_last_offset
-        return EmbeddingBagLookup(tables, features, native, unknown, last)
-    return CollectionLookup(tables, features, native, unknown)
+_LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}

@@ -23,6 +23,7 @@ from torchrec import (
 )
 from torchrec.modules.embedding_configs import PoolingType
 
+from benchmarks.structure import walks
 from dist_sparse import DataNormSparsifier, compact, export, sparsify
 from dist_sparse.cli.main import main
 from dist_sparse.serving.artifact import open_artifact
@@ -417,3 +418,10 @@ def test_it_needs_neither_torchrec_nor_fbgemm(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "served")], timeout=120, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_it_walks_the_model_three_times(tmp_path: Path) -> None:
+    """Twice to find the tables, and once for the modules that look them up."""
+    model = model_of()
+    sparsifier = pruned(model)
+    assert walks(model, lambda: export(model, sparsifier, tmp_path / "served")) <= 3
