@@ -64,6 +64,7 @@ class Window:
         """Return whether masks are updated at ``step``."""
         if step < self.begin or (self.end is not None and step > self.end):
             return False
+        # The end is an update even off the grid of every: there the final level is reached.
         return (step - self.begin) % self.every == 0 or step == self.end
 
     def last_update(self, step: int) -> int | None:
@@ -123,6 +124,7 @@ def exponential(step: int, initial: float, final: float, begin: int, end: int | 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """
     done = progress(step, begin, _finite(end))
+    # The density itself is interpolated, as a geometric mean with weights that sum to 1.
     kept = (1.0 - initial) ** (1.0 - done) * (1.0 - final) ** done
     return _clip(1.0 - kept, initial, final, done)
 
@@ -132,9 +134,10 @@ def _mix(initial: float, final: float, share: float) -> float:
 
 
 def _clip(value: float, initial: float, final: float, share: float) -> float:
-    """Exactly ``initial`` at 0 and ``final`` at 1: rounding must not change the two arguments."""
+    """Return exactly ``initial`` at 0 and ``final`` at 1: rounding must not change the two."""
     if share in (0.0, 1.0):
         return final if share else initial
+    # Nor may it leave the interval, which descends where final is below initial.
     return min(max(value, min(initial, final)), max(initial, final))
 
 
