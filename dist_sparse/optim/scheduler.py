@@ -150,11 +150,8 @@ class OptimScheduler(abc.ABC):
             grad_norm_type=grad_norm_type,
             amp_dtype=amp_dtype,
         )
-        self.model, self.data_sparsifier, self.data_scheduler = (
-            model,
-            data_sparsifier,
-            data_scheduler,
-        )
+        self.model = model
+        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
         self._check_parts(model, optim_conf)
         self._wiring = wiring_of(model)
         self._check_averaging()
@@ -171,9 +168,12 @@ class OptimScheduler(abc.ABC):
         self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
         # A loss and its gradients, if the step of another OptimScheduler has taken them.
         self._early: tuple[Tensor, Gradients] | None = None
-        self._has_run = False  # a backward
-        self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
-        self._forward: tuple[int, int] | None = None  # step and epoch of the fused tables' rate
+        # Whether a backward has run.
+        self._has_run = False
+        # Steps of an unfinished real step whose gradients are in .grad.
+        self._accumulated = 0
+        # Step and epoch of the fused tables' learning rate.
+        self._forward: tuple[int, int] | None = None
         self._join()
 
     @abc.abstractmethod
@@ -313,12 +313,13 @@ class OptimScheduler(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        config, extra = self.config, self.extra_repr_fn()
-        parts = (
-            f"optim_loss={config.optim_loss},"
-            f" updated_modules={config.updated_modules}{extra and f', {extra}'}"
-        )
-        return f"{type(self).__name__}(optimizer={type(self.optimizer).__name__}, {parts})"
+        parts = [
+            f"optimizer={type(self.optimizer).__name__}",
+            f"optim_loss={self.config.optim_loss}",
+            f"updated_modules={self.config.updated_modules}",
+            self.extra_repr_fn(),
+        ]
+        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
     @property
     def _sparsity(self) -> dict[str, Any]:
@@ -335,14 +336,12 @@ class OptimScheduler(abc.ABC):
             )
         kinds = {"data_sparsifier": BaseDataSparsifier, "data_scheduler": BaseDataScheduler}
         for name, part in self._sparsity.items():
-            if not isinstance(part, kinds[name]):
-                raise ValueError(
-                    f"Invalid {name} of type {type(part).__name__}: must be a"
-                    f" {kinds[name].__name__}."
-                )
-        if self.data_scheduler is None:
-            return
-        if self.data_scheduler.data_sparsifier is not self.data_sparsifier:
+            expected = kinds[name]
+            if not isinstance(part, expected):
+                kind = type(part).__name__
+                raise ValueError(f"Invalid {name} of type {kind}: must be a {expected.__name__}.")
+        schedule = self.data_scheduler
+        if schedule is not None and schedule.data_sparsifier is not self.data_sparsifier:
             raise ValueError(
                 "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
             )
@@ -363,27 +362,33 @@ class OptimScheduler(abc.ABC):
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
         for peer in self._sharing():
-            for name, part in self._sparsity.items():
-                if peer is not self and part is getattr(peer, name):
-                    raise ValueError(
-                        f"Invalid {name}: another OptimScheduler of the model steps it at each"
-                        " update."
-                    )
-            if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
-                raise ValueError(
-                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the"
-                    f" model has {peer.config.amp_dtype}, and they share its forward."
-                )
+            if peer is not self:
+                self._refuse_shared_parts(peer)
+                self._refuse_other_dtype(peer)
         self._peers[id(self)] = self
         # Gradients of an earlier run are not part of the first update.
         for peer in [self, *self._overlapping()]:
             peer._drop_gradients()
 
+    def _refuse_other_dtype(self, peer: OptimScheduler) -> None:
+        if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
+            raise ValueError(
+                f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the"
+                f" model has {peer.config.amp_dtype}, and they share its forward."
+            )
+
+    def _refuse_shared_parts(self, peer: OptimScheduler) -> None:
+        for name, part in self._sparsity.items():
+            if part is getattr(peer, name):
+                raise ValueError(
+                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
+                )
+
     def _sharing(self) -> list[OptimScheduler]:
         """Return this one and the model's others that share its forward, newest first.
 
-        No two of them update the same parameter. So one that has been constructed anew, as in a
-        notebook cell that runs again, takes the place of the older one, whoever still holds it.
+        No two of them update the same parameter. So a newer one, as of a notebook cell that runs
+        again, replaces the older one, even while something still refers to it.
         """
         sharing = [self]
         for peer in reversed(list(self._peers.values())):
@@ -426,7 +431,8 @@ class OptimScheduler(abc.ABC):
         try:
             with self._unsynchronized(step_num):
                 taken = take_gradients(self._wiring, claims)
-        except BaseException:  # out of memory, say: some layers have their gradients, others not
+        except BaseException:
+            # Out of memory, say: some layers have their gradients, others not.
             for peer in due:
                 peer._drop_gradients()
             raise
