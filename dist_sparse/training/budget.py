@@ -39,6 +39,7 @@ def parse_budget(budget: object) -> Budget:
     """
     try:
         if not isinstance(budget, str):
+            # An int is bytes, so that a fraction must be text: 1 could be either.
             return checks.integer("budget", budget, least=0)
         share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else math.nan
     except ValueError:
@@ -80,6 +81,7 @@ def budget_levels(
     """
     names = [data.name for data in located]
     groups = [] if rotate is None else rotation_groups(rotate, names)
+    # Size of the group that each rotated table is in.
     group_sizes = {name: len(group) for group in groups for name in group}
     pruned = []
     dense = 0
@@ -159,6 +161,7 @@ class _PrunedTable:
         """Bytes of the table without so many blocks."""
         (rows, columns), itemsize = self.data.shape, self.data.dtype.itemsize
         kept = self.blocks - removed
+        # Whole rows: the kept ones are stored one after another, and found through the index.
         if not self.group:
             return kept * math.prod(self.block) * itemsize + index_bytes(rows)
         width = narrow_width(kept * self.block[1], columns)
