@@ -56,6 +56,7 @@ class OptimConfig:
             self._set("step_per_update", integer("step_per_update", self.step_per_update, least=1))
             self._set("accum_grad", integer("accum_grad", self.accum_grad, least=1))
         except ValueError as error:
+            # SpeeChain's callers expect it of intervals.
             raise AssertionError(str(error)) from None
         if self.optim_loss is not None and not isinstance(self.optim_loss, str):
             raise AssertionError(
@@ -116,6 +117,7 @@ class OptimConfig:
             raise AssertionError(
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
+        # A KeyError names a loss that is missing.
         loss: object = losses[self.loss_name]
         if not isinstance(loss, Tensor):
             kind = type(loss).__name__
@@ -134,6 +136,7 @@ class OptimConfig:
             raise _too_early(
                 f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches"
             )
+        # An infinite norm clips nothing.
         if owns_them and self.grad_clip not in (None, math.inf):
             raise _too_early(
                 f"grad_clip={self.grad_clip}",
@@ -163,6 +166,7 @@ def _paths(modules: object) -> list[Any] | None:
 
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity, also spelled as text."""
+    # Configurations in YAML have text.
     if isinstance(value, float | str) and value in (math.inf, "inf"):
         return math.inf
     if (found := float(number(name, value))) <= 0:
@@ -214,6 +218,7 @@ class Owned:
 
 def wiring_of(model: nn.Module) -> Wiring:
     """Return how gradients reach the parameters of ``model``, wrapped or not."""
+    # Wrappers (DDP, DMP, compile) are no part of paths.
     modules = modules_by_path(model)
     return Wiring(
         modules=modules,
@@ -288,6 +293,7 @@ def _ddp_modules(model: nn.Module) -> list[Any]:
     for module in model.modules():
         # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
         parts += [module, *getattr(module, "_lookups", ())]
+    # Each once, in the order of the model.
     return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
 
 

@@ -99,6 +99,7 @@ def _of_one_loss(claims: Sequence[Claim]) -> bool:
 @contextmanager
 def _restored(parameters: set[nn.Parameter]) -> Iterator[None]:
     """Restore gradients. A backward adds to them in place, and DDP may write into them: copies."""
+    # None stays None: an optimizer skips parameters without a gradient.
     kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
     try:
         yield
@@ -121,6 +122,7 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     scale = min(roots)
     apart = [claim for claim in claims if claim.scaler.get_scale() > scale]
     for claim in apart:
+        # The gradients of earlier micro-steps are at the scale of their own scaler.
         _multiply(claim.owned.parameters, scale / claim.scaler.get_scale())
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
     for claim in apart:
@@ -219,6 +221,7 @@ def gradient_norm(
     if not pieces:
         return whole, bool(grads)
     parts = [grad for p, grad in grads.items() if p in pieces]
+    # Whole gradients are equal on all ranks and count once, pieces on each rank.
     mine = _total(list(filter(_counts_here, parts)), norm_type)
     sent = torch.tensor([float(mine), float(bool(grads))], dtype=torch.float64)
     received = group_over(world_ranks()).all_gather(sent)

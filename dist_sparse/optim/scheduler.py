@@ -153,6 +153,7 @@ class OptimScheduler(abc.ABC):
         self.model = model
         self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
         self._check_parts(model, optim_conf)
+        # Read once: the model must not be wrapped or sharded again afterwards.
         self._wiring = wiring_of(model)
         self._check_averaging()
         self._owned = owned_by(self._wiring, self.config.updated_modules)
@@ -208,6 +209,7 @@ class OptimScheduler(abc.ABC):
         if epoch_num is not None:
             epoch_num = integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
+        # Fused kernels read the learning rate in this forward, before any step().
         for peer in sharing:
             peer._set_fused_lr(step_num, epoch_num)
         dtype = next(filter(None, (peer.config.autocast for peer in sharing)), None)
@@ -292,6 +294,7 @@ class OptimScheduler(abc.ABC):
                 sparsifier it is raised on every rank, and nothing has changed on any; without one,
                 only on this rank, which has not changed.
         """
+        # Without a sparsifier a load is local, as torch's own.
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts, misfits():
             facts.update(check_state(state_dict, self.optimizer, self.scaler, self._sparsity))
@@ -410,12 +413,14 @@ class OptimScheduler(abc.ABC):
                 "updates too. Finish its real step first, or delete the one that is no longer "
                 "stepped."
             )
+        # Another OptimScheduler may have taken the gradients of this loss already.
         if self._early is None or self._early[0] is not loss:
             self._early = loss, self._run_backward(losses, step_num, epoch_num)
         for parameter, grad in self._early[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # Used up: the next step has another loss.
         self._early, self._has_run = None, True
         self._accumulated += 1
 
@@ -436,6 +441,7 @@ class OptimScheduler(abc.ABC):
             for peer in due:
                 peer._drop_gradients()
             raise
+        # Each finds its own when it is stepped with the same loss.
         for peer, claim, gradients in zip(due, claims, taken, strict=True):
             peer._early = claim.loss, gradients
         return taken[0]
@@ -495,6 +501,7 @@ class OptimScheduler(abc.ABC):
         weights into NaN."""
         arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
         if self._lr_by_step:
+            # As in older SpeeChain schedules.
             del arguments["epoch_num"]
         found: Any = self.update_lr(**arguments)
         lr = number("learning rate", found.item() if isinstance(found, Tensor) else found, least=0)

@@ -53,6 +53,7 @@ def check_state(
         facts["scale of the scaler"] = _checked_scale(saved["scaler"])
     schedule = sparsity.get("data_scheduler")
     if not isinstance(schedule, ReadyDataScheduler | None):
+        # A user's class can't prepare a load: it is tried on a copy.
         copy.copy(schedule).load_state_dict(saved["data_scheduler"])
     return facts
 
@@ -122,6 +123,7 @@ def _fits(name: str, part: Any, parameter: Tensor) -> bool:
 
 
 def _checked_scale(saved: Any) -> Any:
+    # A scaler of any device reads the state; this one is never used.
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(saved)
     scale = scaler.get_scale()

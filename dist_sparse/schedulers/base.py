@@ -105,6 +105,7 @@ class BaseDataScheduler:
         groups = data_sparsifier.data_groups
         self.data_sparsifier = data_sparsifier
         self.schedule_param = schedule_param
+        # The values at construction; names added later have none.
         self.base_param = {name: config.get(schedule_param) for name, config in groups.items()}
         self.last_epoch = last_epoch
         self._step_count = 0
@@ -112,6 +113,7 @@ class BaseDataScheduler:
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
+        # For the warning of a wrong order, which needs the sparsifier's count from here on.
         self._noted().constructed = data_sparsifier.step_count
 
     def get_schedule_param(self) -> Mapping[str, Any]:
@@ -136,14 +138,17 @@ class BaseDataScheduler:
                 ``get_schedule_param`` are re-raised unchanged in one process, and as a ValueError
                 that names the rank on all of several. Nothing has changed then.
         """
+        # The constructor has taken the first step: this is the first call by the user.
         if self._step_count == 1:
             self._check_order()
+        # get_schedule_param() reads the counters of the step that it computes.
         before = self.last_epoch, self._step_count
         self.last_epoch += 1
         self._step_count += 1
         try:
             values = self._next_values()
         except BaseException:
+            # A step happens on every rank or on none.
             self.last_epoch, self._step_count = before
             raise
         self._apply(values)
@@ -169,6 +174,7 @@ class BaseDataScheduler:
         self.__dict__.update(self._checked_state(state_dict))
 
     def __repr__(self) -> str:
+        # A model may have a thousand tables.
         param = reprlib.Repr()
         param.maxdict = 3
         names = number_of(len(self.base_param), "name")
@@ -200,10 +206,12 @@ class BaseDataScheduler:
         """Return rank 0's values; rank 0 warns where other ranks have others. Collective."""
         group = group_over(world_ranks())
         answer = self._agreed_answer(group)
+        # Nothing was sent, and nothing was converted.
         if group.size == 1:
             return answer
         found = group.all_gather_json(_to_wire(answer))
         if group.rank == 0:
+            # On rank 0 alone: every rank would print the same.
             self._warn_of_overruled(found, group.ranks)
         # Equal values stay this rank's own objects: on the wire, a tuple and a list are the same.
         values = dict(answer)
@@ -223,6 +231,7 @@ class BaseDataScheduler:
         except Exception as raised:
             # Of any kind: the other ranks must raise too.
             error = raised
+        # Even without an error: the other ranks may have one.
         group.agree(f"step of {type(self).__name__}", self._facts(answer), error)
         return answer
 
@@ -232,12 +241,14 @@ class BaseDataScheduler:
             answer = self.get_schedule_param()
         finally:
             self._get_sp_called_within_step = False
+        # The sparsifier's, not base_param's: names added later take part.
         known = self.data_sparsifier.data_groups
         if unknown := [name for name in answer if name not in known]:
             raise ValueError(
                 f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names "
                 f"{unknown}; the sparsifier has {list(known)}."
             )
+        # Configurations are saved as JSON, which has no tensors.
         return {name: _python(value) for name, value in answer.items()}
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,6 +325,7 @@ class BaseDataScheduler:
         sparsifier = self.data_sparsifier
         # A copy has none.
         notes = sparsifier.schedulers.get(self)
+        # An instance attribute hides the method that counts.
         if "step" in vars(sparsifier):
             warnings.warn(
                 "The step of the data sparsifier has been replaced, so its calls cannot be counted."
@@ -350,6 +362,7 @@ def _to_wire(value: Any) -> Any:
         return {name: _to_wire(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_wire(item) for item in value]
+    # Other objects would not come back from JSON as they were.
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(

@@ -53,6 +53,7 @@ class Window:
     every: int
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; NumPy integers become Python's.
         object.__setattr__(self, "begin", integer("begin", self.begin, least=0))
         if self.end is not None:
             object.__setattr__(self, "end", integer("end", self.end))
@@ -74,6 +75,7 @@ class Window:
             return None
         if self.end is not None and step >= self.end:
             return self.end
+        # The grid begins at ``begin``, not at 0.
         return step - (step - self.begin) % self.every
 
 
@@ -123,6 +125,7 @@ def exponential(step: int, initial: float, final: float, begin: int, end: int | 
 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """
+    # From 0 at begin to 1 at end.
     done = progress(step, begin, _finite(end))
     # The density itself is interpolated, as a geometric mean with weights that sum to 1.
     kept = (1.0 - initial) ** (1.0 - done) * (1.0 - final) ** done

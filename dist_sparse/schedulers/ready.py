@@ -74,6 +74,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         last_epoch: int,
         verbose: bool,
     ) -> None:
+        # Before the base class, whose constructor takes the first step.
         self.initial, self.begin, self.end, self.every = initial, begin, end, every
         self.schedule_param = schedule_param
         # The base class refuses anything that is no sparsifier.
@@ -118,10 +119,12 @@ class ReadyDataScheduler(BaseDataScheduler):
         except Exception as error:
             # Of any kind: the other ranks must raise too.
             self._refuse(ValueError(f"Invalid state of {type(self).__name__}: {error}."))
+        # The plan of the state, as the constructor checks its own.
         loaded._check_plan_everywhere(names)
         values = loaded._agreed_values()
 
         def commit() -> None:
+            # The sparsifier is the same object in both.
             self.__dict__.update(loaded.__dict__)
             self._apply(values)
             present = self.data_sparsifier.data_groups
@@ -188,6 +191,7 @@ class ReadyDataScheduler(BaseDataScheduler):
 
     def _checked(self, what: str, value: object) -> float:
         """Return ``value`` as a finite number; levels as floats in [0, 1], other ints stay ints."""
+        # Other keys of a configuration have other ranges.
         is_level = self.schedule_param == "sparsity_level"
         return level(what, value) if is_level else number(what, value)
 
@@ -277,6 +281,7 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         final = state_dict.get("final")
+        # As state_dict() saves a mapping.
         if isinstance(final, list | tuple):
             state_dict = {**state_dict, "final": dict(final)}
         return super()._checked_state(state_dict)
@@ -295,6 +300,7 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _check_plan(self) -> None:
         if self.end is None and self.curve in _GROWING:
+            # Their values depend on the end, which None leaves open.
             rule = "must have an end, an int >= begin; a constant level none"
             raise ValueError(f"Invalid end=None: {type(self).__name__} {rule}.")
         super()._check_plan()
@@ -465,6 +471,7 @@ class LambdaDataScheduler(ReadyDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
+        # A copy: the caller may change the mapping.
         self.fn = dict(fn) if isinstance(fn, Mapping) else fn
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
@@ -489,6 +496,7 @@ class LambdaDataScheduler(ReadyDataScheduler):
         return {key: value for key, value in super().state_dict().items() if key != "fn"}
 
     def _next_values(self) -> Mapping[str, Any]:
+        # The first step and every mask update are collective; all others are local.
         if self._step_count > 1 and not self._updates_masks():
             return {}
         return self._agreed_values()

@@ -53,6 +53,7 @@ class _SlScheduler(ReadyDataScheduler):
         if "base_sl" not in state_dict:
             return state_dict
         levels = _for_each("base_sl", state_dict["base_sl"], self.base_param)
+        # Its counters have the names that they have here.
         state = {key: value for key, value in state_dict.items() if key not in _TORCH_AO_ONLY}
         return {**state, "base_param": levels}
 
@@ -62,6 +63,7 @@ class _SlScheduler(ReadyDataScheduler):
         return {name: level for name, level in self.base_param.items() if name in known}
 
     def _given(self) -> dict[str, None]:
+        # Each name is a glob that matches itself, so that a squashed one is reported.
         return {glob.escape(name): None for name in self.base_param}
 
     def _check_plan(self) -> None:
@@ -147,6 +149,7 @@ class LambdaSL(_SlScheduler):
     def _next_values(self) -> Mapping[str, Any]:
         if self._step_count == 1:
             return self._agreed_values()
+        # On every step: a function may read a clock, so that only rank 0's levels count.
         levels = self._moved(self._values_of_rank_0())
         return levels if self._moves else {}
 
@@ -162,6 +165,7 @@ class LambdaSL(_SlScheduler):
 
     def _moved(self, levels: Mapping[str, Any]) -> Mapping[str, Any]:
         changed = [name for name, level in levels.items() if level != self._levels.get(name)]
+        # Step 0 updates masks even at the level that the sparsifier has.
         self._moves = self.last_epoch == 0 or bool(changed)
         self._levels = levels
         return levels
@@ -236,6 +240,7 @@ class CubicSL(_SlScheduler):
 
     def _updates_masks(self) -> bool:
         step = self.last_epoch
+        # Levels are pure in the step, so the step before needs no state.
         return step == 0 or self._levels_at(step) != self._levels_at(step - 1)
 
     def _plans(self) -> dict[str, dict[str, Any]]:

@@ -454,7 +454,7 @@ def sparsify(
         with together.agreeing("sparsify()"):
             training._attach(model, optimizers, auto_step)
             if plan.score is not None:
-                # A score that was asked for must be known of every table; the default falls back.
+                # A requested score must be known of every table; the default falls back.
                 sparsifier.check_known()
             sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
             unknown = sparsifier.unknown_tables()
