@@ -140,13 +140,12 @@ def frontier(
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
     # All budgets at once: an attempt of several is measured once.
     measured = measurements([attempt for _, attempt in by_budget], "frontier")
-    tried = [
-        Point(budget=share, measured=each)
-        for (share, _), each in zip(by_budget, measured, strict=True)
-    ]
+    tried: dict[float, list[Point]] = {share: [] for share in shares}
+    for (share, _), each in zip(by_budget, measured, strict=True):
+        tried[share].append(Point(budget=share, measured=each))
     points: list[Point] = []
-    for share in shares:
-        best = _best_of_methods(whole, chosen, [p for p in tried if p.budget == share])
+    for some in tried.values():
+        best = _best_of_methods(whole, chosen, some)
         points += sorted(best, key=lambda point: whole.loss(point.measured))
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
 

@@ -78,9 +78,11 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        served = [choice.served for choice in self.choices]
-        # Parts that no candidate has are left out.
-        parts = ["weights", *(p for p in _EXTRA if any(getattr(each, p) for each in served))]
+        parts = ["weights"]
+        for part in _EXTRA:
+            # Left out if no candidate has it.
+            if any(getattr(choice.served, part) for choice in self.choices):
+                parts.append(part)
         head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
         rows = [self._cells(choice, parts) for choice in self.choices]
         share = percent(self.budget / self.dense_bytes)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -226,16 +227,14 @@ def left_dense(
             rotate is left dense.
     """
     names, rotate = [data.name for data in located], args.rotate
-    # Without a rotation every table is in a group, so that none is left out for that reason.
-    groups = [names] if rotate is None else rotation_groups(rotate, names)
-    rotated = [name for group in groups for name in group]
     reasons = _reasons(model, located, args, include)
-    refused = {name: reasons[name] for name in rotated if name in reasons}
-    # "table" means each pruned table; groups are names that a user expects to be rotated.
-    if rotate not in (None, "table") and refused:
-        raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
-    for name in set(names).difference(rotated):
-        reasons.setdefault(name, "in no group of rotate")
+    # "table" means each table that is pruned; groups are names that a user expects to be rotated.
+    if rotate not in (None, "table"):
+        rotated = list(chain.from_iterable(rotation_groups(rotate, names)))
+        refused = {name: reasons[name] for name in rotated if name in reasons}
+        if refused:
+            raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
+        reasons = {name: "in no group of rotate" for name in names if name not in rotated} | reasons
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     # In the order of the model, for summaries.
@@ -372,10 +371,9 @@ def _by_name(
         # A glob may match tables that stay dense, if it matches one that does not.
         pruned = [name for name in matching if name not in left_dense]
         if not pruned:
-            why = "matches no table"
-            if matching:
-                reasons = {name: left_dense[name] for name in matching}
-                why = f"matches tables that are left dense: {_listed(reasons)}"
+            reasons = {name: left_dense[name] for name in matching}
+            dense = f"matches tables that are left dense: {_listed(reasons)}"
+            why = dense if matching else "matches no table"
             names = [data.name for data in located if data.name not in left_dense]
             raise ValueError(f"Invalid {argument}: {pattern!r} {why}; pruned are {names}.")
         found |= dict.fromkeys(pruned, value)
