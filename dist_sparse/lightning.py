@@ -191,10 +191,12 @@ class SparsifyCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse unsupported strategies and compiled models, before anything is wrapped or
         loaded."""
-        self._loaded = None  # the state of an earlier run that loaded and did not use it
+        # An earlier run may have loaded a state and not used it.
+        self._loaded = None
         if stage == "fit":
             _refuse(trainer, pl_module)
-            if self._plan["rotate"] is not None:  # a checkpoint is loaded before training starts
+            # A checkpoint is loaded before training starts, with the bases of rotated tables.
+            if self._plan["rotate"] is not None:
                 self._hooks.append(expect_bases(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -203,9 +205,9 @@ class SparsifyCallback(Callback):
         fit = weakref.ref(trainer), weakref.ref(pl_module)
         state = self._loaded
         if state is None and trainer.global_step > 0:
-            if self._fit == fit:
-                state = self.state_dict()
-            else:
+            # A second fit of the same model by the same Trainer continues with the masks it has.
+            state = self.state_dict() if self._fit == fit else None
+            if state is None:
                 _log.warning(
                     "No masks were loaded: sparsification starts again at global step %d",
                     trainer.global_step,
@@ -228,13 +230,9 @@ class SparsifyCallback(Callback):
                 " callback by dcp.save().",
                 sharded,
             )
-        self.training, self._rounds, self._first, self._loaded, self._fit = (
-            training,
-            rounds,
-            first,
-            None,
-            fit,
-        )
+        self.training, self._rounds, self._first = training, rounds, first
+        self._loaded, self._fit = None, fit
+        # A checkpoint has zeros in the place of rows that are not masked yet.
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
 
@@ -245,11 +243,12 @@ class SparsifyCallback(Callback):
         training = self.training
         assert training is not None
         while training.scheduler.last_epoch - self._first < self._rounds.rounds:
+            # Read before the step, which sets the levels of the next one.
             groups = training.sparsifier.data_groups
             levels = {name: float(group["sparsity_level"]) for name, group in groups.items()}
-            due = training.sparsifier.enable_mask_update
+            updates_masks = training.sparsifier.enable_mask_update
             training.step()
-            if due and self._logs:
+            if updates_masks and self._logs:
                 self._report(trainer, training, levels)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -265,7 +264,8 @@ class SparsifyCallback(Callback):
         """End enforcement."""
         try:
             self._detach()
-        except Exception:  # the exception that ended the fit matters more
+        except Exception:
+            # The exception that ended the fit matters more.
             _log.warning(
                 "Removed weights may not all be 0 after the exception that ended the fit.",
                 exc_info=True,
@@ -300,13 +300,13 @@ class SparsifyCallback(Callback):
         Raises:
             ValueError: the checkpoint has the state of such a callback for other tables.
         """
-        mine = [
-            key
-            for key in checkpoint.get("callbacks", {})
-            if str(key).partition("{")[0] == type(self).__qualname__
-        ]
+        if trainer.state.fn != "fit":
+            return
         here = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
-        if trainer.state.fn == "fit" and (lost := [key for key in mine if key not in here]):
+        # A key is the class, and in braces the arguments that select tables.
+        kind = type(self).__qualname__
+        saved = [k for k in checkpoint.get("callbacks", {}) if str(k).partition("{")[0] == kind]
+        if lost := [key for key in saved if key not in here]:
             raise ValueError(
                 f"The checkpoint has the masks of {lost}, which no callback loads: include, exclude"
                 f" and dense must be those of that training. The callbacks here are {here}."
@@ -318,14 +318,12 @@ class SparsifyCallback(Callback):
         stats = training.sparsifier.table_stats()
         blocks = sum(table.blocks for table in stats)
         level = sum(levels[table.name] * table.blocks for table in stats) / max(blocks, 1)
-        metrics = {
-            "sparsity/level": level,
-            **{f"sparsity/{table.name}": table.sparsity for table in stats},
-        }
+        metrics = {"sparsity/level": level}
+        for table in stats:
+            metrics[f"sparsity/{table.name}"] = table.sparsity
         # Not through log(): log_every_n_steps would drop most of the few mask updates.
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value) for name, value in metrics.items()}
-        )
+        for name, value in metrics.items():
+            trainer.callback_metrics[name] = torch.tensor(value)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -343,10 +341,10 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
         if kind.__name__ in _REFUSED:
             raise ValueError(
                 f"Invalid strategy {type(trainer.strategy).__name__}: SparsifyCallback does not"
-                " support it, because "
-                f'{_REFUSED[kind.__name__]}. Use a single device or "ddp".'
+                f" support it, because {_REFUSED[kind.__name__]}. Use a single device or"
+                ' "ddp".'
             )
-    # Lightning unpacks a compiled module, and keeps this.
+    # Lightning unpacks a compiled module, and keeps the compiler's context.
     if getattr(pl_module, "_compiler_ctx", None) is not None:
         raise ValueError(
             "The LightningModule is compiled: hooks do not run inside torch.compile, so removed"
@@ -355,6 +353,7 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
 
 
 def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str, Any]) -> None:
+    # Either both are loaded or neither is.
     before = rounds.counts
     rounds.load(state.get("optimizer_steps", ()))
     try:
@@ -420,8 +419,12 @@ class OptimizerRounds:
         self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
         # Fused tables have no gradient after the backward: steps of their optimizers always count.
-        gradients = (
-            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
-        )
-        if combines(optimizer) or any(gradient is not None for gradient in gradients):
+        if combines(optimizer) or _has_gradient(optimizer):
             self._counts[number] += 1
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        if any(parameter.grad is not None for parameter in group["params"]):
+            return True
+    return False

@@ -57,6 +57,7 @@ class OptimConfig:
             self._set("step_per_update", integer("step_per_update", self.step_per_update, least=1))
             self._set("accum_grad", integer("accum_grad", self.accum_grad, least=1))
         except ValueError as error:
+            # SpeeChain's callers expect it of intervals.
             raise AssertionError(str(error)) from None
         if self.optim_loss is not None and not isinstance(self.optim_loss, str):
             raise AssertionError(
@@ -64,7 +65,8 @@ class OptimConfig:
             )
         self._set("updated_modules", _paths(self.updated_modules))
         for name in ("use_amp", "distributed"):
-            if getattr(self, name) not in (True, False):  # "no" would count as true
+            # Text such as "no" would count as true.
+            if getattr(self, name) not in (True, False):
                 raise ValueError(f"Invalid {name}={getattr(self, name)!r}: must be True or False.")
         if self.grad_clip is not None:
             self._set("grad_clip", _positive("grad_clip", self.grad_clip))
@@ -76,7 +78,8 @@ class OptimConfig:
             )
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen
+        # The dataclass is frozen.
+        object.__setattr__(self, name, value)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -115,6 +118,7 @@ class OptimConfig:
             raise AssertionError(
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
+        # A KeyError names a loss that is missing.
         loss: object = losses[self.loss_name]
         if not isinstance(loss, Tensor):
             kind = type(loss).__name__
@@ -133,6 +137,7 @@ class OptimConfig:
             raise _too_early(
                 f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches"
             )
+        # An infinite norm clips nothing.
         if owns_them and self.grad_clip not in (None, math.inf):
             raise _too_early(
                 f"grad_clip={self.grad_clip}",
@@ -154,13 +159,15 @@ def _paths(modules: object) -> list[Any] | None:
         return None
     if isinstance(modules, str):
         return [modules]
-    if not isinstance(modules, Sequence):  # a set has another order in each process
+    # A set has another order in each process.
+    if not isinstance(modules, Sequence):
         raise ValueError(f"Invalid updated_modules={modules!r}: must be a path or a list of paths.")
     return list(modules)
 
 
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity, also spelled as text."""
+    # Configurations in YAML have text.
     if isinstance(value, float | str) and value in (math.inf, "inf"):
         return math.inf
     if (found := float(number(name, value))) <= 0:
@@ -172,19 +179,26 @@ def _positive(name: str, value: Any) -> float:
 class Wiring:
     """How gradients reach the parameters of a model."""
 
-    modules: Mapping[str, nn.Module]  # by path from the user's own module, which is ""; no wrappers
-    fused: bool  # whether it has tables whose optimizer runs inside the backward
-    hooked: bool  # whether gradients need a backward through the whole graph, with its hooks
-    replicating: list[Any]  # the modules that average gradients over ranks, each with no_sync()
+    # By path from the user's own module, which is ""; without wrappers.
+    modules: Mapping[str, nn.Module]
+    # Whether it has tables whose optimizer runs inside the backward.
+    fused: bool
+    # Whether gradients need a backward through the whole graph, with its hooks.
+    hooked: bool
+    # The modules that average gradients over ranks, each with no_sync().
+    replicating: list[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
     """The parameters that one optimizer updates."""
 
-    parameters: list[nn.Parameter]  # each once, frozen ones too, those of fused tables excluded
-    pieces: frozenset[nn.Parameter]  # this rank's parts of larger tensors: dense shards, DTensors
-    fused: list[Any]  # sharded collections with a fused optimizer, which takes a learning rate only
+    # Each once, frozen ones too, without fused tables.
+    parameters: list[nn.Parameter]
+    # This rank's parts of larger tensors: dense shards, DTensors.
+    pieces: frozenset[nn.Parameter]
+    # Sharded collections with a fused optimizer, which takes a learning rate only.
+    fused: list[Any]
 
     def gradients(self) -> Gradients:
         """Return the gradients that the parameters have now."""
@@ -205,6 +219,7 @@ class Owned:
 
 def wiring_of(model: nn.Module) -> Wiring:
     """Return how gradients reach the parameters of ``model``, wrapped or not."""
+    # Wrappers (DDP, DMP, compile) are no part of paths.
     modules = modules_by_path(model)
     return Wiring(
         modules=modules,
@@ -223,7 +238,8 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
     """
     root, where = wiring.modules[""], [type(wiring.modules[""]).__name__]
     if names is not None:
-        _check_paths(names, wiring.modules)
+        _refuse_unknown_paths(names, wiring.modules)
+        _refuse_parts_of_collections(names, wiring.modules)
         root, where = nn.ModuleList(wiring.modules[name] for name in names), list(names)
     parameters = list(root.parameters())
     if not parameters:
@@ -243,7 +259,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
     return Owned(parameters=stepped, pieces=frozenset(pieces), fused=fused)
 
 
-def _check_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
+def _refuse_unknown_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     unknown = [name for name in names if name not in known.keys() - {""}]
     if unknown or not names:
         children = list(dict(known[""].named_children()))
@@ -251,6 +267,9 @@ def _check_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
             f"Invalid updated_modules={list(names)}: {unknown} are not modules; there are"
             f" {children}."
         )
+
+
+def _refuse_parts_of_collections(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     collections = [path for path, module in known.items() if _plan_of(module)]
     # The model itself may be a collection: everything is inside "", so its prefix is empty.
     prefixes = tuple(f"{path}.".lstrip(".") for path in collections)
@@ -275,6 +294,7 @@ def _ddp_modules(model: nn.Module) -> list[Any]:
     for module in model.modules():
         # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
         parts += [module, *(torchrec.lookups(module) if torchrec else ())]
+    # Each once, in the order of the model.
     return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
 
 
@@ -287,7 +307,9 @@ def _fused_collections(root: nn.Module) -> list[Any]:
     """Return the collections that have a table with a fused optimizer on any rank."""
     found = []
     for module in root.modules():
-        if any(table.compute_kernel != "dense" for table in _plan_of(module).values()):
+        kernels = {table.compute_kernel for table in _plan_of(module).values()}
+        # TorchRec's other kernels all update inside the backward.
+        if kernels - {"dense"}:
             found.append(module)
     return found
 
@@ -298,7 +320,10 @@ def _shards(root: nn.Module) -> set[nn.Parameter]:
     for module in root.modules():
         plan = _plan_of(module)
         split = {name for name in plan if plan[name].sharding_type != "data_parallel"}
-        for path, parameter in module.named_parameters() if split else ():
-            if path.split(".")[-2] in split:  # "embedding_bags.TABLE.weight"
+        if not split:
+            continue
+        for path, parameter in module.named_parameters():
+            # "embedding_bags.TABLE.weight"
+            if path.split(".")[-2] in split:
                 found.add(parameter)
     return found

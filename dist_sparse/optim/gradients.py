@@ -39,8 +39,10 @@ class Claim(NamedTuple):
     """The gradients that one optimizer wants from a forward."""
 
     owned: Owned
-    loss: Tensor  # a scalar; it is not changed
-    parts: int  # the micro-steps over which it is averaged
+    # A scalar; it is not changed.
+    loss: Tensor
+    # The micro-steps over which it is averaged.
+    parts: int
     scaler: torch.amp.GradScaler
 
     def root(self) -> Tensor:
@@ -52,18 +54,19 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
     if _of_one_loss(claims):
         return
-    for reason, holds in {
-        "whose fused tables are updated inside every backward": wiring.fused,
-        "with FSDP modules or sharded tables, which need one backward per forward": wiring.hooked,
-        "in DDP, which averages the gradients of one backward per forward": wiring.replicating,
-    }.items():
-        if holds:
-            raise ValueError(
-                f"Several OptimSchedulers share a model {reason}. So their losses must be one and "
-                "the same tensor, with the same accum_grad and use_amp. Or pass each of them a "
-                "loss of its own name from a forward of its own. Delete those that are no longer "
-                "stepped."
-            )
+    if wiring.fused:
+        reason = "whose fused tables are updated inside every backward"
+    elif wiring.hooked:
+        reason = "with FSDP modules or sharded tables, which need one backward per forward"
+    elif wiring.replicating:
+        reason = "in DDP, which averages the gradients of one backward per forward"
+    else:
+        return
+    raise ValueError(
+        f"Several OptimSchedulers share a model {reason}. So their losses must be one and the same"
+        " tensor, with the same accum_grad and use_amp. Or pass each of them a loss of its own name"
+        " from a forward of its own. Delete those that are no longer stepped."
+    )
 
 
 def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
@@ -83,7 +86,8 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
         with _restored(unchanged):
             _hide(wiring, foreign)
             taken += _by_one_backward(group, keep_graph=group is not groups[-1])
-        unchanged = inner  # now the first claim's gradients are taken, too
+        # Now the first claim's gradients are taken, too.
+        unchanged = inner
     return taken
 
 
@@ -95,6 +99,7 @@ def _of_one_loss(claims: Sequence[Claim]) -> bool:
 @contextmanager
 def _restored(parameters: set[nn.Parameter]) -> Iterator[None]:
     """Restore gradients. A backward adds to them in place, and DDP may write into them: copies."""
+    # None stays None: an optimizer skips parameters without a gradient.
     kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
     try:
         yield
@@ -117,6 +122,7 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     scale = min(roots)
     apart = [claim for claim in claims if claim.scaler.get_scale() > scale]
     for claim in apart:
+        # The gradients of earlier micro-steps are at the scale of their own scaler.
         _multiply(claim.owned.parameters, scale / claim.scaler.get_scale())
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
     for claim in apart:
@@ -140,10 +146,11 @@ def update_weights(
         norm that is not finite updates nothing, and the scaler backs off.
     """
     if not owned.parameters:
-        return 0.0, True  # fused tables alone: they were updated in the backward
+        # Fused tables alone: they were updated in the backward.
+        return 0.0, True
     try:
-        # The scale is divided out before the norm, which is compared with grad_clip.
         _coalesce_sparse(owned.parameters)
+        # The scale is divided out before the norm, which is compared with grad_clip.
         unscaled = _unscale(scaler, optimizer, owned)
         norm, any_gradient = gradient_norm(owned.parameters, owned.pieces, norm_type)
         finite = bool(torch.isfinite(norm))
@@ -155,7 +162,8 @@ def update_weights(
         elif unscaled:
             scaler.update()
     except BaseException:
-        scaler.update(scaler.get_scale())  # else it refuses the next unscale_()
+        # Otherwise the scaler refuses the next unscale_().
+        scaler.update(scaler.get_scale())
         raise
     finally:
         optimizer.zero_grad()
@@ -170,7 +178,7 @@ def _coalesce_sparse(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, owned: Owned) -> bool:
-    """Unscale the gradients, if any; return whether there were any."""
+    """Unscale the gradients; return whether any rank may have had some."""
     if any(parameter.grad is not None for parameter in owned.parameters):
         scaler.unscale_(optimizer)
         return True
@@ -213,6 +221,7 @@ def gradient_norm(
     if not pieces:
         return whole, bool(grads)
     parts = [grad for p, grad in grads.items() if p in pieces]
+    # Whole gradients are equal on all ranks and count once, pieces on each rank.
     mine = _total(list(filter(_counts_here, parts)), norm_type)
     sent = torch.tensor([float(mine), float(bool(grads))], dtype=torch.float64)
     received = group_over(world_ranks()).all_gather(sent)
@@ -251,8 +260,9 @@ def _values(grad: Tensor) -> Tensor:
 
 def _counts_here(grad: Any) -> bool:
     """Return whether this rank counts its piece in the norm: of replicas only the first does."""
+    # Only a DTensor has replicas within its mesh.
     if not hasattr(grad, "device_mesh"):
-        return True  # no DTensor
+        return True
     placements, coordinate = grad.placements, grad.device_mesh.get_coordinate()
     if any(place.is_partial() for place in placements):
         raise ValueError(
@@ -260,7 +270,8 @@ def _counts_here(grad: Any) -> bool:
             " here."
         )
     if coordinate is None:
-        return False  # the tensor is on other ranks
+        # The tensor is on other ranks.
+        return False
     return all(
         at == 0 or place.is_shard() for place, at in zip(placements, coordinate, strict=True)
     )

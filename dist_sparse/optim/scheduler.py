@@ -150,12 +150,10 @@ class OptimScheduler(abc.ABC):
             grad_norm_type=grad_norm_type,
             amp_dtype=amp_dtype,
         )
-        self.model, self.data_sparsifier, self.data_scheduler = (
-            model,
-            data_sparsifier,
-            data_scheduler,
-        )
+        self.model = model
+        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
         self._check_parts(model, optim_conf)
+        # Read once: the model must not be wrapped or sharded again afterwards.
         self._wiring = wiring_of(model)
         self._check_averaging()
         self._owned = owned_by(self._wiring, self.config.updated_modules)
@@ -171,9 +169,12 @@ class OptimScheduler(abc.ABC):
         self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
         # A loss and its gradients, if the step of another OptimScheduler has taken them.
         self._early: tuple[Tensor, Gradients] | None = None
-        self._has_run = False  # a backward
-        self._accumulated = 0  # steps of an unfinished real step whose gradients are in .grad
-        self._forward: tuple[int, int] | None = None  # step and epoch of the fused tables' rate
+        # Whether a backward has run.
+        self._has_run = False
+        # Steps of an unfinished real step whose gradients are in .grad.
+        self._accumulated = 0
+        # Step and epoch of the fused tables' learning rate.
+        self._forward: tuple[int, int] | None = None
         self._join()
 
     @abc.abstractmethod
@@ -208,6 +209,7 @@ class OptimScheduler(abc.ABC):
         if epoch_num is not None:
             epoch_num = integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
+        # Fused kernels read the learning rate in this forward, before any step().
         for peer in sharing:
             peer._set_fused_lr(step_num, epoch_num)
         dtype = next(filter(None, (peer.config.autocast for peer in sharing)), None)
@@ -292,6 +294,7 @@ class OptimScheduler(abc.ABC):
                 sparsifier it is raised on every rank, and nothing has changed on any; without one,
                 only on this rank, which has not changed.
         """
+        # Without a sparsifier a load is local, as torch's own.
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts, misfits():
             facts.update(check_state(state_dict, self.optimizer, self.scaler, self._sparsity))
@@ -313,12 +316,13 @@ class OptimScheduler(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        config, extra = self.config, self.extra_repr_fn()
-        parts = (
-            f"optim_loss={config.optim_loss},"
-            f" updated_modules={config.updated_modules}{extra and f', {extra}'}"
-        )
-        return f"{type(self).__name__}(optimizer={type(self.optimizer).__name__}, {parts})"
+        parts = [
+            f"optimizer={type(self.optimizer).__name__}",
+            f"optim_loss={self.config.optim_loss}",
+            f"updated_modules={self.config.updated_modules}",
+            self.extra_repr_fn(),
+        ]
+        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
     @property
     def _sparsity(self) -> dict[str, Any]:
@@ -335,14 +339,12 @@ class OptimScheduler(abc.ABC):
             )
         kinds = {"data_sparsifier": BaseDataSparsifier, "data_scheduler": BaseDataScheduler}
         for name, part in self._sparsity.items():
-            if not isinstance(part, kinds[name]):
-                raise ValueError(
-                    f"Invalid {name} of type {type(part).__name__}: must be a"
-                    f" {kinds[name].__name__}."
-                )
-        if self.data_scheduler is None:
-            return
-        if self.data_scheduler.data_sparsifier is not self.data_sparsifier:
+            expected = kinds[name]
+            if not isinstance(part, expected):
+                kind = type(part).__name__
+                raise ValueError(f"Invalid {name} of type {kind}: must be a {expected.__name__}.")
+        schedule = self.data_scheduler
+        if schedule is not None and schedule.data_sparsifier is not self.data_sparsifier:
             raise ValueError(
                 "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
             )
@@ -363,27 +365,33 @@ class OptimScheduler(abc.ABC):
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
         for peer in self._sharing():
-            for name, part in self._sparsity.items():
-                if peer is not self and part is getattr(peer, name):
-                    raise ValueError(
-                        f"Invalid {name}: another OptimScheduler of the model steps it at each"
-                        " update."
-                    )
-            if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
-                raise ValueError(
-                    f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the"
-                    f" model has {peer.config.amp_dtype}, and they share its forward."
-                )
+            if peer is not self:
+                self._refuse_shared_parts(peer)
+                self._refuse_other_dtype(peer)
         self._peers[id(self)] = self
         # Gradients of an earlier run are not part of the first update.
         for peer in [self, *self._overlapping()]:
             peer._drop_gradients()
 
+    def _refuse_other_dtype(self, peer: OptimScheduler) -> None:
+        if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
+            raise ValueError(
+                f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the"
+                f" model has {peer.config.amp_dtype}, and they share its forward."
+            )
+
+    def _refuse_shared_parts(self, peer: OptimScheduler) -> None:
+        for name, part in self._sparsity.items():
+            if part is getattr(peer, name):
+                raise ValueError(
+                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
+                )
+
     def _sharing(self) -> list[OptimScheduler]:
         """Return this one and the model's others that share its forward, newest first.
 
-        No two of them update the same parameter. So one that has been constructed anew, as in a
-        notebook cell that runs again, takes the place of the older one, whoever still holds it.
+        No two of them update the same parameter. So a newer one, as of a notebook cell that runs
+        again, replaces the older one, even while something still refers to it.
         """
         sharing = [self]
         for peer in reversed(list(self._peers.values())):
@@ -405,12 +413,14 @@ class OptimScheduler(abc.ABC):
                 "updates too. Finish its real step first, or delete the one that is no longer "
                 "stepped."
             )
+        # Another OptimScheduler may have taken the gradients of this loss already.
         if self._early is None or self._early[0] is not loss:
             self._early = loss, self._run_backward(losses, step_num, epoch_num)
         for parameter, grad in self._early[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # Used up: the next step has another loss.
         self._early, self._has_run = None, True
         self._accumulated += 1
 
@@ -426,10 +436,12 @@ class OptimScheduler(abc.ABC):
         try:
             with self._unsynchronized(step_num):
                 taken = take_gradients(self._wiring, claims)
-        except BaseException:  # out of memory, say: some layers have their gradients, others not
+        except BaseException:
+            # Out of memory, say: some layers have their gradients, others not.
             for peer in due:
                 peer._drop_gradients()
             raise
+        # Each finds its own when it is stepped with the same loss.
         for peer, claim, gradients in zip(due, claims, taken, strict=True):
             peer._early = claim.loss, gradients
         return taken[0]
@@ -489,6 +501,7 @@ class OptimScheduler(abc.ABC):
         weights into NaN."""
         arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
         if self._lr_by_step:
+            # As in older SpeeChain schedules.
             del arguments["epoch_num"]
         found: Any = self.update_lr(**arguments)
         lr = number("learning rate", found.item() if isinstance(found, Tensor) else found, least=0)

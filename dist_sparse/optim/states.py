@@ -30,7 +30,7 @@ def check_state(
     Args:
         saved: of ``OptimScheduler.state_dict()``.
         optimizer, scaler: of the OptimScheduler.
-        sparsity: its data sparsifier and its scheduler, by name, where there are any.
+        sparsity: its data sparsifier and its scheduler, by name.
 
     Returns:
         The facts that must be equal on all ranks.
@@ -39,26 +39,21 @@ def check_state(
         ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
             reason.
     """
-    if not isinstance(saved, Mapping):
-        kind = type(saved).__name__
-        raise ValueError(f"Invalid state of type {kind}: must be a result of state_dict().")
-    if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
-        raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
-    unknown = saved.keys() & {"data_sparsifier", "data_scheduler"} - sparsity.keys()
-    if unknown:
-        raise ValueError(
-            f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was"
-            " constructed without."
-        )
-    # A load replaces the groups and the state of the copy; those of the original are not touched.
+    _refuse_other_parts(saved, sparsity)
+    # A load replaces the groups and the state of the copy; the original's are not touched.
     loaded = copy.copy(optimizer)
     loaded.load_state_dict(saved["optimizer"])
-    _check_optimizer(loaded, optimizer)
+    if type(optimizer).__module__.startswith("torch.optim."):
+        # Groups and states of other packages have any names and shapes.
+        _refuse_other_groups(loaded, optimizer)
+        _refuse_other_parameters(loaded)
     facts = {"learning rates": [group["lr"] for group in loaded.param_groups]}
-    if scaler is not None and saved.get("scaler"):  # None or {}: of a run without AMP
+    # A run without AMP has saved None or {}.
+    if scaler is not None and saved.get("scaler"):
         facts["scale of the scaler"] = _checked_scale(saved["scaler"])
     schedule = sparsity.get("data_scheduler")
     if not isinstance(schedule, ReadyDataScheduler | None):
+        # A user's class can't prepare a load: it is tried on a copy.
         copy.copy(schedule).load_state_dict(saved["data_scheduler"])
     return facts
 
@@ -85,19 +80,31 @@ def misfits() -> Iterator[None]:
         raise ValueError(f"The state does not fit: {type(fault).__name__}: {fault}.") from fault
 
 
-def _check_optimizer(loaded: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if the state of ``loaded`` is not one of ``present``'s.
+def _refuse_other_parts(saved: Any, sparsity: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        kind = type(saved).__name__
+        raise ValueError(f"Invalid state of type {kind}: must be a result of state_dict().")
+    if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
+        raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
+    unknown = saved.keys() & {"data_sparsifier", "data_scheduler"} - sparsity.keys()
+    if unknown:
+        raise ValueError(
+            f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was"
+            " constructed without."
+        )
 
-    ``load_state_dict()`` of torch compares numbers of groups and parameters only; ``step()`` would
-    fail later. A state does not name its optimizer, so one of a relative (Adam's in Adamax) passes.
-    """
-    if not type(present).__module__.startswith("torch.optim."):
-        return  # the groups and states of other packages have any names and shapes
+
+def _refuse_other_groups(loaded: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
+    # torch's load_state_dict() compares numbers of groups and parameters only; step() would fail
+    # later. A state does not name its optimizer, so one of a relative (Adam's in Adamax) passes.
     kind = type(present).__name__
     for old, new in zip(present.param_groups, loaded.param_groups, strict=True):
         lacking = old.keys() & present.defaults.keys() - new.keys()
         if missing := [name for name in old if name in lacking]:
             raise ValueError(f"The state is of another optimizer than {kind}: it lacks {missing}.")
+
+
+def _refuse_other_parameters(loaded: torch.optim.Optimizer) -> None:
     parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
     for at, parameter in enumerate(parameters):
         for name, part in loaded.state.get(parameter, {}).items():
@@ -116,6 +123,7 @@ def _fits(name: str, part: Any, parameter: Tensor) -> bool:
 
 
 def _checked_scale(saved: Any) -> Any:
+    # A scaler of any device reads the state; this one is never used.
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(saved)
     scale = scaler.get_scale()

@@ -138,8 +138,10 @@ class Candidate:
                 f"Invalid groups={self.groups!r}: must be groups of names, each name in one group"
                 " only."
             )
+        # A table of no columns has no output.
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
+        # Tables that lose nothing are left out, so that equal candidates are equal.
         levels = {
             name: checks.level(f"levels[{name!r}]", level)
             for name, level in self.levels.items()
@@ -158,6 +160,7 @@ class Candidate:
     @cached_property
     def _alone(self) -> dict[str, bool]:
         """Whether each table of ``groups`` is alone in its group."""
+        # Looked up for each table of each candidate that a search prices.
         return {name: len(group) == 1 for group in self.groups for name in group}
 
     def shape(self, table: SizedTable) -> tuple[int, int]:
@@ -193,6 +196,7 @@ class Candidate:
         """Return the size of the file that :func:`~dist_sparse.export` writes, exactly: with its
         header, without the counts of an index."""
         described = {}
+        # The header of the file depends on the order of names, and manifests are sorted.
         for table in sorted(tables, key=lambda table: table.name):
             kept, width = self.shape(table)
             described[table.name] = Table(
@@ -210,7 +214,9 @@ class Candidate:
     def _width(self, table: SizedTable) -> int:
         columns = table.shape[1]
         if self.groups and table.name not in self._alone:
+            # Other tables of a candidate with groups keep all columns.
             return columns
+        # As sparsify() rounds a level to whole blocks.
         return narrow_width(columns - round((1 - self.columns) * columns), columns)
 
     def _turned_back(self, table: SizedTable) -> bool:

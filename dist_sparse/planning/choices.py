@@ -60,6 +60,7 @@ def least_removed(
         served = (candidate.table_bytes(table, level_at(step, table)).total for table in some)
         return others + sum(served) <= budget
 
+    # Bytes never grow with the level. The last step stays below level 1: a row is kept.
     lowest = bisect_left(range(_STEPS - 1), True, key=fits)
     levels = dict(candidate.levels)
     for table in some:
@@ -81,6 +82,7 @@ def worth_rotating(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the groups without single tables whose basis costs more bytes than it saves."""
     named = {table.name: table for table in tables}
+    # With all columns nothing is rotated, and there is no basis.
     whole = Candidate(dtype=dtype)
     worth = []
     for group in map(tuple, groups):
@@ -133,6 +135,7 @@ class Choices:
         kind and dtype; with rows removed, at several widths, the lowest level that fits."""
         found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         found += self.without_untouched()
+        # Columns are removed only where tables may be rotated.
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
         for kind in kinds:
             for dtype in DTYPES:
@@ -160,6 +163,7 @@ class Choices:
 
     def _widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
         """Return the widest tables that fit; None if none do, or if all columns fit."""
+        # Then the choice of all columns is listed already.
         if self._choice(kind, dtype, 1.0).fits:
             return None
         fractions = column_fractions(self._narrowed(kind))
@@ -180,6 +184,7 @@ class Choices:
         dtypes: tuple[Dtype, ...] = ("int8", "int4")
         for dtype in dtypes:
             for fraction in fractions:
+                # No row has to be removed at this width.
                 if self._choice(kind, dtype, fraction).fits:
                     continue
                 whole = self._choice("rows", dtype, fraction).candidate
@@ -198,6 +203,7 @@ class Choices:
         """Return tables with a fraction of their columns, without untouched rows."""
         candidate = Candidate(dtype=dtype, columns=fraction)
         if self.groups and fraction < 1 and kind in ("columns", "rows"):
+            # If no rotation saves bytes, the candidate shows that it does not fit.
             groups = worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups
             candidate = replace(candidate, groups=groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
@@ -250,6 +256,7 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
         return (), "The tables fit as they are."
     if whole := _fitting(found, "full", "int8")[:1]:
         return whole, _why_int8(whole[0])
+    # No gain was measured where a single table is turned back.
     columns = _fitting(found, "columns", "int8", "int4") if choices.only_dots else ()
     small = _fitting(found, "small", "int8", "int4")
     if whole := _fitting(found, "full", "int4")[:1]:

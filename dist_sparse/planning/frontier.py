@@ -118,9 +118,11 @@ def frontier(
         located = model_source(model).locate()
         pruned = _prunable(located, checks.name_list("protect", protect), min_rows)
         groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
+        # Before hours of evaluation: the rotated candidates are tried last.
         check_candidate(model, Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
+    # Fused optimizers only: frontier() is called without an optimizer.
     untouched = untouched_rows(model, located, None)
     measurements = _measurements(model, evaluate, train, out)
     by_budget: list[tuple[float, Attempt]] = []
@@ -136,14 +138,14 @@ def frontier(
         )
         by_budget += [(share, attempt) for attempt in search.attempts()]
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
+    # All budgets at once: an attempt of several is measured once.
     measured = measurements([attempt for _, attempt in by_budget], "frontier")
-    tried = [
-        Point(budget=share, measured=each)
-        for (share, _), each in zip(by_budget, measured, strict=True)
-    ]
+    tried: dict[float, list[Point]] = {share: [] for share in shares}
+    for (share, _), each in zip(by_budget, measured, strict=True):
+        tried[share].append(Point(budget=share, measured=each))
     points: list[Point] = []
-    for share in shares:
-        best = _best_of_methods(whole, chosen, [p for p in tried if p.budget == share])
+    for some in tried.values():
+        best = _best_of_methods(whole, chosen, some)
         points += sorted(best, key=lambda point: whole.loss(point.measured))
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
 
@@ -188,6 +190,7 @@ def measure_plan(
     """
     tried = []
     for choice in planned.choices:
+        # Smaller dense tables have to be trained.
         if choice.fits and choice.kind != "small":
             tried.append(Attempt(method=_method(choice), candidate=choice.candidate))
     measurements = _measurements(model, evaluate, MappingProxyType({}), out)
@@ -199,6 +202,7 @@ def measure_plan(
         )
     whole = _frontier(measurements, metric, lower_is_better, tolerance)
     measured = measurements(tried, "plan")
+    # A budget above the dense bytes is shown as all of them.
     budget = min(planned.budget / planned.dense_bytes, 1.0)
     points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]
     return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
@@ -233,6 +237,7 @@ def _frontier(
     measurements: Measurements, metric: str | None, lower_is_better: Sequence[str], tolerance: float
 ) -> Frontier:
     """A frontier without points."""
+    # By default the first metric that evaluate() returns.
     metric = next(iter(measurements.full)) if metric is None else metric
     return Frontier(
         table_bytes=measurements.table_bytes,

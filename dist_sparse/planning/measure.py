@@ -75,6 +75,7 @@ class Measurements:
     ) -> None:
         self._world = group_over(world_ranks())
         self._whole, self._train = (model, evaluate), train
+        # Rank 0 alone reads and writes it.
         self._file = file if self._world.rank == 0 else None
         with self._world.agreeing("measuring a model") as facts:
             located = model_source(model).locate()
@@ -84,6 +85,7 @@ class Measurements:
             facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
         self.table_bytes = dense_bytes(self.tables)
         self.full = self._metrics(model, evaluate)
+        # Lines of other weights or other metrics are of another model.
         self._fingerprint = self._hash(located)
         self._done = self._read()
         self._other: tuple[tuple[Part, float], tuple[nn.Module, Evaluate]] | None = None
@@ -131,6 +133,7 @@ class Measurements:
             if not isinstance(found, Mapping) or not found:
                 raise ValueError(f"evaluate() returned {found!r}; must return metrics by name.")
             try:
+                # 0-D tensors and NumPy scalars are numbers too.
                 metrics = {str(name): float(value) for name, value in found.items()}
             except (TypeError, ValueError):
                 raise ValueError(
@@ -164,6 +167,7 @@ class Measurements:
                     line = _parsed(text)
                     if line.get("model") == self._fingerprint:
                         found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
+        # All ranks must skip the same attempts.
         of_rank_0: Any = self._world.all_gather_json(found)[0]
         return dict(of_rank_0)
 

@@ -140,6 +140,7 @@ class Search:
             yield Attempt(method=method, candidate=found)
 
     def _hashed(self) -> Iterator[Attempt]:
+        # Hashed rows are stored in the dtype of the fewest bytes, so that the most rows stay.
         smallest = min((Candidate(dtype=dtype) for dtype in self.dtypes), key=self._size)
         share = self.budget / self._size(smallest)
         if share < 1:

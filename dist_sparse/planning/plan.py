@@ -78,9 +78,11 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        served = [choice.served for choice in self.choices]
-        # Parts that no candidate has are left out.
-        parts = ["weights", *(p for p in _EXTRA if any(getattr(each, p) for each in served))]
+        parts = ["weights"]
+        for part in _EXTRA:
+            # Left out if no candidate has it.
+            if any(getattr(choice.served, part) for choice in self.choices):
+                parts.append(part)
         head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
         rows = [self._cells(choice, parts) for choice in self.choices]
         share = percent(self.budget / self.dense_bytes)
@@ -101,6 +103,7 @@ class Plan:
     def _cells(self, choice: Choice, parts: Sequence[str]) -> list[str]:
         use = "" if choice.fits else "no"
         if choice in self.recommended:
+            # In the order of the calls below the table.
             use = f"{self.recommended.index(choice) + 1}."
         shapes = [choice.candidate.shape(table) for table in self.tables]
         narrowest, widest = min(width for _, width in shapes), max(width for _, width in shapes)
@@ -175,6 +178,7 @@ def plan(
     world = group_over(world_ranks())
     with world.agreeing("plan()") as facts:
         share = parse_budget(budget)
+        # Shapes without a model have no optimizer state either.
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
@@ -186,10 +190,12 @@ def plan(
             )
         else:
             tables = _shapes(model)
+        # All ranks must plan for the same tables, or their recommendations differ.
         groups, names = _groups(rotate, tables), _cold(cold, tables)
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate, cold"] = [share, groups, names]
     untouched = untouched_rows(model, located, optimizer) if isinstance(model, nn.Module) else {}
+    # A float is a share of the bytes.
     room = math.floor(share * dense_bytes(tables)) if isinstance(share, float) else share
     choices = Choices(tables=tables, budget=room, groups=groups, cold=names, untouched=untouched)
     found = tuple(choices.all())
@@ -269,6 +275,7 @@ def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
     sparse = None
     if candidate.levels:
         sparse = "sparse"
+        # sparsify() takes globs. Nine digits are enough for a row of a billion.
         levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
         lines += _sparsify_calls(f'level={levels}, block="row"', choice, tables)
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']

@@ -76,8 +76,10 @@ class Frontier:
         good = [point for point in self.points if self.loss(point.measured) <= self.tolerance]
         if not good:
             return None
+        # Bytes count first: the quality is within tolerance in all of them.
         smallest = min(point.budget for point in good)
         near = self.near_best([point for point in good if point.budget == smallest])
+        # Methods are listed from the simplest on.
         simplest = [*METHODS]
         return min(near, key=lambda p: (simplest.index(p.method), p.measured.bytes))
 
@@ -197,6 +199,7 @@ def write_pages(result: Frontier, folder: Path) -> None:
         json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n"
     )
     if result.points:
+        # A chart without points would have no axes.
         (folder / "frontier.svg").write_text(svg_of(_chart(result)), encoding="utf-8")
     (folder / "frontier.md").write_text(_markdown(result))
 

@@ -64,10 +64,12 @@ def _known_tables(located: Sequence[ShardedData], sums: Sums) -> list[ShardedDat
     missing = set()
     for data in located:
         for shard in data.shards:
+            # An empty shard has no row that could be untouched.
             if shard.tensor.numel() and shard.tensor.data_ptr() not in sums:
                 missing.add(data.name)
     unknown = set().union(*group_over(world_ranks()).all_gather_json(sorted(missing)))
     here = rank_in(world_ranks())
+    # Only ranks of a table's group take part in its gather.
     mine = [data for data in located if data.ranks is None or here in data.ranks]
     return [data for data in mine if data.name not in unknown]
 

@@ -71,6 +71,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     with world.agreeing("a trial") as facts:
         located = {data.name: data for data in model_source(model).locate()}
         tables = list(located.values())
+        # export() refuses tables whose lookup it does not know; so does a trial.
         lookups_of(model, tables)
         check_candidate(model, candidate, located)
         check_range(tables, "fp32")
@@ -139,6 +140,7 @@ def _remove_rows(
     model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group
 ) -> None:
     """Zero the rows that the candidate removes. Collective."""
+    # Levels by the kernel of the tables.
     by_kernel: dict[str, dict[str, float]] = {}
     for name in candidate.levels:
         data = located[name]
@@ -165,6 +167,7 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
         for name, basis in zip(group, bases, strict=True):
             turn_(located[name], basis, over)
             width = candidate.shape(located[name])[1]
+            # A shard may begin to the right of the columns that stay.
             for rect, weight in located[name].shards:
                 weight.data[:, max(width - rect.col, 0) :] = 0
         if len(group) == 1:

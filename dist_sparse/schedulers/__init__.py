@@ -12,9 +12,9 @@ from dist_sparse.schedulers.ready import (
     LambdaDataScheduler,
     LinearDataScheduler,
     OneShotDataScheduler,
+    ReadyDataScheduler,
 )
 from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
-from dist_sparse.schedulers.windowed import ReadyDataScheduler
 
 __all__ = [
     "BaseDataScheduler",

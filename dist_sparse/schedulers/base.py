@@ -24,12 +24,14 @@ from dist_sparse.text import number_of
 __all__ = ["BaseDataScheduler"]
 
 _LEAST = {"last_epoch": -1, "_step_count": 0}
-"""The counters of a state, with the smallest value of each."""
+"""Counters of a state, with their smallest values."""
 
 
 @dataclass
 class _Notes:
-    """What a scheduler has done, in ``step_count`` of its sparsifier."""
+    """Notes on a scheduler, stored with its sparsifier: ``step_count`` of the sparsifier when the
+    scheduler was constructed and when it last stepped; whether it has warned of overruled
+    values."""
 
     constructed: int | None = None
     stepped: int | None = None
@@ -78,15 +80,16 @@ class BaseDataScheduler:
 
         Python itself names the base class that has the constructor, which users never wrote.
         """
-        if arguments or options:  # copies and pickles are made without
+        # Copies and pickles are made without arguments.
+        if arguments or options:
             signature = inspect.signature(cls.__init__)
             try:
                 signature.bind(None, *arguments, **options)
             except TypeError as error:
-                message = f"{cls.__name__}: {error}"
-                if "level" in options and "final" in signature.parameters:
-                    message += "; level= is final= here"  # sparsify() calls it level
-                raise TypeError(f"{message}.") from None
+                # sparsify() has level= in the place of final=.
+                renamed = "level" in options and "final" in signature.parameters
+                hint = "; level= is final= here" if renamed else ""
+                raise TypeError(f"{cls.__name__}: {error}{hint}.") from None
         return super().__new__(cls)
 
     def __init__(
@@ -102,6 +105,7 @@ class BaseDataScheduler:
         groups = data_sparsifier.data_groups
         self.data_sparsifier = data_sparsifier
         self.schedule_param = schedule_param
+        # The values at construction; names added later have none.
         self.base_param = {name: config.get(schedule_param) for name, config in groups.items()}
         self.last_epoch = last_epoch
         self._step_count = 0
@@ -109,6 +113,7 @@ class BaseDataScheduler:
         self._get_sp_called_within_step = False
         self._last_param: dict[str, Any] = {}
         self.step()
+        # For the warning of a wrong order, which needs the sparsifier's count from here on.
         self._noted().constructed = data_sparsifier.step_count
 
     def get_schedule_param(self) -> Mapping[str, Any]:
@@ -133,14 +138,17 @@ class BaseDataScheduler:
                 ``get_schedule_param`` are re-raised unchanged in one process, and as a ValueError
                 that names the rank on all of several. Nothing has changed then.
         """
+        # The constructor has taken the first step: this is the first call by the user.
         if self._step_count == 1:
             self._check_order()
+        # get_schedule_param() reads the counters of the step that it computes.
         before = self.last_epoch, self._step_count
         self.last_epoch += 1
         self._step_count += 1
         try:
             values = self._next_values()
         except BaseException:
+            # A step happens on every rank or on none.
             self.last_epoch, self._step_count = before
             raise
         self._apply(values)
@@ -166,6 +174,7 @@ class BaseDataScheduler:
         self.__dict__.update(self._checked_state(state_dict))
 
     def __repr__(self) -> str:
+        # A model may have a thousand tables.
         param = reprlib.Repr()
         param.maxdict = 3
         names = number_of(len(self.base_param), "name")
@@ -173,11 +182,7 @@ class BaseDataScheduler:
         return f"{type(self).__name__}(step {self.last_epoch}, {values})"
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a state, without the sparsifier.
-
-        Raises:
-            ValueError: an entry would replace a method, or a counter is not an int.
-        """
+        """Return the entries of a state, without the sparsifier; see :meth:`load_state_dict`."""
         state = {key: value for key, value in state_dict.items() if key != "data_sparsifier"}
         self._refuse_methods(state)
         for key, least in _LEAST.items():
@@ -186,28 +191,27 @@ class BaseDataScheduler:
         return state
 
     def _refuse_methods(self, state: Mapping[str, Any]) -> None:
-        methods = []
+        kind = type(self)
         # A subclass may add attributes at any time: unknown keys are its own, unless methods here.
-        for key in [key for key in state if key not in self.__dict__]:
-            found = getattr(type(self), str(key), None)
-            if callable(found) or isinstance(found, property):
-                methods.append(key)
+        found = {key: getattr(kind, str(key), None) for key in state if key not in self.__dict__}
+        methods = [key for key, of in found.items() if callable(of) or isinstance(of, property)]
         if methods:
-            name = type(self).__name__
-            raise ValueError(f"the entries {methods} would replace methods of {name}")
+            raise ValueError(f"the entries {methods} would replace methods of {kind.__name__}")
 
     def _next_values(self) -> Mapping[str, Any]:
-        """The values that this step writes. Collective over all ranks."""
+        """Return the values that this step writes. Collective over all ranks."""
         return self._values_of_rank_0()
 
     def _values_of_rank_0(self) -> Mapping[str, Any]:
-        """Rank 0's values, which it warns of where other ranks have others. Collective."""
+        """Return rank 0's values; rank 0 warns where other ranks have others. Collective."""
         group = group_over(world_ranks())
         answer = self._agreed_answer(group)
+        # Nothing was sent, and nothing was converted.
         if group.size == 1:
             return answer
         found = group.all_gather_json(_to_wire(answer))
         if group.rank == 0:
+            # On rank 0 alone: every rank would print the same.
             self._warn_of_overruled(found, group.ranks)
         # Equal values stay this rank's own objects: on the wire, a tuple and a list are the same.
         values = dict(answer)
@@ -216,15 +220,18 @@ class BaseDataScheduler:
         return values
 
     def _agreed_answer(self, group: Group) -> Mapping[str, Any]:
-        """This rank's values, once all ranks have valid ones for the same names. Collective."""
+        """Return this rank's values, once all ranks have valid ones for the same names.
+        Collective."""
         answer: Mapping[str, Any] = {}
         error: Exception | None = None
         try:
             answer = self._ask()
             if group.size > 1:
                 _to_wire(answer)
-        except Exception as raised:  # of any kind: the other ranks must raise too
+        except Exception as raised:
+            # Of any kind: the other ranks must raise too.
             error = raised
+        # Even without an error: the other ranks may have one.
         group.agree(f"step of {type(self).__name__}", self._facts(answer), error)
         return answer
 
@@ -234,46 +241,47 @@ class BaseDataScheduler:
             answer = self.get_schedule_param()
         finally:
             self._get_sp_called_within_step = False
+        # The sparsifier's, not base_param's: names added later take part.
         known = self.data_sparsifier.data_groups
         if unknown := [name for name in answer if name not in known]:
             raise ValueError(
                 f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names "
                 f"{unknown}; the sparsifier has {list(known)}."
             )
+        # Configurations are saved as JSON, which has no tensors.
         return {name: _python(value) for name, value in answer.items()}
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        names = {
-            f"data {name!r}": "scheduled" if name in answer else "not scheduled"
-            for name in self.data_sparsifier.data_groups
-        }
-        return {
+        """Return the facts that must be the same on all ranks."""
+        facts = {
             "scheduler": type(self).__name__,
             "schedule_param": self.schedule_param,
             "last_epoch": self.last_epoch,
             "step count": self._step_count,
-            **names,
         }
+        for name in self.data_sparsifier.data_groups:
+            facts[f"data {name!r}"] = "scheduled" if name in answer else "not scheduled"
+        return facts
 
     def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
         """Name the ranks whose values are not rank 0's. Once for each scheduler."""
         notes = self._noted()
-        differing = [_differing(found[0], theirs) for theirs in found]
-        others = [at for at, names in enumerate(differing) if names]
-        if notes.overruled or not others:
+        differing = {}
+        for rank, theirs in zip(ranks, found, strict=True):
+            if names := _differing(found[0], theirs):
+                differing[rank] = names
+        if notes.overruled or not differing:
             return
         notes.overruled = True
-        first = others[0]
-        name = differing[first][0]
-        count = len(set().union(*differing))
+        rank, (name, *_) = next(iter(differing.items()))
+        theirs = found[list(ranks).index(rank)]
+        count = len(set().union(*differing.values()))
         warnings.warn(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is "
-            f"{found[first][name]!r} on rank {ranks[first]} and {found[0][name]!r} on rank "
-            f"{ranks[0]}. {ranks_text([ranks[at] for at in others])} "
-            f"{'differs' if len(others) == 1 else 'differ'} in {count} of "
-            f"{number_of(len(found[0]), 'name')}. The values of rank {ranks[0]} are used on all "
-            "ranks, from now on without a warning.",
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {theirs[name]!r} on"
+            f" rank {rank} and {found[0][name]!r} on rank {ranks[0]}."
+            f" {ranks_text(list(differing))} {'differs' if len(differing) == 1 else 'differ'} in"
+            f" {count} of {number_of(len(found[0]), 'name')}. The values of rank {ranks[0]} are"
+            " used on all ranks, from now on without a warning.",
             UserWarning,
             stacklevel=5,
         )
@@ -297,23 +305,27 @@ class BaseDataScheduler:
         )
 
     def _noted(self) -> _Notes:
-        """The notes on this scheduler. With the sparsifier, so that states and copies have none."""
+        """Return the notes on this scheduler. They are stored with the sparsifier, so that states
+        and copies have none."""
         notes: _Notes = self.data_sparsifier.schedulers.setdefault(self, _Notes())
         return notes
 
     def _updates_masks(self) -> bool:
-        """Whether the sparsifier's next step updates masks: always, if a user wrote the class."""
+        # A class of a user's has no window: its values may change at any step.
         return True
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise ``error`` on every rank: the others wait in the agreement of their first step."""
+        """Raise ``error`` on every rank."""
+        # The other ranks wait in the agreement of their first step.
         group_over(world_ranks()).agree(f"construction of {type(self).__name__}", {}, error)
         raise error
 
     def _check_order(self) -> None:
         """Warn at the second step ever if the sparsifier has not stepped since the first."""
         sparsifier = self.data_sparsifier
-        notes = sparsifier.schedulers.get(self)  # none: a copy
+        # A copy has none.
+        notes = sparsifier.schedulers.get(self)
+        # An instance attribute hides the method that counts.
         if "step" in vars(sparsifier):
             warnings.warn(
                 "The step of the data sparsifier has been replaced, so its calls cannot be counted."
@@ -331,12 +343,13 @@ class BaseDataScheduler:
 
 
 def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """The names with another value, compared as text: NaN is NaN, and the types count too."""
+    """Return the names with another value, compared as text: NaN is NaN, and types count too."""
     return [name for name, value in first.items() if repr(value) != repr(theirs[name])]
 
 
 def _python(value: Any) -> Any:
-    """``value`` with Python numbers for 0-D tensors and NumPy scalars, in lists and tuples too."""
+    """Return ``value`` with Python numbers for 0-D tensors and NumPy scalars, in lists and tuples
+    too."""
     if type(value) in (list, tuple):
         return type(value)(_python(item) for item in value)
     is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
@@ -344,11 +357,12 @@ def _python(value: Any) -> Any:
 
 
 def _to_wire(value: Any) -> Any:
-    """``value`` as JSON keeps it: tuples as lists."""
+    """Return ``value`` as JSON keeps it, with tuples as lists."""
     if isinstance(value, Mapping):
         return {name: _to_wire(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_wire(item) for item in value]
+    # Other objects would not come back from JSON as they were.
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(

@@ -53,6 +53,7 @@ class Window:
     every: int
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; NumPy integers become Python's.
         object.__setattr__(self, "begin", integer("begin", self.begin, least=0))
         if self.end is not None:
             object.__setattr__(self, "end", integer("end", self.end))
@@ -64,6 +65,7 @@ class Window:
         """Return whether masks are updated at ``step``."""
         if step < self.begin or (self.end is not None and step > self.end):
             return False
+        # The end is an update even off the grid of every: there the final level is reached.
         return (step - self.begin) % self.every == 0 or step == self.end
 
     def last_update(self, step: int) -> int | None:
@@ -73,6 +75,7 @@ class Window:
             return None
         if self.end is not None and step >= self.end:
             return self.end
+        # The grid begins at ``begin``, not at 0.
         return step - (step - self.begin) % self.every
 
 
@@ -122,7 +125,9 @@ def exponential(step: int, initial: float, final: float, begin: int, end: int | 
 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """
+    # From 0 at begin to 1 at end.
     done = progress(step, begin, _finite(end))
+    # The density itself is interpolated, as a geometric mean with weights that sum to 1.
     kept = (1.0 - initial) ** (1.0 - done) * (1.0 - final) ** done
     return _clip(1.0 - kept, initial, final, done)
 
@@ -132,9 +137,10 @@ def _mix(initial: float, final: float, share: float) -> float:
 
 
 def _clip(value: float, initial: float, final: float, share: float) -> float:
-    """Exactly ``initial`` at 0 and ``final`` at 1: rounding must not change the two arguments."""
+    """Return exactly ``initial`` at 0 and ``final`` at 1: rounding must not change the two."""
     if share in (0.0, 1.0):
         return final if share else initial
+    # Nor may it leave the interval, which descends where final is below initial.
     return min(max(value, min(initial, final)), max(initial, final))
 
 

@@ -1,13 +1,24 @@
-"""Schedulers that need no code: curves over a window of steps, and functions of the step."""
+"""Schedulers that need no code: curves over a window of steps, and functions of the step.
+
+Between the mask updates of a window ``scheduler.step()`` only counts, and ``sparsifier.step()``
+returns at once. The value in force at step t is the schedule's value at the latest update not after
+t, and ``initial`` before ``begin``, whatever happened in between: resuming needs one integer.
+Construction and ``load_state_dict`` check that all ranks have the same plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+import copy
+import fnmatch
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from dist_sparse.checks import level, number
+from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.schedulers import curves
-from dist_sparse.schedulers.curves import Curve
-from dist_sparse.schedulers.windowed import ReadyDataScheduler, by_name
+from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.curves import Curve, Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = [
@@ -23,10 +34,166 @@ __all__ = [
     "by_name",
 ]
 
+T = TypeVar("T")
 Finals: TypeAlias = float | Mapping[str, float]
 
-# Their values depend on how much of the way to ``end`` is done.
+# Their values depend on the fraction of the way to ``end``.
 _GROWING = (curves.linear, curves.cubic, curves.cosine, curves.exponential)
+
+
+class ReadyDataScheduler(BaseDataScheduler):
+    """Base class of the ready schedulers: a window of mask updates, a value by step alone.
+
+    Call ``sparsifier.step(); scheduler.step()`` once per training step. One sparsifier may have
+    several, for example one per group of tables: its next step updates masks if any of those that
+    have stepped since its last one has an update.
+
+    Schedules between ints have ints, rounded half to even, except for ``sparsity_level``.
+
+    Args:
+        initial: the value before ``begin``, where curves start.
+        begin: the first mask update; steps count from 0, the one of the construction.
+        end: the last mask update; None, where a schedule allows it, is never.
+        every: steps between mask updates (``end`` is an update even off that grid).
+        data_sparsifier, schedule_param, last_epoch, verbose: as in :class:`BaseDataScheduler`.
+
+    Raises:
+        ValueError: a step or an interval is invalid, a level is outside [0, 1] (where
+            ``schedule_param`` is "sparsity_level"), a name or glob matches no data, or ranks have
+            different plans. On every rank, even if one alone is wrong.
+    """
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        initial: float,
+        begin: int,
+        end: int | None,
+        every: int,
+        last_epoch: int,
+        verbose: bool,
+    ) -> None:
+        # Before the base class, whose constructor takes the first step.
+        self.initial, self.begin, self.end, self.every = initial, begin, end, every
+        self.schedule_param = schedule_param
+        # The base class refuses anything that is no sparsifier.
+        known = isinstance(data_sparsifier, BaseDataSparsifier)
+        self._check_plan_everywhere(data_sparsifier.data_groups if known else None)
+        super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
+
+    @property
+    def window(self) -> Window:
+        """The steps at which masks are updated."""
+        return Window(begin=self.begin, end=self.end, every=self.every)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore step and plan, and write the values of that step to the sparsifier.
+
+        Restore the sparsifier first. Collective over all ranks: every rank must call it. On an
+        error nothing has changed. Warns of a name or glob that only matches data which the
+        sparsifier no longer has (squashed, for example).
+        """
+        _, commit = self.prepare_load(state_dict)
+        commit()
+
+    def prepare_load(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Callable[[], None]]:
+        """Check a state on all ranks without changing anything. Collective over all ranks.
+
+        Returns:
+            The values in force at the step of the state, by name, and the function that restores
+            the state. It is local and cannot fail.
+
+        Raises:
+            ValueError: the state is invalid on some rank, or ranks have different ones; on every
+                rank.
+        """
+        # The copy takes the state first; this scheduler takes the copy's once all ranks agree.
+        loaded = copy.copy(self)
+        try:
+            BaseDataScheduler.load_state_dict(loaded, self._translated(state_dict))
+            # The state may name data that was squashed since.
+            names = {**loaded.base_param, **loaded.data_sparsifier.data_groups}
+        except Exception as error:
+            # Of any kind: the other ranks must raise too.
+            self._refuse(ValueError(f"Invalid state of {type(self).__name__}: {error}."))
+        # The plan of the state, as the constructor checks its own.
+        loaded._check_plan_everywhere(names)
+        values = loaded._agreed_values()
+
+        def commit() -> None:
+            # The sparsifier is the same object in both.
+            self.__dict__.update(loaded.__dict__)
+            self._apply(values)
+            present = self.data_sparsifier.data_groups
+            # Later than construction this is no error: data may have been squashed on purpose.
+            if unmatched := _matching_nothing(self._given(), present):
+                warnings.warn(
+                    f"The names or globs {unmatched} match data that the sparsifier had when the "
+                    f"scheduler was made, and none that it has now: {list(present)}.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+
+        return values, commit
+
+    def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state of another class as one of this class."""
+        return state_dict
+
+    def _next_values(self) -> Mapping[str, Any]:
+        """Return the values of this step. Collective at construction; later local, because ranks
+        have one plan, by step alone."""
+        if self._step_count == 1:
+            return self._agreed_values()
+        # Between mask updates nothing is written: values set by hand stay.
+        return self._ask() if self._updates_masks() else {}
+
+    def _agreed_values(self) -> Mapping[str, Any]:
+        """Return the values in force, once all ranks have the same plan. Collective over all
+        ranks."""
+        return self._agreed_answer(group_over(world_ranks()))
+
+    def _updates_masks(self) -> bool:
+        return self.window.updates(self.last_epoch)
+
+    def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        plan = {key: getattr(self, key) for key in ("begin", "end", "every")}
+        # As text: 1 and 1.0 are two plans.
+        return {**super()._facts(answer), **plan, "initial": repr(self.initial)}
+
+    def _given(self) -> Any:
+        """Return the schedule of all data, or a dict by name or glob."""
+        raise NotImplementedError
+
+    def _check_plan_everywhere(self, names: Iterable[str] | None) -> None:
+        """Raise on every rank what :meth:`_check_plan` raises on this one.
+
+        Each glob must match a name at construction and loading, and only then: data may be squashed
+        later.
+        """
+        try:
+            self._check_plan()
+            if names is not None and (unmatched := _matching_nothing(self._given(), names)):
+                raise ValueError(
+                    f"Invalid names or globs {unmatched}: must match data of the sparsifier, which "
+                    f"has {list(names)}."
+                )
+        except Exception as error:
+            self._refuse(error)
+
+    def _check_plan(self) -> None:
+        window = self.window
+        self.begin, self.end, self.every = window.begin, window.end, window.every
+        self.initial = self._checked("initial", self.initial)
+
+    def _checked(self, what: str, value: object) -> float:
+        """Return ``value`` as a finite number; levels as floats in [0, 1], other ints stay ints."""
+        # Other keys of a configuration have other ranges.
+        is_level = self.schedule_param == "sparsity_level"
+        return level(what, value) if is_level else number(what, value)
 
 
 class CurveDataScheduler(ReadyDataScheduler):
@@ -83,10 +250,16 @@ class CurveDataScheduler(ReadyDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
+        plan = (curve, final, initial, begin, end, every)
+        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
+
+    def _start(
+        self, sparsifier: BaseDataSparsifier, param: str, curve: Curve, final: Finals, *rest: Any
+    ) -> None:
+        # ``rest`` as ReadyDataScheduler takes it.
         self.curve = curve
         self.final = dict(final) if isinstance(final, Mapping) else final
-        window = (begin, end, every)
-        super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
+        super().__init__(sparsifier, param, *rest)
 
     def get_schedule_param(self) -> dict[str, float]:
         """Return the values in force at step ``last_epoch``."""
@@ -108,12 +281,13 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         final = state_dict.get("final")
+        # As state_dict() saves a mapping.
         if isinstance(final, list | tuple):
             state_dict = {**state_dict, "final": dict(final)}
         return super()._checked_state(state_dict)
 
     def _value(self, step: int | None, final: float) -> float:
-        """The value of the latest mask update ``step``; None is before ``begin``."""
+        """Return the value of the latest mask update ``step``; None is before ``begin``."""
         value = self.initial
         if step is not None:
             value = self.curve(step, self.initial, final, self.begin, self.end)
@@ -126,6 +300,7 @@ class CurveDataScheduler(ReadyDataScheduler):
 
     def _check_plan(self) -> None:
         if self.end is None and self.curve in _GROWING:
+            # Their values depend on the end, which None leaves open.
             rule = "must have an end, an int >= begin; a constant level none"
             raise ValueError(f"Invalid end=None: {type(self).__name__} {rule}.")
         super()._check_plan()
@@ -146,6 +321,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         # Pairs, because the order of globs matters.
         final = list(self.final.items()) if isinstance(self.final, dict) else self.final
         curve = getattr(self.curve, "__name__", type(self.curve).__name__)
+        # As text: 1 and 1.0 are two plans.
         return {**super()._facts(answer), "final": repr(final), "curve": curve}
 
 
@@ -168,18 +344,8 @@ class ConstantDataScheduler(CurveDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        super().__init__(
-            data_sparsifier,
-            schedule_param,
-            curve=curves.constant,
-            final=final,
-            initial=initial,
-            begin=begin,
-            end=end,
-            every=every,
-            last_epoch=last_epoch,
-            verbose=verbose,
-        )
+        plan = (curves.constant, final, initial, begin, end, every)
+        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
 
 
 class OneShotDataScheduler(CurveDataScheduler):
@@ -196,17 +362,8 @@ class OneShotDataScheduler(CurveDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        super().__init__(
-            data_sparsifier,
-            schedule_param,
-            curve=curves.one_shot,
-            final=final,
-            initial=initial,
-            begin=begin,
-            end=begin,
-            last_epoch=last_epoch,
-            verbose=verbose,
-        )
+        plan = (curves.one_shot, final, initial, begin, begin, 1)
+        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
 
 
 class _GrowingDataScheduler(CurveDataScheduler):
@@ -227,18 +384,8 @@ class _GrowingDataScheduler(CurveDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        super().__init__(
-            data_sparsifier,
-            schedule_param,
-            curve=type(self)._named,
-            final=final,
-            initial=initial,
-            begin=begin,
-            end=end,
-            every=every,
-            last_epoch=last_epoch,
-            verbose=verbose,
-        )
+        plan = (type(self)._named, final, initial, begin, end, every)
+        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
 
 
 class LinearDataScheduler(_GrowingDataScheduler):
@@ -324,6 +471,7 @@ class LambdaDataScheduler(ReadyDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
+        # A copy: the caller may change the mapping.
         self.fn = dict(fn) if isinstance(fn, Mapping) else fn
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
@@ -335,10 +483,9 @@ class LambdaDataScheduler(ReadyDataScheduler):
         if step is None:
             return dict.fromkeys(functions, self.initial)
         values = {name: function(step) for name, function in functions.items()}
-        if self.schedule_param == "sparsity_level":
-            for name, value in values.items():
-                values[name] = self._checked(f"fn({step}) of {name!r}", value)
-        return values
+        if self.schedule_param != "sparsity_level":
+            return values
+        return {name: self._checked(f"fn({step}) of {name!r}", v) for name, v in values.items()}
 
     def _given(self) -> Any:
         return self.fn
@@ -349,10 +496,33 @@ class LambdaDataScheduler(ReadyDataScheduler):
         return {key: value for key, value in super().state_dict().items() if key != "fn"}
 
     def _next_values(self) -> Mapping[str, Any]:
+        # The first step and every mask update are collective; all others are local.
         if self._step_count > 1 and not self._updates_masks():
             return {}
         return self._agreed_values()
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        """Rank 0's values: plans are equal on all ranks, functions need not be. Collective."""
+        # Plans are equal on all ranks, functions need not be.
         return self._values_of_rank_0()
+
+
+def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
+    """Return the entry of the last glob that matches each name.
+
+    Names that no glob matches are left out.
+    """
+    if not isinstance(given, dict):
+        return dict.fromkeys(names, given)
+    chosen = {}
+    # In the order of names, not of globs: values are written and printed in it.
+    for name in names:
+        for glob, entry in given.items():
+            if fnmatch.fnmatchcase(name, glob):
+                chosen[name] = entry
+    return chosen
+
+
+def _matching_nothing(given: object, names: Iterable[str]) -> list[str]:
+    """Return the globs that match none of the names."""
+    globs = given if isinstance(given, dict) else ()
+    return [glob for glob in globs if not fnmatch.filter(names, glob)]

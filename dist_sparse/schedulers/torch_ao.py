@@ -1,10 +1,9 @@
 """torch.ao's ``LambdaSL`` and ``CubicSL`` for data sparsifiers.
 
 In torch.ao they schedule the groups of a module sparsifier; here the ``sparsity_level`` of each
-name of a data sparsifier. Levels are torch.ao's at every step, to the last bit: one formula, and no
-grid of updates. So masks are updated at step 0 and where a level has changed since the step before;
-at all other steps nothing is written, and ``sparsifier.step()`` returns at once. New code should
-use :class:`~dist_sparse.CubicDataScheduler` and
+name of a data sparsifier. Levels are torch.ao's at every step, to the last bit, without a grid of
+updates: masks are updated at step 0 and where a level has changed since the step before. New code
+should use :class:`~dist_sparse.CubicDataScheduler` and
 :class:`~dist_sparse.schedulers.LambdaDataScheduler`, whose ``every`` sets how often masks are
 updated.
 """
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from dist_sparse.checks import number
-from dist_sparse.schedulers.windowed import ReadyDataScheduler
+from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["CubicSL", "LambdaSL"]
@@ -32,7 +31,8 @@ class _SlScheduler(ReadyDataScheduler):
     """Base class of both: schedule present names relative to their levels, ``base_param``."""
 
     def __init__(self, sparsifier: BaseDataSparsifier, last_epoch: int, verbose: bool) -> None:
-        known = isinstance(sparsifier, BaseDataSparsifier)  # anything else is refused below
+        # The base class refuses anything that is no sparsifier.
+        known = isinstance(sparsifier, BaseDataSparsifier)
         groups = sparsifier.data_groups if known else {}
         self.base_param = {name: config.get("sparsity_level") for name, config in groups.items()}
         super().__init__(sparsifier, "sparsity_level", 0.0, 0, None, 1, last_epoch, verbose)
@@ -49,18 +49,21 @@ class _SlScheduler(ReadyDataScheduler):
         super().load_state_dict(state_dict)
 
     def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "base_sl" not in state_dict:  # torch.ao's name for base_param
+        # torch.ao's name for base_param.
+        if "base_sl" not in state_dict:
             return state_dict
         levels = _for_each("base_sl", state_dict["base_sl"], self.base_param)
+        # Its counters have the names that they have here.
         state = {key: value for key, value in state_dict.items() if key not in _TORCH_AO_ONLY}
         return {**state, "base_param": levels}
 
     def _bases(self) -> dict[str, Any]:
-        """The levels at construction, without those of tables squashed since."""
+        """Return the levels at construction, without tables squashed since."""
         known = self.data_sparsifier.data_groups
         return {name: level for name, level in self.base_param.items() if name in known}
 
     def _given(self) -> dict[str, None]:
+        # Each name is a glob that matches itself, so that a squashed one is reported.
         return {glob.escape(name): None for name in self.base_param}
 
     def _check_plan(self) -> None:
@@ -146,12 +149,14 @@ class LambdaSL(_SlScheduler):
     def _next_values(self) -> Mapping[str, Any]:
         if self._step_count == 1:
             return self._agreed_values()
+        # On every step: a function may read a clock, so that only rank 0's levels count.
         levels = self._moved(self._values_of_rank_0())
         return levels if self._moves else {}
 
     def _agreed_values(self) -> Mapping[str, Any]:
-        """After construction and loading: compare with the step before. Collective."""
+        """Return the levels after construction and loading. Collective."""
         self._levels = {}
+        # The levels of the step before are not in a state, and decide whether masks are updated.
         if self.last_epoch > 0:
             self.last_epoch -= 1
             self._levels = self._values_of_rank_0()
@@ -160,6 +165,7 @@ class LambdaSL(_SlScheduler):
 
     def _moved(self, levels: Mapping[str, Any]) -> Mapping[str, Any]:
         changed = [name for name, level in levels.items() if level != self._levels.get(name)]
+        # Step 0 updates masks even at the level that the sparsifier has.
         self._moves = self.last_epoch == 0 or bool(changed)
         self._levels = levels
         return levels
@@ -234,14 +240,16 @@ class CubicSL(_SlScheduler):
 
     def _updates_masks(self) -> bool:
         step = self.last_epoch
+        # Levels are pure in the step, so the step before needs no state.
         return step == 0 or self._levels_at(step) != self._levels_at(step - 1)
 
     def _plans(self) -> dict[str, dict[str, Any]]:
         """The arguments for each name."""
-        plans: dict[str, dict[str, Any]] = {name: {} for name in self.base_param}
-        for key in ("init_sl", "init_t", "delta_t", "total_t", "initially_zero"):
-            for name, value in _for_each(key, getattr(self, key), self.base_param).items():
-                plans[name][key] = value
+        keys = ("init_sl", "init_t", "delta_t", "total_t", "initially_zero")
+        by_key = {key: _for_each(key, getattr(self, key), self.base_param) for key in keys}
+        plans: dict[str, dict[str, Any]] = {}
+        for name in self.base_param:
+            plans[name] = {key: values[name] for key, values in by_key.items()}
         return plans
 
     def _check_plan(self) -> None:
@@ -276,9 +284,9 @@ def _cubic(
     total_t: float,
     initially_zero: bool,
 ) -> float:
-    """torch.ao's order of operations and of clamping, so that levels are equal to the last bit."""
     if initially_zero and step < init_t:
         return 0.0
+    # In torch.ao's order of operations and of clamping: levels are equal to the last bit.
     level = final + (init_sl - final) * (1.0 - (step - init_t) / (delta_t * total_t)) ** 3
     return float(max(init_sl, min(final, level)))
 

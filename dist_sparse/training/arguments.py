@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -114,6 +115,7 @@ class SparsifyArgs:
         window = Window(begin=self.begin, end=self.end, every=self.every)
         self.begin, self.end, self.every = window.begin, window.end, window.every
         if self.end is not None:
+            # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
         self.level = _optional("level", self.level, _levels)
         self.budget = None if self.budget is None else parse_budget(self.budget)
@@ -126,6 +128,7 @@ class SparsifyArgs:
         if self.score is not None:
             self.score = checks.choice("score", self.score, SCORES)
         if not callable(self.schedule):
+            # A callable is a scheduler's class, and is taken as it is.
             self.schedule = _schedule(self.schedule, self.end)
         states = ("keep", "reset")
         self.optimizer_state = checks.choice("optimizer_state", self.optimizer_state, states)
@@ -137,6 +140,7 @@ class SparsifyArgs:
             self.score = "norm"
 
     def _refuse_conflicts(self) -> None:
+        # The other scores count nothing that could decay.
         if self.decay is not None and self.score != "frequency":
             raise ValueError(
                 f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
@@ -158,7 +162,9 @@ class SparsifyArgs:
             if isinstance(value, Mapping):
                 # In order: of several globs that match, the last counts.
                 found[name] = list(value.items())
+        # A set of globs has another order on each rank.
         found["protect"] = sorted(self.protect)
+        # Ranks compare text: a class crosses no rank.
         found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
         found["rotate"] = self.rotate and rotation_groups(self.rotate, names)
         return found
@@ -185,6 +191,7 @@ def _levels(argument: str, given: object) -> Levels:
             f"Invalid {argument}={given!r}: must be a number in [0, 1], or such numbers by name or"
             " glob."
         )
+    # In the order of the mapping, which decides where several globs match.
     return {str(name): checks.level(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
 
@@ -220,14 +227,14 @@ def left_dense(
             rotate is left dense.
     """
     names, rotate = [data.name for data in located], args.rotate
-    groups = [names] if rotate is None else rotation_groups(rotate, names)
-    rotated = [name for group in groups for name in group]
     reasons = _reasons(model, located, args, include)
-    refused = {name: reasons[name] for name in rotated if name in reasons}
-    if rotate not in (None, "table") and refused:
-        raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
-    for name in set(names).difference(rotated):
-        reasons.setdefault(name, "in no group of rotate")
+    # "table" means each table that is pruned; groups are names that a user expects to be rotated.
+    if rotate not in (None, "table"):
+        rotated = list(chain.from_iterable(rotation_groups(rotate, names)))
+        refused = {name: reasons[name] for name in rotated if name in reasons}
+        if refused:
+            raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
+        reasons = {name: "in no group of rotate" for name in names if name not in rotated} | reasons
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     # In the order of the model, for summaries.
@@ -240,6 +247,7 @@ def _reasons(
     """Return why tables are not pruned, by name, whatever is rotated."""
     guarded = protected(located, args.protect)
     tables = _embedding_weights(model)
+    # Shards are views of parameters: only their memory tells which one they belong to.
     frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
     reasons = {}
     for data in located:
@@ -280,6 +288,7 @@ def _is_of_positions(data: ShardedData) -> bool:
     Every sequence reads all positions up to its length, so that no row of such a table can go
     unnoticed.
     """
+    # Whole words, split at underscores, dots, digits and humps.
     words = _WORD.findall(f"{data.name} {data.fqn or ''}")
     return not _POSITIONS.isdisjoint(word.lower() for word in words)
 
@@ -321,12 +330,14 @@ def final_levels(
         )
         return {glob.escape(name): level for name, level in finals.items()}
     given = _by_name("level", args.level, located, left_dense)
+    # Each capped by its own number of blocks, so that equal levels may become unequal here.
     finals = {}
     for data in located:
         if data.name in given:
             block = resolve_block(data.name, args.block, data.shape)
             blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
             finals[data.name] = _capped(given[data.name], blocks)
+    # One number keeps the repr, the state and the facts short.
     if not isinstance(args.level, Mapping) and set(finals.values()) == {args.level}:
         return args.level
     return {glob.escape(name): level for name, level in finals.items()}
@@ -357,12 +368,12 @@ def _by_name(
     found: dict[str, float] = {}
     for pattern, value in given.items() if isinstance(given, Mapping) else [("*", given)]:
         matching = [data.name for data in located if _matches(data, pattern)]
+        # A glob may match tables that stay dense, if it matches one that does not.
         pruned = [name for name in matching if name not in left_dense]
         if not pruned:
-            why = "matches no table"
-            if matching:
-                reasons = {name: left_dense[name] for name in matching}
-                why = f"matches tables that are left dense: {_listed(reasons)}"
+            reasons = {name: left_dense[name] for name in matching}
+            dense = f"matches tables that are left dense: {_listed(reasons)}"
+            why = dense if matching else "matches no table"
             names = [data.name for data in located if data.name not in left_dense]
             raise ValueError(f"Invalid {argument}: {pattern!r} {why}; pruned are {names}.")
         found |= dict.fromkeys(pruned, value)
@@ -374,6 +385,7 @@ def _matches_any(data: ShardedData, patterns: Sequence[str]) -> bool:
 
 
 def _matches(data: ShardedData, pattern: str) -> bool:
+    # Plain tensors have no fully qualified name.
     names = [data.name] if data.fqn is None else [data.name, data.fqn]
     return any(fnmatchcase(name, pattern) for name in names)
 

@@ -39,6 +39,7 @@ def parse_budget(budget: object) -> Budget:
     """
     try:
         if not isinstance(budget, str):
+            # An int is bytes, so that a fraction must be text: 1 could be either.
             return checks.integer("budget", budget, least=0)
         share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else math.nan
     except ValueError:
@@ -78,20 +79,18 @@ def budget_levels(
             saves no bytes; or tables of one group of ``rotate``, which are as wide as the widest,
             have different floors.
     """
-    names = [data.name for data in located]
-    groups = [] if rotate is None else rotation_groups(rotate, names)
-    group_sizes = {name: len(group) for group in groups for name in group}
-    pruned = []
-    dense = 0
+    groups = [] if rotate is None else rotation_groups(rotate, [data.name for data in located])
+    # Size of the group that each rotated table is in.
+    sizes = {name: len(group) for group in groups for name in group}
+    pruned, dense = [], 0
     for data in located:
         if data.name in left_dense:
             dense += _dense_bytes(data)
-        else:
-            shape = resolve_block(data.name, block, data.shape)
-            floor = floors.get(data.name, 0.0)
-            pruned.append(_PrunedTable(data, shape, floor, group_sizes.get(data.name, 0)))
-    for table in pruned:
+            continue
+        shape, floor = resolve_block(data.name, block, data.shape), floors.get(data.name, 0.0)
+        table = _PrunedTable(data, shape, floor, sizes.get(data.name, 0))
         table.refuse_unusable_blocks()
+        pruned.append(table)
     _refuse_unequal_floors(pruned, groups)
     total = sum(map(_dense_bytes, located))
     room = round(budget * total) if isinstance(budget, float) else budget
@@ -100,7 +99,7 @@ def budget_levels(
             f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be"
             " removed."
         )
-    least = dense + sum(table.served_bytes(table.most_removed) for table in pruned)
+    least = dense + sum(t.served_bytes(t.most_removed) for t in pruned)
     if room < least:
         raise ValueError(
             f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense"
@@ -108,15 +107,11 @@ def budget_levels(
         )
 
     def fits(step: int) -> bool:
-        served = (table.served_bytes(table.removed_at(step, together)) for table in pruned)
-        return dense + sum(served) <= room
+        return dense + sum(t.served_bytes(t.removed_at(step, together)) for t in pruned) <= room
 
     # Bytes never grow with the level, so the first level that fits is the lowest.
     lowest = bisect_left(range(_STEPS), True, key=fits)
-    return {
-        table.data.name: table.removed_at(lowest, together) / max(table.blocks, 1)
-        for table in pruned
-    }
+    return {t.data.name: t.removed_at(lowest, together) / max(t.blocks, 1) for t in pruned}
 
 
 _STEPS = 2**53
@@ -159,6 +154,7 @@ class _PrunedTable:
         """Bytes of the table without so many blocks."""
         (rows, columns), itemsize = self.data.shape, self.data.dtype.itemsize
         kept = self.blocks - removed
+        # Whole rows: the kept ones are stored one after another, and found through the index.
         if not self.group:
             return kept * math.prod(self.block) * itemsize + index_bytes(rows)
         width = narrow_width(kept * self.block[1], columns)

@@ -56,6 +56,7 @@ class Following:
             raise ValueError(
                 "Invalid auto_step=True: there is no optimizer whose steps could be followed."
             )
+        # One forward of any of them shows that this model trains.
         self._unseen = dict(_unsharded_collections(model, names))
         for module in self._unseen.values():
             self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
@@ -66,6 +67,7 @@ class Following:
         Raises:
             RuntimeError: no forward has used the tables.
         """
+        # DistributedModelParallel and deepcopy leave the registered modules without forwards.
         if self._unseen:
             raise RuntimeError(
                 f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"

@@ -75,12 +75,15 @@ def prepare_load(
             follow. On every rank; nothing has changed.
     """
     together = group_over(world_ranks())
+    # First what each rank can check alone; an error on one is an error on all.
     with together.agreeing(_ACTION) as facts:
         saved = _parsed(state, sparsifier, scheduler)
         for name, value in vars(saved.settings).items():
             facts[f"{name} of the state"] = value
         facts["base_param of the state"] = saved.schedule["base_param"]
+    # Then the schedule, whose levels the masks must have.
     levels, commit_schedule = scheduler.prepare_load(saved.schedule)
+    # Then the masks, under the settings that they were made with.
     with _as_in(saved, sparsifier):
         commit_masks = _prepared_masks(sparsifier, saved.masks, together)
         with together.agreeing(_ACTION):
@@ -88,6 +91,7 @@ def prepare_load(
             _check_next_updates(sparsifier, levels, saved.schedule.get("final"))
 
     def commit() -> None:
+        # Nothing below communicates or can fail, so that no rank is left with half a state.
         commit_masks()
         commit_schedule()
         saved.settings.put(sparsifier)
@@ -117,6 +121,7 @@ def _parsed(
             f"Invalid state: its schedule is one of {param!r}, not of the sparsity level."
         )
     score = checks.choice("score", parts["score"], SCORES)
+    # Counting is attached at construction: a state can't switch it on.
     if (score == "frequency") != sparsifier.counts_lookups:
         raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
     settings = _Settings(
@@ -171,6 +176,7 @@ def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
 def _prepared_masks(
     sparsifier: ImportanceSparsifier, masks: Mapping[str, Any], together: Group
 ) -> Callable[[], None]:
+    # prepare_state_dict() agrees over the groups of tables, one of which is then the world.
     if together.size == 1 or world_ranks() in sparsifier.packed_store.groups:
         return sparsifier.prepare_state_dict(masks)
     # No table is held by all ranks, so an error of one rank would not reach the others.
@@ -204,6 +210,7 @@ def _check_next_updates(
         final = dict(final)  # a state has globs as pairs
     finals = {} if final is None else by_name(final, tables)
     now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
+    # At the step of the state, and at the end of its schedule.
     for reached in (levels, finals):
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
     if sparsifier.enforcer is not None:

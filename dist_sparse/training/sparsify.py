@@ -92,9 +92,11 @@ class SparseTraining:
         self.sparsifier, self.scheduler, self.enforcer = sparsifier, scheduler, enforcer
         self.left_dense = dict(left_dense)
         self._source = source
+        # Set by _attach() and _watch_unwrapped(), which sparsify() calls in order.
         self._auto_step = False
         self._following: Following | None = None
         self._unwrapped: Unwrapped | None = None
+        # Once, on one rank: all ranks have one schedule.
         self._warns = rank_in(world_ranks()) == 0
 
     def step(self) -> None:
@@ -115,6 +117,7 @@ class SparseTraining:
     @property
     def finished(self) -> bool:
         """Whether the last mask update of the schedule has happened."""
+        # last_epoch counts the steps taken, so the update at ``end`` has happened one step later.
         return self.scheduler.end is not None and self.scheduler.last_epoch > self.scheduler.end
 
     @property
@@ -132,6 +135,7 @@ class SparseTraining:
         partial = []
         for data in self._source.locate():
             held = {shard.rect for shard in data.shards}
+            # The source may hold tables that were left dense.
             if data.name in self.sparsifier.data_groups and held != set(data.rects):
                 partial.append(data.name)
         return partial
@@ -163,6 +167,7 @@ class SparseTraining:
         all_counted = all_removed = 0.0
         known = removed_lookups(self.sparsifier.packed_store, "summary()")
         for name, (counted, removed) in known.items():
+            # A table that no forward has looked up has no share.
             if counted:
                 shares.append(f"{name} {percent(removed / counted)}")
                 all_counted += counted
@@ -192,6 +197,7 @@ class SparseTraining:
                 differs between ranks, masks and schedule are of different steps, or no mask update
                 could follow. On every rank, and nothing has changed.
         """
+        # The state's schedule replaces this one below.
         endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, state_dict)()
         if endless and self.scheduler.end is not None and rank_in(world_ranks()) == 0:
@@ -244,8 +250,10 @@ class SparseTraining:
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
+        # A schedule of functions has no final level.
         final = getattr(self.scheduler, "final", {})
         finals = sorted(set(final.values())) if isinstance(final, dict) else [final]
+        # A thousand tables may have a thousand levels: the lowest and the highest are shown.
         ends = dict.fromkeys(finals[:1] + finals[-1:])
         return "level " + " to ".join(f"{each:.4g}" for each in ends) + " " if ends else ""
 
@@ -265,6 +273,7 @@ class SparseTraining:
     def _step(self) -> None:
         if self._following is not None:
             self._following.stepped()
+        # The flag is the schedule's: true if the next sparsifier.step() updates masks.
         if self._unwrapped is not None and self.sparsifier.enable_mask_update:
             self._unwrapped.compare()
         self.sparsifier.step()
@@ -416,6 +425,7 @@ def sparsify(
             rotate=rotate,
             decay=decay,
         )
+        # Not model_source(), which would walk the model once more.
         source = ModelTables(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
         for data in located:
@@ -434,15 +444,18 @@ def sparsify(
             floors=table_floors(plan, located, unpruned),
         )
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
+    # Names become globs here: a table may be called "a[0]".
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
     scheduler = _scheduler(plan, sparsifier, final)
     training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
+    # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
         with together.agreeing("sparsify()"):
             training._attach(model, optimizers, auto_step)
             if plan.score is not None:
+                # A requested score must be known of every table; the default falls back.
                 sparsifier.check_known()
             sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
             unknown = sparsifier.unknown_tables()
@@ -450,6 +463,7 @@ def sparsify(
         if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         if rotate is not None:
+            # After attach(): rotations read which optimizers step the tables.
             rotate_tables(sparsifier, rotate)
         training._watch_unwrapped()
     except BaseException:

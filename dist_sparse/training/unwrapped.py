@@ -35,11 +35,13 @@ class Unwrapped:
         self._sparsifier = sparsifier
         self._world = group_over(world_ranks())
         self._names: list[str] = []
+        # One rank has no replicas: no walk over the model, and no communication.
         if self._world.size == 1:
             return
         located = sparsifier.packed_store.locate()
         self._names = [name for name, data in located.items() if data.ranks is None]
         if self._names:
+            # Reported, not raised: ranks may train models of their own on purpose.
             drifted = self._world.agree("sparsify()", {}, None, self._replicas(located))
             self._warn(drifted)
             if drifted:
@@ -56,8 +58,10 @@ class Unwrapped:
         if not self._names:
             return
         with self._world.agreeing("step()") as facts:
+            # Replicas by now: a difference is an error.
             facts.on_drift = _refuse
             if self._sparsifier.enforcer is not None:
+                # Removed weights that a batch has written differ until they are masked.
                 self._sparsifier.enforcer.settle()
             self._sparsifier.note(facts, [])
             for name in self._names:
@@ -71,6 +75,7 @@ class Unwrapped:
             data = located.get(name)
             if data is None:
                 continue  # squashed since
+            # Located alone, the table is in a world of one: every rank holds its one tile.
             held = replace(data, ranks=self._world.ranks, tiling=data.tiling * self._world.size)
             found |= shared_weights(held, self._world.rank)
             found |= self._sums(data)
