@@ -23,11 +23,11 @@ from dist_sparse.cli.parsing import (
     Parser,
     Subcommand,
     add_json,
-    closest,
     subcommand,
 )
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
+from dist_sparse.launch.parsing import closest
 
 __all__ = ["main"]
 
@@ -118,10 +118,8 @@ def _main(words: Sequence[str] | None) -> int:
         return show(parser.format_help().rstrip())
     if words[0] not in (*commands.choices, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
-        parser.error(
-            f"there is no {kind}"
-            f" {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}"
-        )
+        meant = closest(words[0], [*commands.choices, "--help", "--version"])
+        parser.error(f"there is no {kind} {words[0]}{meant}")
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
     try:

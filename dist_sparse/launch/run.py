@@ -42,7 +42,7 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
             id, a rank is not in `spec`, or this is not the main thread.
         OSError: standard output or error is closed.
     """
-    _check(spec, ranks)
+    _refuse_here(spec, ranks)
     variables, dropped = environment(spec, os.environ)
     if dropped:
         _say(f"torchrun would take options from {', '.join(dropped)}: not passed on")
@@ -64,7 +64,8 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         return _wait(process, spec.grace)
 
 
-def _check(spec: LaunchSpec, ranks: Sequence[int]) -> None:
+def _refuse_here(spec: LaunchSpec, ranks: Sequence[int]) -> None:
+    """Refuse what this process, or this machine, can't run."""
     if sys.stdout is None or sys.stderr is None:
         raise OSError("Standard output or error is closed: send it to a file, or to /dev/null.")
     if threading.current_thread() is not threading.main_thread():
@@ -73,11 +74,12 @@ def _check(spec: LaunchSpec, ranks: Sequence[int]) -> None:
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     if shutil.which(spec.python) is None:
         raise ValueError(f"Invalid python={spec.python!r}: there is no such program.")
+    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
+    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
     for rank in ranks:
-        if rank < 0 or (isinstance(spec.nproc_per_node, int) and rank >= spec.nproc_per_node):
-            raise ValueError(
-                f"Invalid {rank=}: must be a local rank, from 0 to nproc_per_node - 1."
-            )
+        if rank < 0 or rank >= count:
+            rule = "must be a local rank, from 0 to nproc_per_node - 1"
+            raise ValueError(f"Invalid {rank=}: {rule}.")
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

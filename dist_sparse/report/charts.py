@@ -61,13 +61,12 @@ def _auc_over_bytes(run: Run) -> list[DotChart]:
     found = artifacts_of_runs(run)
     if sum(map(len, found.values())) < 2:
         return []
-    numbers = _numbers(run)
     runs = []
-    for name, artifacts in found.items():
-        role = "main" if name == run.name else "other"
-        dots = tuple((each.name, each.bytes, each.auc) for each in artifacts)
-        runs.append(Dots(name=name, role=role, number=numbers.get(name, 0), dots=dots))
-    runs.sort(key=lambda dots: (dots.role != "main", dots.number))
+    for one in run.all_runs:
+        dots = tuple((each.name, each.bytes, each.auc) for each in found.get(one.name, ()))
+        role = "main" if one is run else "other"
+        if dots:
+            runs.append(Dots(name=one.name, role=role, number=one.number, dots=dots))
     base = baseline(run)
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
@@ -84,10 +83,8 @@ def _sparsity(run: Run) -> LineChart:
         _held(run, name, "main", _points(run, _sparsity_of)),
         _held(run, "target", "target", _points(run, _target_of)),
     ]
-    for name, number in _numbers(run).items():
-        other = run.compared[name]
-        line = _held(other, name, "other", _points(other, _sparsity_of))
-        lines.append(dataclasses.replace(line, number=number))
+    for other in run.compared.values():
+        lines.append(_held(other, other.name, "other", _points(other, _sparsity_of)))
     lines += _table_lines(run, lambda change: change.sparsity)
     note = f"Share of blocks pruned after each mask update. {_thin_lines(run)}"
     return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True)
@@ -104,19 +101,18 @@ def _series_charts(run: Run) -> list[LineChart]:
 
 
 def _series_chart(run: Run, name: str) -> LineChart:
-    lines = smoothed(run.name if run.compared else name, run.values[name], "main")
-    for other, number in _numbers(run).items():
-        series = run.compared[other].values.get(name, ())
+    lines = smoothed(run.name if run.compared else name, run.values[name])
+    thin = " Thin: as logged. Thick: running mean." if len(lines) > 1 else ""
+    for other in run.compared.values():
+        series = other.values.get(name, ())
         if len(series) > 1:  # a single value is in the table of last values
-            curve = smoothed(other, series, "other")[-1]  # the running mean if there is one
-            lines.append(dataclasses.replace(curve, number=number))
-    note = _NOTES.get(name, "As logged by the training script.")
-    if any(line.role == "raw" for line in lines):
-        note += " Thin: as logged. Thick: running mean."
+            curve = smoothed(other.name, series)[-1]  # the running mean if there is one
+            lines.append(dataclasses.replace(curve, role="other", number=other.number))
+    note = _NOTES.get(name, "As logged by the training script.") + thin
     # The key becomes a file name and an id.
     key = f"value_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
-    note += _not_finite(run.values[name])
-    return _line_chart(run, key, _TITLES.get(name, name), note, lines)
+    title = _TITLES.get(name, name)
+    return _line_chart(run, key, title, note + _not_finite(run.values[name]), lines)
 
 
 def _churn(run: Run) -> LineChart:
@@ -241,15 +237,7 @@ def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
     end = float(_end(run))
     if points and points[-1][0] < end:
         points = [*points, (end, points[-1][1])]
-    return Line(name=name, role=role, points=thinned(points), steps=True)
-
-
-def _numbers(run: Run) -> dict[str, int]:
-    """Number the compared runs, once for the page.
-
-    A chart that leaves a run out, or sorts them, keeps the colors of the others.
-    """
-    return {name: number for number, name in enumerate(run.compared)}
+    return Line(name=name, role=role, number=run.number, points=thinned(points), steps=True)
 
 
 def _end(run: Run) -> int:

@@ -108,6 +108,7 @@ class Run:
         artifacts: served forms of its model (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
         compared: other runs, by their names.
+        number: place among the compared runs: it gives a run its color in all charts.
     """
 
     folder: Path
@@ -131,6 +132,7 @@ class Run:
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     artifacts: tuple[ArtifactBytes, ...] = ()
     compared: Mapping[str, Run] = field(default_factory=dict)
+    number: int = 0
 
     @property
     def all_runs(self) -> list[Run]:
@@ -261,9 +263,9 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
 
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
-    """Tell names that occur more than once apart, by folder, or number them."""
+    """Return runs by name and in order; a name that occurs again gets its folder, or a number."""
     taken = set() if first is None else {first.name}
-    named = {}
+    named: dict[str, Run] = {}
     for run in runs:
         name, times = run.name, 1
         if name in taken:
@@ -272,7 +274,7 @@ def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
             times += 1
             name = f"{run.name} ({times})"
         taken.add(name)
-        named[name] = dataclasses.replace(run, name=name)
+        named[name] = dataclasses.replace(run, name=name, number=len(named))
     return named
 
 

@@ -58,10 +58,11 @@ _HEAD = (
 _CHANGING = ("target", "sparsity", "blocks", "removed_blocks")
 """Fields of a table that a mask update and the end of a run both have."""
 
-_COLUMNS = (
+TABLE_FIELDS = (
     *("name", "shape", "dtype", "sharding", "sparse_block_shape", *_CHANGING),
     *("bytes_dense", "bytes_kept", "bytes_masks", "threshold", "churn", "dead_rows"),
 )
+"""Fields of a table in :func:`numbers`."""
 
 
 def numbers(run: Run) -> dict[str, Any]:
@@ -277,7 +278,7 @@ def _tables(run: Run) -> list[dict[str, Any]]:
     ended, last = {table.name: table for table in run.tables}, run.last_changes
     rows = []
     for name in dict.fromkeys([*ended, *last]):
-        row = dict.fromkeys(_COLUMNS) | {"name": name}
+        row = dict.fromkeys(TABLE_FIELDS) | {"name": name}
         if name in last:
             row |= _fields(last[name], *_CHANGING, "threshold", "churn", "dead_rows")
         # The end is newer than the last mask update, and knows more.

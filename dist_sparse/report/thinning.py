@@ -22,14 +22,14 @@ _SMOOTHED = 30
 """A line with more points is drawn faintly under its running mean."""
 
 
-def smoothed(name: str, series: Series, role: str) -> list[Line]:
+def smoothed(name: str, series: Series) -> list[Line]:
     """Return a series as a line called ``name``; of more than 30 points as their running mean, over
     those as logged."""
     if len(series) <= _SMOOTHED:
-        return [Line(name=name, role=role, points=thinned(series))]
+        return [Line(name=name, points=thinned(series))]
     return [
         Line(name="as logged", role="raw", points=thinned(series)),
-        Line(name=name, role=role, points=_means(series)),
+        Line(name=name, points=_means(series)),
     ]
 
 
