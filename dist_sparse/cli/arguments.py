@@ -77,8 +77,6 @@ def model_and_evaluate(
         EntryError: likewise.
     """
     function = _function(entry)
-    parameters = _parameters(entry, function)
-    known = [part for part in ("columns", "rows") if part in parameters]
 
     def called(**part: float) -> tuple[Any, Any]:
         with _users_code(entry):
@@ -89,10 +87,12 @@ def model_and_evaluate(
             )
         return returned
 
-    def calling(part: str) -> Callable[[float], tuple[Any, Any]]:
-        return lambda share: called(**{part: share})
-
-    return *called(), {part: calling(part) for part in known}
+    smaller = {
+        "columns": lambda share: called(columns=share),
+        "rows": lambda share: called(rows=share),
+    }
+    parameters = _parameters(entry, function)
+    return *called(), {part: smaller[part] for part in smaller if part in parameters}
 
 
 def parse_bytes(text: str) -> int:
@@ -138,8 +138,8 @@ def parse_share(text: str) -> float:
 
 
 def _function(entry: str) -> Callable[..., Any]:
-    """Import what ``entry`` names. The file's folder, or the current one, comes first on
-    ``sys.path``, as for a script.
+    """Import the function that ``entry`` names. The file's folder, or the current one, comes first
+    on ``sys.path``, as for a script.
 
     Raises:
         EntryError: there is no such file, module or function, the module failed, or the function
@@ -148,31 +148,33 @@ def _function(entry: str) -> Callable[..., Any]:
     where, separator, name = entry.rpartition(":")
     if not separator or not where or not name or where.startswith("."):
         raise EntryError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
-    if where.endswith(".py"):
-        file = Path(where)
-        if not file.is_file():
-            raise EntryError(f"Invalid {entry=}: there is no file {where}.")
-        sys.path.insert(0, str(file.resolve().parent))
-        with _users_code(entry):
-            found = runpy.run_path(where, run_name=file.stem).get(name)
-    else:
-        sys.path.insert(0, "")
-        with _users_code(entry):
-            try:
-                module = importlib.import_module(where)
-            except ModuleNotFoundError as error:
-                missing = error.name
-                if missing is None or not f"{where}.".startswith(f"{missing}."):
-                    raise
-                raise EntryError(
-                    f"Invalid {entry=}: there is no module {missing!r} here."
-                ) from error
-        found = getattr(module, name, None)
-    if not callable(found):
+    with _users_code(entry):
+        names = _names_of_file(entry, where) if where.endswith(".py") else _names_of(entry, where)
+    function: Callable[..., Any] | None = names.get(name)
+    if not callable(function):
         raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
-    _parameters(entry, found)
-    function: Callable[..., Any] = found
+    _parameters(entry, function)
     return function
+
+
+def _names_of_file(entry: str, where: str) -> dict[str, Any]:
+    file = Path(where)
+    if not file.is_file():
+        raise EntryError(f"Invalid {entry=}: there is no file {where}.")
+    sys.path.insert(0, str(file.resolve().parent))
+    return runpy.run_path(where, run_name=file.stem)
+
+
+def _names_of(entry: str, where: str) -> dict[str, Any]:
+    sys.path.insert(0, "")
+    try:
+        return vars(importlib.import_module(where))
+    except ModuleNotFoundError as error:
+        # A module that the user's own module imports, and does not find, is another failure.
+        missing = error.name
+        if missing is None or not f"{where}.".startswith(f"{missing}."):
+            raise
+        raise EntryError(f"Invalid {entry=}: there is no module {missing!r} here.") from error
 
 
 def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
@@ -209,12 +211,13 @@ def _users_code(entry: str) -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax
     error)."""
-    # What called the user's code comes first in the traceback, what that called (torch) comes last.
+    # The callers of the user's code come first in the traceback, its callees (torch) last.
     machinery = (__file__, runpy.run_path.__code__.co_filename, importlib.__file__)
-    frames = [
-        (frame.filename, frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in machinery and not frame.filename.startswith("<frozen ")
-    ]
-    lines = [line for file, line in frames if file == frames[0][0]]
-    return f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""
+    place, line = None, 0
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename in machinery or frame.filename.startswith("<frozen "):
+            continue
+        place = place or frame.filename
+        if frame.filename == place:
+            line = frame.lineno or 0
+    return f" at {os.path.relpath(place)}:{line}" if place else ""

@@ -71,7 +71,7 @@ def add_artifact(
     run, artifact = Path(run), Path(artifact)
     if not (run / RUN).is_file():
         raise ValueError(f"{run} holds no run: there is no {RUN}, which RunLog writes.")
-    files = [file for file in (artifact, *artifact.rglob("*")) if file.is_file()]
+    files = [*filter(Path.is_file, (artifact, *artifact.rglob("*")))]
     if not files:
         raise ValueError(
             f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."

@@ -53,7 +53,7 @@ class Scored:
     def weight(self) -> int:
         """Rank by how much was pruned, blocks that scored 0 not counted: 2 for at least 1% of the
         blocks, 1 for any, 0 for none."""
-        if much(self.removed_blocks - self.zeros, self.blocks):
+        if self.removed_blocks - self.zeros >= much(self.blocks):
             return 2
         return 1 if self.threshold > 0 else 0
 
@@ -87,9 +87,9 @@ class Latest:
         return True
 
 
-def much(removed: int, blocks: int) -> bool:
-    """Return whether ``removed`` is at least 1% of ``blocks``."""
-    return removed >= _MUCH * blocks
+def much(blocks: int) -> float:
+    """Return the number of blocks that are worth a histogram when they are pruned at once."""
+    return _MUCH * blocks
 
 
 def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -> Scored | None:

@@ -79,29 +79,23 @@ class Quality:
         """Return AUC and NE of what was taken, and start again. Collective: two messages. ``{}`` if
         no rank had any."""
         kept, self._kept = self._kept, []
-        mine = (
-            torch.stack([torch.cat(part).double() for part in zip(*kept, strict=True)])
-            if kept
-            else None
-        )
-        if mine is None:
-            mine = torch.empty(2, 0, dtype=torch.float64)
-        mine = mine.cpu()
+        mine = torch.empty(2, 0, dtype=torch.float64)
+        if kept:
+            logits, labels = map(torch.cat, zip(*kept, strict=True))
+            mine = torch.stack([logits.double(), labels.double()]).cpu()
         group = group_over(world_ranks())
         sizes = group.all_gather(torch.tensor([mine.shape[1]])).flatten().tolist()
         if not sum(sizes):
             return {}
+        # Ranks hold different numbers of examples, and an all-gather takes equal shapes.
         padded = torch.zeros(2, max(sizes), dtype=torch.float64)
         padded[:, : mine.shape[1]] = mine
         gathered = group.all_gather(padded)
-        logits, labels = torch.cat(
-            [gathered[rank, :, :size] for rank, size in enumerate(sizes)], dim=1
-        )
+        own = [gathered[rank, :, :size] for rank, size in enumerate(sizes)]
+        logits, labels = torch.cat(own, dim=1)
         predictions, weights = torch.sigmoid(logits), torch.ones_like(labels)
         auc = self._auc(1, [predictions[None]], [labels[None]], [weights[None]])
         state = self._ne_states(labels, predictions, weights, _ETA)
-        sums = (
-            state[name]
-            for name in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
-        )
-        return {"auc": float(auc), "ne": float(self._ne(*sums, _ETA))}
+        names = ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+        ne = self._ne(*(state[name] for name in names), _ETA)
+        return {"auc": float(auc), "ne": float(ne)}

@@ -224,6 +224,7 @@ class RunLog:
         if self._recorder is not None:
             self._note_updates(self._recorder, step)
         if self._writes and given:
+            # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
             line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
             self._write(line)
@@ -473,6 +474,7 @@ def _refuse_non_number(name: str, value: object) -> None:
 
 
 def _float(value: float | Tensor) -> float:
+    # torch warns where a tensor that needs a gradient is read.
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 

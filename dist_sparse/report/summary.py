@@ -92,7 +92,8 @@ def numbers(run: Run) -> dict[str, Any]:
         >>> numbers(read_run(folder))["last"]
         {'loss': 0.5, 'auc': 0.75}
     """
-    tables, spent, base = _tables(run), run.spent, baseline(run)
+    tables, base = _tables(run), baseline(run)
+    records = [due.record for due in run.due]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
         "folder": str(run.folder),
@@ -111,15 +112,15 @@ def numbers(run: Run) -> dict[str, Any]:
         "bytes_masks": _sum(tables, "bytes_masks") if run.tables else None,
         "dead_rows": _sum(tables, "dead_rows"),
         "last": _last(run),
-        "seconds": {**dataclasses.asdict(spent), "share": run.sparsity_share},
-        "due_steps": len(run.due),
-        "collectives": sum(due.record.collectives for due in run.due),
-        "bytes_sent": sum(due.record.bytes for due in run.due),
+        "seconds": {**dataclasses.asdict(run.spent), "share": run.sparsity_share},
+        "due_steps": len(records),
+        "collectives": total(records, "collectives"),
+        "bytes_sent": total(records, "bytes"),
         "tables": tables,
         "other_tables": run.other_tables,
-        "artifacts": [dataclasses.asdict(artifact) for artifact in run.artifacts],
+        "artifacts": [*map(dataclasses.asdict, run.artifacts)],
         "baseline": base and base.name,
-        "runs": [dataclasses.asdict(row) for row in compare(run)],
+        "runs": [*map(dataclasses.asdict, compare(run))],
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
 
