@@ -55,6 +55,7 @@ def model_from(entry: str) -> Any:
     function = _function(entry)
     with _users_code(entry):
         returned = function()
+    # What `plan` and `frontier` read: one function serves both.
     model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if not hasattr(model, "named_modules"):  # torch need not be there to say so
         raise EntryError(
@@ -79,6 +80,7 @@ def model_and_evaluate(
     function = _function(entry)
 
     def called(**part: float) -> tuple[Any, Any]:
+        # Only the call: what is wrong with its result is said below.
         with _users_code(entry):
             returned = function(**part)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
@@ -101,11 +103,13 @@ def parse_bytes(text: str) -> int:
     Raises:
         ArgumentTypeError: not a size.
     """
+    # ASCII: \d would take digits of other scripts.
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2] not in _UNITS:
         units = "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
         raise ArgumentTypeError(f"Invalid size {text!r}: must be a number and one of {units}.")
     size = float(match[1]) * _UNITS[match[2]]
+    # Also where the number overflows to infinity.
     if not size < 2**63:
         raise ArgumentTypeError(f"Invalid size {text!r}: must be less than 2**63 bytes.")
     return int(size)
@@ -117,6 +121,7 @@ def parse_budget(text: str) -> int | str:
     Raises:
         ArgumentTypeError: not a size.
     """
+    # The share is of a model that is not loaded yet.
     return text.strip() if text.strip().endswith("%") else parse_bytes(text)
 
 
@@ -126,6 +131,7 @@ def parse_share(text: str) -> float:
     Raises:
         ArgumentTypeError: not a percentage above 0% and up to 100%.
     """
+    # NaN is in no range, so one check below refuses both.
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:
@@ -146,6 +152,7 @@ def _function(entry: str) -> Callable[..., Any]:
             takes arguments.
     """
     where, separator, name = entry.rpartition(":")
+    # A relative module has no package to be relative to.
     if not separator or not where or not name or where.startswith("."):
         raise EntryError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
     with _users_code(entry):
@@ -162,10 +169,12 @@ def _names_of_file(entry: str, where: str) -> dict[str, Any]:
     if not file.is_file():
         raise EntryError(f"Invalid {entry=}: there is no file {where}.")
     sys.path.insert(0, str(file.resolve().parent))
+    # Not `__main__`: a training script would start to train.
     return runpy.run_path(where, run_name=file.stem)
 
 
 def _names_of(entry: str, where: str) -> dict[str, Any]:
+    # A console script does not have the current folder there.
     sys.path.insert(0, "")
     try:
         return vars(importlib.import_module(where))
@@ -187,6 +196,7 @@ def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []  # some builtins have none that Python can read
+    # Parameters with defaults are fine.
     try:
         signature.bind()
     except TypeError as error:
@@ -204,6 +214,7 @@ def _users_code(entry: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise  # `dist-sparse` says how to install it
+        # One line: messages of torch have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EntryError(f"Invalid {entry=}: it failed{_place(error)} with {what}") from error
 

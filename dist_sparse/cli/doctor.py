@@ -85,6 +85,7 @@ class Diagnosis:
         conclusion = self._conclusion()
         if colors:
             conclusion = f"\x1b[{_GREEN if self.can_train else _RED}m{conclusion}\x1b[0m"
+        # Ready: one line, whatever optional packages lack.
         if self.can_train and not verbose:
             return conclusion
         lines = [conclusion, *self._table("needed", True)]
@@ -101,6 +102,7 @@ class Diagnosis:
         broken = [each.what for each in self.findings if each.needed and each.status != "ok"]
         if not broken:
             return "Everything needed to train is here."
+        # Without TorchRec, tables of plain PyTorch can still be pruned.
         plain = "" if {"python", "torch"} & {*broken} else " Plain PyTorch models can."
         return f"TorchRec models can't be trained here: {', '.join(broken)}.{plain}"
 
@@ -113,6 +115,7 @@ class Diagnosis:
         if not fixed:
             return []
         lines = ["", "To fix:", *(f"  {', '.join(names)}: {fix}" for fix, names in fixed.items())]
+        # pip would take torch for another CUDA version from PyPI.
         if any(" URL" in fix for fix in fixed):
             lines.append(
                 "  URL is that of PyTorch's package index for your CUDA version, or for CPUs."
@@ -124,6 +127,7 @@ def installed() -> dict[str, str]:
     """Return the version of every installed distribution that is checked, by name."""
     found = {}
     for name in ("torch", "torchrec", *_FBGEMM, "triton", *_OPTIONAL):
+        # Metadata only: importing a broken torch can end the process.
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -150,6 +154,7 @@ def examine(
     environment = os.environ if environment is None else environment
     progress("torch")
     torch = ask_torch(environment) if "torch" in versions else Torch(fault="torch is not installed")
+    # Which packages are needed depends on it.
     cuda = torch.gpus > 0 if cuda is None else cuda
     findings = [_python(), _torch(versions, torch)]
     progress("TorchRec and FBGEMM")
@@ -207,8 +212,10 @@ def _torchrec(versions: Mapping[str, str], cuda: bool) -> list[Finding]:
         says = "not installed; without it only plain PyTorch models can be sparsified"
         return [_missing("torchrec", says, fix), _fbgemm(versions, cuda, fix)]
     findings = [_ok("torchrec", rec), _fbgemm(versions, cuda, fix)]
+    # Without one of the three there is nothing to compare.
     if findings[1].status != "ok" or "torch" not in versions:
         return findings
+    # Exactly one: two are refused above.
     [gemm] = (versions[name] for name in _FBGEMM if name in versions)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -226,6 +233,7 @@ def _fbgemm(versions: Mapping[str, str], cuda: bool, fix: str) -> Finding:
     gemms = [name for name in _FBGEMM if name in versions]
     if not gemms:
         return _missing("fbgemm", "not installed", fix)
+    # They install the same files.
     if len(gemms) == 2:
         says = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
     elif cuda and gemms == ["fbgemm-gpu-cpu"]:
@@ -245,6 +253,7 @@ def _lookup(versions: Mapping[str, str], environment: Mapping[str, str], cuda: b
 def _cuda(cuda: bool, torch: Torch) -> Finding:
     if cuda:
         return _ok("cuda", f"{torch.gpus} GPU(s), CUDA {torch.cuda}", needed=False)
+    # It comes with the driver.
     if shutil.which("nvidia-smi") is None:
         return _missing("cuda", "no GPU: trains on the CPU", None, needed=False)
     build, fix = f"CUDA {torch.cuda}", None
@@ -259,6 +268,7 @@ def _cuda(cuda: bool, torch: Torch) -> Finding:
 def _nccl(versions: Mapping[str, str], cuda: bool, torch: Torch) -> Finding:
     if torch.nccl:
         return _ok("nccl", "available", needed=cuda)
+    # A CPU trains over gloo.
     fix = f"{_pip()} install --force-reinstall {_fitting_torch(versions)}" if cuda else None
     return _missing("nccl", "this torch has none; used on GPUs only", fix, needed=cuda)
 
@@ -267,6 +277,7 @@ def _gloo(environment: Mapping[str, str], cuda: bool) -> Finding:
     fault = fails(GLOO, environment)
     if fault is None:
         return _ok("gloo", "a process group starts and sums", needed=not cuda)
+    # Its usual fault: the host name resolves to an address of no interface.
     return _wrong("gloo", fault, "export GLOO_SOCKET_IFNAME=lo", needed=not cuda)
 
 
@@ -285,6 +296,7 @@ def _package(name: str, versions: Mapping[str, str], use: str = "", needed: bool
 
 def _wanted() -> dict[str, Requirement]:
     """Return the requirements of dist_sparse by name, extras included."""
+    # A clone on PYTHONPATH has no metadata: any version will do.
     try:
         texts = importlib.metadata.requires("dist_sparse") or []
     except importlib.metadata.PackageNotFoundError:
@@ -307,6 +319,7 @@ def _install_trio(versions: Mapping[str, str], cuda: bool, again: bool = False) 
     # torchrec requires the CUDA fbgemm-gpu by name, so on a CPU pip must not follow its
     # requirements.
     words = [pair if cuda else _OF_TORCHREC]
+    # Otherwise the installed torch stays.
     if not fitting(versions.get("torch", "")):
         words.insert(0, _fitting_torch(versions))
     commands = [f"{_pip()} install {' '.join(words)}"]

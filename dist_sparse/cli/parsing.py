@@ -37,6 +37,7 @@ class Subcommand(Parser):
         super().__init__(allow_abbrev=False, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        # Known by their metavars: a list beside the parsers would fall behind.
         action = super().add_argument(*names, **options)
         if action.metavar in ("ARTIFACT", "DIR", "FILE", "FUNCTION", "RUN", "SCRIPT"):
             self.paths.append(action)
@@ -49,6 +50,7 @@ class Subcommand(Parser):
         if "-" in self.prefix_chars:  # `launch` parses its words itself
             self._refuse_unknown(words)
         found, left = super().parse_known_args(words, namespace)
+        # Short options and words too many; long ones were refused above.
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
         return found, left

@@ -74,6 +74,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     and 141 where no process reads the output.
     """
     words = list(sys.argv[1:] if words is None else words)
+    # `launch train.py` is `launch local train.py`.
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
         words.insert(0, "local")
     parser, of_command = _parsers(prog)
@@ -83,6 +84,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     except (ValueError, ImportError) as error:
         message = re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error))
         of_command[options.command].error(message)
+    # As a program that a signal ends: no message.
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -137,6 +139,7 @@ def _write(data: bytes, file: Path) -> None:
     try:
         with open(number, "wb") as output:
             output.write(data)
+        # A job that starts now reads the old file or the new one.
         os.replace(part, file)
     except BaseException:
         os.unlink(part)
@@ -177,11 +180,13 @@ def _endpoint(given: Mapping[str, Any]) -> str | None:
 
 def _name(target: str) -> str:
     """A job's name from its script or module."""
+    # 53: with the suffixes of pods, Kubernetes takes 63.
     stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
     return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:53].rstrip("-") or "train"
 
 
 def _env(pairs: Sequence[str]) -> dict[str, str]:
+    # The value may be a secret, but without a = nothing is known of it.
     for pair in pairs:
         if "=" not in pair:
             raise ValueError(f"Invalid --env {pair!r}: must be KEY=VALUE.")
@@ -290,6 +295,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     )
     if command != "local":
         add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
+    # What runs here, and can show or print something.
     if command in ("local", "torchrun"):
         shown = (
             "local ranks whose output is shown, such as 0 or 0,1 (default: all); a single one is"

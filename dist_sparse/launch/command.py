@@ -142,6 +142,7 @@ def plain_variables(spec: LaunchSpec) -> dict[str, str]:
     0 makes a new store each time.
     """
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    # A change in the number of nodes restarts ranks too.
     restarts = spec.max_restarts > 0 or ":" in spec.nnodes
     return variables | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
 
@@ -150,5 +151,6 @@ def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[st
     """Return the whole environment of the job, and the names of the `PET_` variables that were left
     out of it."""
     dropped = sorted(key for key in inherited if key.startswith("PET_"))
+    # torchrun reads an option from PET_ wherever the argv lacks it.
     kept = {key: value for key, value in inherited.items() if key not in dropped}
     return kept | additions(spec, inherited), dropped

@@ -44,6 +44,7 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
     """
     _refuse_here(spec, ranks)
     variables, dropped = environment(spec, os.environ)
+    # Else a user would search for why an option has no effect.
     if dropped:
         _say(f"torchrun would take options from {', '.join(dropped)}: not passed on")
     single = spec.nproc_per_node == 1
@@ -58,7 +59,9 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         # A torchrun or torchx around this job may have set where it looks for the error.
         variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+        # torchrun writes to the same file.
         sys.stdout.flush()
+        # Several ranks would each read a part of it.
         stdin = None if single else subprocess.DEVNULL
         process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
         return _wait(process, spec.grace)
@@ -68,6 +71,7 @@ def _refuse_here(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     """Refuse what this process, or this machine, can't run."""
     if sys.stdout is None or sys.stderr is None:
         raise OSError("Standard output or error is closed: send it to a file, or to /dev/null.")
+    # Python sets handlers in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("run() must be called in the main thread: it handles signals.")
     if spec.script is not None and not Path(spec.script).is_file():
@@ -93,6 +97,7 @@ def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
         process.send_signal(number)
         _say(f"{signal.Signals(number).name}: the ranks have {grace} s to exit")
 
+    # A caller in Python gets its own handlers back.
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     try:
         for number, handler in before.items():

@@ -101,6 +101,7 @@ def _directives(spec: LaunchSpec) -> list[str]:
 def _lines(words: list[str]) -> list[str]:
     """One option with its value on each line, for readers; the script and its args on the last."""
     lines = [" ".join(words[:3])]
+    # The interpreter, -m and torchrun are one line.
     rest = words[3:]
     while rest[0] not in ("-m", "--"):
         lines.append(" ".join(rest[:2]))

@@ -81,6 +81,7 @@ def add_artifact(
         bytes=sum(file.stat().st_size for file in files),
         auc=checks.number("auc", auc, least=0, most=1),
     )
+    # A run is exported again after more training: the newest counts.
     others = [old for old in read_artifacts(run) if old.name != new.name]
     text = json.dumps([asdict(each) for each in (*others, new)], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())

@@ -40,6 +40,7 @@ _NOTES = {
 
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
+    # The answer first, what led to it below.
     found: list[Chart] = [*_auc_over_bytes(run)]
     if run.due:
         found.append(_sparsity(run))
@@ -62,6 +63,7 @@ def _auc_over_bytes(run: Run) -> list[DotChart]:
     if sum(map(len, found.values())) < 2:
         return []
     runs = []
+    # In the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
         dots = tuple((each.name, each.bytes, each.auc) for each in found.get(one.name, ()))
         role = "main" if one is run else "other"
@@ -93,6 +95,7 @@ def _sparsity(run: Run) -> LineChart:
 def _series_charts(run: Run) -> list[LineChart]:
     """Return charts of loss, AUC, NE and other series with more than one point, with the same
     series of the compared runs."""
+    # A line needs two points.
     names = [name for name, series in run.values.items() if len(series) > 1]
     first = [name for name in _TITLES if name in names]
     others = sorted(set(names) - set(first))
@@ -203,6 +206,7 @@ def _dead_rows_of(due: DueStep) -> float | None:
 
 def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point]:
     """Return a total over all tables, per mask update where it is known."""
+    # A gap in the line would look like a value that is not finite.
     return [(float(due.step), value) for due in run.due if (value := value_of(due)) is not None]
 
 
@@ -226,6 +230,7 @@ def _table_lines(run: Run, value_of: Callable[[MaskChange], float | None]) -> li
 
 def _percentiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
+    # No interpolation: each value is one of a table.
     last = len(ordered) - 1
     if last < 0:
         return {}
@@ -235,12 +240,14 @@ def _percentiles(values: Iterable[float]) -> dict[str, float]:
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
     """Return a line that stays constant between mask updates and after the last one."""
     end = float(_end(run))
+    # Masks stay as they are until the run ends.
     if points and points[-1][0] < end:
         points = [*points, (end, points[-1][1])]
     return Line(name=name, role=role, number=run.number, points=thinned(points), steps=True)
 
 
 def _end(run: Run) -> int:
+    # An update may be logged after the last step with values.
     return max([run.last_step or 0, *(due.step for due in run.due[-1:])])
 
 
@@ -273,6 +280,7 @@ def _named_apart(found: Iterable[Chart]) -> list[Chart]:
     named: dict[str, Chart] = {}
     for chart in found:
         key, number = chart.key, 1
+        # Some file systems ignore case.
         while key.lower() in named:
             number += 1
             key = f"{chart.key}_{number}"

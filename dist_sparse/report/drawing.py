@@ -122,15 +122,18 @@ class _Axes:
     log: bool = False
 
     def x_of(self, value: float) -> float:
+        # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
         place = math.log10(value) if self.log else value
         return round(WIDTH * (place - self.left) / (self.right - self.left), 1)
 
     def y_of(self, value: float) -> float:
+        # SVG counts from the top.
         return round(HEIGHT * (1 - (value - self.low) / (self.high - self.low)), 1)
 
     def plot(self, *, caption: str, shapes: Sequence[Shape], **texts: Any) -> Plot:
         """Return a plot of the shapes over a grid line for each level."""
         marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in self.levels)
+        # The grid comes first: shapes are drawn in their order.
         grid = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks]
         return Plot(
             caption=caption,
@@ -169,6 +172,7 @@ def is_wide(chart: Chart) -> bool:
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most
     ``most + 1``."""
+    # Also where one of them is not a number.
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -176,6 +180,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     steps = [power * times for times in (1, 2, 2.5, 5, 10)]
     # 1e-9: a rough step that is round but for a rounding error is taken as it is.
     step = next(step for step in steps if step >= rough * (1 - 1e-9))
+    # 12 digits: n * step has rounding errors that would show in a label.
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
@@ -184,6 +189,7 @@ def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
     """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times
     these where there is room; linear :func:`ticks` where that gives fewer than three."""
     found: list[float] = []
+    # The finest that has room.
     for times in ((1, 2, 5), (1, 3), (1,)):
         found = _round_numbers(left, right, times)
         if len(found) <= most:
@@ -211,10 +217,12 @@ def _line_plot(chart: LineChart) -> Plot:
     axes = _line_axes(chart)
     text_of = percent if chart.share else amount
     named = [line for line in chart.lines if line.role in _NAMED]
+    # Later shapes cover earlier ones: the run itself is on top of the others.
     layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
     return axes.plot(
         caption=f"{chart.title} over steps: {_ends(named, text_of)}.",
         shapes=[(_look(line), _path(line, axes)) for line in layers],
+        # A single line has the name of its chart.
         legend=_legend(named) if len(named) > 1 else (),
         tips=_tips(chart, axes, text_of),
     )
@@ -320,7 +328,7 @@ def _score_axes(chart: ScoreChart) -> _Axes:
     if chart.threshold > 0:
         edges.append(chart.threshold)
     left, right = math.log10(min(edges)), math.log10(max(edges))
-    tallest = max(piece.density for piece in chart.bins) or 1.0
+    tallest = max(piece.density for piece in chart.bins)
     return _Axes(
         left=left,
         right=right,
@@ -378,11 +386,13 @@ def _dot_axes(chart: DotChart) -> _Axes:
     for run in chart.runs:
         logs += [math.log10(taken) for _, taken, _ in run.dots]
         heights += [height for *_, height in run.dots]
+    # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
     room = 0.06 * (max(logs) - min(logs)) + 0.02
     left, right = min(logs) - room, max(logs) + room
     low, high = _range(heights, share=False)
     low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
     levels = ticks(low, high, 4)
+    # As many for all levels, so that their decimal points are below each other.
     decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
     return _Axes(
@@ -421,6 +431,7 @@ def _is_under(x: float, y: float, dots: Sequence[tuple[float, float]], number: i
     near = [y - other for at, other in dots if max(abs(x - at), abs(y - other)) < _NEAR]
     # Neighbors on the same height don't count: their labels are beside each other.
     offsets = [offset for offset in near if offset]
+    # Below the lowest of near dots, above all others.
     return min(offsets) > 0 if offsets else number % 2 == 1
 
 
@@ -434,6 +445,7 @@ def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     low, high = (0.0 if share else min(values)), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
         low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
+    # An axis from exactly 0 begins at its line.
     room = 0.05 * (high - low)
     return (low if low == 0 else low - room), high + room
 
@@ -448,6 +460,7 @@ def _percent_tick(value: float) -> str:
 
 def _short(value: float) -> str:
     """Return ``625``, ``1.5M``."""
+    # From 10,000 on: 1,000 to 9,999 are short enough.
     for prefix, least, unit in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
         if abs(value) >= least:
             return f"{value / unit:g}{prefix}"

@@ -59,6 +59,7 @@ class Scored:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values: ``first`` as ``low``, the smallest score of that bucket."""
+        # `low` is a score: the log is readable without knowing the buckets.
         fields = {
             name: getattr(self, name)
             for name in ("step", "name", "threshold", "blocks", "removed_blocks")
@@ -81,6 +82,7 @@ class Latest:
     def take(self, new: Scored) -> bool:
         """Keep ``new`` if it is worth showing; return whether it was kept."""
         known = self.of.get(new.name)
+        # An update that prunes nothing new has scores that decided nothing.
         if known is not None and new.weight < known.weight:
             return False
         self.of[new.name] = new
@@ -101,6 +103,7 @@ def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -
             counts[bucket_of(edge)] = number
         else:
             zeros += number
+    # No score decided: nothing or everything was pruned.
     if change.threshold is None or not (zeros or counts):
         return None
     first = min(counts, default=0)
@@ -112,6 +115,7 @@ def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -
         removed_blocks=change.removed_blocks,
         zeros=zeros,
         first=first,
+        # Dense: most buckets between the ends are not empty.
         counts=tuple(counts.get(i, 0) for i in range(first, max(counts, default=-1) + 1)),
     )
 

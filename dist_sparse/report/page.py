@@ -96,6 +96,7 @@ def write_report(
     run = run if isinstance(run, Run) else read_run(run)
     out = run.folder / _REPORT if out is None else Path(out)
     figures = charts(run)
+    # All of them before the first is written: a failure leaves the old ones.
     contents = {out: page(run, figures).encode()}
     if svg is not None:
         contents |= {Path(svg) / f"{chart.key}.svg": svg_of(chart).encode() for chart in figures}
@@ -117,6 +118,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         plot = None if isinstance(chart, BarChart) else plot_of(chart)
         sections[_section_of(chart)].append((chart, plot, is_wide(chart)))
     series: dict[str, Any] = {}
+    # Names of all runs, in the order of the first that has them.
     for one in run.all_runs:
         series |= one.values
     config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
@@ -161,6 +163,7 @@ def _section_of(chart: Chart) -> str:
 def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the registered tables and the others, the largest first."""
     tables = [*found["tables"]]  # numbers() keeps the two apart
+    # Of these only the bytes are known, and all of them are kept.
     for name, taken in found["other_tables"].items():
         unknown = dict.fromkeys(TABLE_FIELDS)
         tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})

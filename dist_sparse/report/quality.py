@@ -44,6 +44,7 @@ class Quality:
 
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
+        # In the constructor: the first result would be late for this error.
         try:
             from torchrec.metrics.auc import compute_auc
             from torchrec.metrics.ne import compute_ne, get_ne_states
@@ -71,6 +72,7 @@ class Quality:
                 f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
                 f" {tuple(logits.shape)}."
             )
+        # Detached, and left on their device until a result is due.
         self._kept.append((logits.detach().flatten(), labels.detach().flatten()))
         self._steps += 1
         return self.compute() if self._steps % self.every == 0 else {}
@@ -85,6 +87,7 @@ class Quality:
             mine = torch.stack([logits.double(), labels.double()]).cpu()
         group = group_over(world_ranks())
         sizes = group.all_gather(torch.tensor([mine.shape[1]])).flatten().tolist()
+        # Known to all ranks, so all return here.
         if not sum(sizes):
             return {}
         # Ranks hold different numbers of examples, and an all-gather takes equal shapes.

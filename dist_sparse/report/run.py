@@ -151,6 +151,7 @@ class Run:
     @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
+        # `tables` is empty before the end of a run.
         registered = {table.name for table in self.tables}
         for due in self.due[-1:]:  # before its end, a run's last mask update names the tables
             registered |= {change.name for change in due.record.tables}
@@ -226,6 +227,7 @@ def read_run(folder: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss")
         (True, 2, 0.3333333333333333)
     """
+    # One level: runs inside those runs are their own comparison.
     folder = Path(folder)
     nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
     return dataclasses.replace(_read(folder), compared=_by_name(nested))
@@ -258,6 +260,7 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
         different.setdefault(os.path.realpath(folder), Path(folder))
     if len(different) == 1:
         return read_run(folders[0])
+    # With several folders given, the runs inside them are left out.
     first, *others = map(_read, different.values())
     return dataclasses.replace(first, compared=_by_name(others, first))
 
@@ -286,6 +289,7 @@ def _read(folder: Path) -> Run:
     file, lines = folder / RUN, folder / LINES
     for needed in (file, lines):
         if not needed.is_file():
+            # Checked first, for a message that names the missing file.
             raise ValueError(_why_no_run(folder, needed.name))
     about = read_about(file)
     reader = _Reader()
@@ -351,6 +355,7 @@ class _Reader:
         self._at_end: dict[str, Any] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
+        # A log of a later format has other kinds, and is refused rather than read in part.
         kinds = {
             "values": self._take_values,
             "masks": self._take_masks,
@@ -403,6 +408,7 @@ class _Reader:
         step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
+            # Steps ascend within a session, so only those of earlier ones are dropped.
             while series and series[-1][0] >= step:
                 series.pop()  # repeated by a resumed run
             series.append((step, value))
@@ -411,6 +417,7 @@ class _Reader:
     def _take_masks(self, line: Mapping[str, Any]) -> None:
         # Written one update late, so its step says nothing about how far the run is.
         due = DueStep(step=line["step"], record=_mask_update(line))
+        # Only the first: updates of one session may share a step, and all of them count.
         if self._repeats:
             self._forget_from(due.step)
             self._repeats = False
@@ -435,6 +442,7 @@ class _Reader:
     def _take_end(self, line: Mapping[str, Any]) -> None:
         session, tables = self._sessions[-1], line["tables"]
         session.total, session.ended = line["seconds"]["total"], True
+        # Without an enforcer there is none.
         session.enforcement = line["seconds"].get("enforcement")
         if line["step"] >= 0:  # -1: the log has no step
             self._last = line["step"]
@@ -495,6 +503,7 @@ def _histogram(table: Mapping[str, Any]) -> Scored:
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
+    # JSON has lists: a TableStats that is read equals the one that was written.
     rows, columns = table["shape"]
     block = table["sparse_block_shape"]
     return TableStats(

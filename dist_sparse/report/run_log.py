@@ -162,12 +162,14 @@ class RunLog:
         resume: bool = False,
         scores_every: int = 10,
     ) -> None:
+        # What sparsify() returned holds both.
         if isinstance(sparsifier, SparseTraining):
             enforcer = sparsifier.enforcer if enforcer is None else enforcer
             sparsifier = sparsifier.sparsifier
         world = group_over(world_ranks())
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
+            # Whatever is wrong on one rank is raised on all: none is left waiting.
             _refuse_kinds(sparsifier, enforcer, name, config, resume)
             self.folder, listed = _path(folder), _listed(sinks)
             if self._writes:
@@ -183,6 +185,7 @@ class RunLog:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
         self._sparsifier, self._enforcer = sparsifier, enforcer
+        # Names are in the order of their updates, as they will be written.
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
         self._started = time.perf_counter()
         self._recorder: Recorder | None = None
@@ -193,6 +196,7 @@ class RunLog:
             self._attached = sparsifier.recorder is None
             self._recorder = sparsifier.record()
             self._before = self._seen = self._recorder.count
+        # Counts of an update arrive with a later one: its step is kept until then.
         self._steps_of: dict[int, int] = {}
         self._masks_seconds = 0.0
         self._last, self._closed = -1, False
@@ -214,6 +218,7 @@ class RunLog:
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
         step = integer("step", step, least=0, most=2**63 - 1)
+        # A reader takes a step that is not larger for one of a resumed run.
         if step <= self._last:
             raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
         given = {name: value for name, value in values.items() if value is not None}
@@ -245,6 +250,7 @@ class RunLog:
         """
         if self._closed:
             return
+        # Even where a collective fails, the recorder is detached and the file closed.
         try:
             self._write_end()
         finally:
@@ -253,6 +259,7 @@ class RunLog:
     def _write_end(self) -> None:
         seconds, tables = {}, []
         if self._recorder is not None and self._sparsifier is not None:
+            # Collective: the counts of the last update have no later message to travel with.
             self._recorder.complete()
             self._write_masks(self._recorder.take())
             self._write_scores()
@@ -289,6 +296,7 @@ class RunLog:
         for sink in self._sinks:
             try:
                 sink.close()
+            # A sink is the user's code: its failure must not end training.
             except Exception as error:
                 self._drop(sink, error)
         self._sinks = ()
@@ -316,8 +324,10 @@ class RunLog:
         for record in records:
             if record.number <= self._before:
                 continue  # an update before this log was made
+            # An update after the last call of step() belongs to the last step.
             step = self._steps_of.pop(record.number, self._last)
             self._masks_seconds += record.seconds
+            # Every rank has its own time; the counts are the same on all.
             if self._writes:
                 self._write_update(step, record)
 
@@ -381,6 +391,7 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
     """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
     removed as a whole. Collective: one small all-reduce per table."""
     packed = sparsifier.packed_store
+    # The same on every rank, so all or none communicate.
     if not sparsifier.counts_lookups:
         return {}
     found = {}
@@ -452,6 +463,7 @@ def _listed(sinks: object) -> tuple[Sink, ...]:
     if not isinstance(sinks, Iterable):
         raise _of_type("sinks", sinks, "an iterable of sinks")
     listed = tuple(sinks)
+    # Checked here rather than at the first value, in the middle of training.
     for sink in listed:
         methods = getattr(sink, "scalars", None), getattr(sink, "close", None)
         if not all(map(callable, methods)):

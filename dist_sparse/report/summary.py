@@ -92,6 +92,7 @@ def numbers(run: Run) -> dict[str, Any]:
         >>> numbers(read_run(folder))["last"]
         {'loss': 0.5, 'auc': 0.75}
     """
+    # Public: keys are only added.
     tables, base = _tables(run), baseline(run)
     records = [due.record for due in run.due]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
@@ -162,6 +163,7 @@ def against(run: Run, key: str) -> str:
     base = baseline(run)
     if base is None or base is run:
         return ""
+    # A series that one of the two lacks has no difference.
     value, other = run.last(key), base.last(key)
     if value is None or other is None:
         return ""
@@ -173,6 +175,7 @@ def summary(run: Run, report: Path | None = None) -> str:
     rows = _summary_rows(run, numbers(run))
     if report is not None:
         rows["report"] = report.resolve().as_uri()
+    # Names come from the log: escaped ones are longer.
     width = max(map(len, map(printable, rows)), default=0)
     lines = [headline(run), status(run)] if headline(run) else [status(run)]
     lines += [f"{printable(name):<{width}}  {text}" for name, text in rows.items()]
@@ -201,6 +204,7 @@ def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
 def _comparison_lines(run: Run) -> list[str]:
     cells = [row_cells(row) for row in compare(run)]
     lines = ["", *table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))]
+    # Below the table: a config can be longer than a line.
     changed = [f"  {name}: {changes}" for name, *_, changes in cells if changes]
     return [*lines, "", "changed config:", *changed] if changed else lines
 
@@ -268,6 +272,7 @@ def _lookups_text(run: Run) -> str:
     mask update."""
     lookups = sum(counted for counted, _ in run.lookups.values())
     removed = sum(of_removed for _, of_removed in run.lookups.values())
+    # The counts of a run without an end are in its last update.
     if not run.finished and run.due:
         changes = run.due[-1].record.tables
         lookups, removed = total(changes, "lookups"), total(changes, "removed_lookups")
@@ -295,6 +300,7 @@ def _ended_fields(table: TableStats) -> dict[str, Any]:
     """Return the state of a table at the end of a run."""
     block = table.sparse_block_shape
     return _fields(table, "sharding", *_CHANGING) | {
+        # Lists, as JSON has them.
         "shape": list(table.shape),
         "dtype": _dtype(table),
         "sparse_block_shape": list(block) if block else None,
@@ -314,6 +320,7 @@ def _dtype(table: TableStats) -> str:
 
 def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
     """Return the sum over tables; None where one is unknown, or without any."""
+    # A sum without one of the tables would pass for the whole.
     counts = [table[name] for table in tables]
     return sum(counts) if counts and None not in counts else None
 

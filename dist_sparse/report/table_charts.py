@@ -47,6 +47,7 @@ def _kept_charts(run: Run) -> list[BarChart]:
         note = f"{note.replace('bytes', 'blocks')} Bytes are logged at the end."
     if not tables:
         return []
+    # Bars are on the scale of the largest.
     tables.sort(key=lambda table: (-table.whole, table.name))
     found = []
     if len(tables) > MOST_TABLES:
@@ -83,6 +84,7 @@ def _distribution(tables: Sequence[KeptTable], title: str) -> BarChart:
     """Return how many tables keep how much, in tenths."""
     groups: list[list[KeptTable]] = [[] for _ in range(10)]
     for table in tables:
+        # A table that is kept whole is in the last tenth.
         groups[min(10 * table.kept // max(table.whole, 1), 9)].append(table)
     most = max(map(len, groups))
     bars = []
@@ -100,6 +102,7 @@ def _traffic_charts(run: Run) -> list[BarChart]:
     """Return the rows by their lookups of the largest tables that are known."""
     sizes = {table.name: table.table_bytes for table in run.tables}
     known = [name for name, of in run.traffic.items() if of.share is not None and any(of.removed)]
+    # Sorted by bytes: large tables decide what serving takes.
     shown = sorted(known, key=lambda name: (-sizes.get(name, 0), name))[:_MOST_TRAFFIC]
     return [
         _traffic_chart(f"traffic_{place}", name, run.traffic[name])
@@ -178,6 +181,7 @@ def _bins(one: Scored) -> tuple[Bin, ...]:
     """Merge buckets into at most 65 bins: 2, 4 or 8 to a bin, then whole octaves."""
     numbers = range(one.first, one.first + len(one.counts))
     together = 1
+    # Powers of two keep octaves whole: a bin never straddles two.
     while numbers and (numbers[-1] - numbers[0]) // together >= _MOST_BINS:
         together *= 2
     summed: dict[int, int] = {}
@@ -186,6 +190,7 @@ def _bins(one: Scored) -> tuple[Bin, ...]:
             summed[number // together] = summed.get(number // together, 0) + blocks
     bins = []
     for number, blocks in summed.items():
+        # Bins differ in width on the logarithmic axis, so heights are per octave.
         low, high = edge_of(number * together), edge_of((number + 1) * together)
         bins.append(Bin(low=low, high=high, blocks=blocks, density=blocks / math.log2(high / low)))
     return tuple(bins)

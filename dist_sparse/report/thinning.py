@@ -64,9 +64,11 @@ def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     """
     finite = [(x, _clamped(y)) for x, y in points if y is not None]
     values = [y for _, y in finite]
+    # A fifteenth in all: half on each side.
     half = max(2, len(finite) // 30)
     every = max(1, -(-(len(finite) - 1) // (_MOST_POINTS - 1)))
     means: list[Point] = []
+    # The last mean is always drawn: it is the value at the end.
     for place in {*range(0, len(finite), every), *range(len(finite))[-1:]}:
         # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later
         # means their digits.
