@@ -139,9 +139,7 @@ def _dead_rows(run: Run) -> LineChart:
     note = f"Rows without a kept weight. {_thin_lines(run)}"
     # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its
     # dead rows.
-    cut: set[str] = set()
-    for due in run.due:
-        cut |= {change.name for change in due.record.tables if change.dead_rows is None}
+    cut = {change.name for change in run.changes if change.dead_rows is None}
     if cut:
         note += f" Known at the end only for {number_of(len(cut), 'table')} cut by columns."
     return _line_chart(run, "dead_rows", "Dead rows", note, lines)
@@ -213,7 +211,7 @@ def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point
 def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
     """Return the points of each table; of more than 30 their median, and what a tenth of them is
     below and above."""
-    few = len(_tables(run)) <= MOST_TABLES
+    few = len(run.last_changes) <= MOST_TABLES
     found: dict[str, list[Point]] = {}
     for due in run.due:
         # Unknown where the block shape has changed, or where rows are cut by columns.
@@ -251,15 +249,8 @@ def _end(run: Run) -> int:
     return max([run.last_step or 0, *(due.step for due in run.due[-1:])])
 
 
-def _tables(run: Run) -> set[str]:
-    names: set[str] = set()
-    for due in run.due:
-        names |= {change.name for change in due.record.tables}
-    return names
-
-
 def _thin_lines(run: Run) -> str:
-    tables = _tables(run)
+    tables = run.last_changes
     if len(tables) <= MOST_TABLES:
         return "Thin: each table."
     return (

@@ -230,10 +230,9 @@ def _line_plot(chart: LineChart) -> Plot:
 
 def _line_axes(chart: LineChart) -> _Axes:
     # A compared run may have gone further than the run itself.
-    steps = [0.0, max(float(chart.end), 1.0)]
-    heights: list[float] = []
+    steps, heights = [0.0, max(float(chart.end), 1.0)], list[float]()
     for line in chart.lines:
-        steps += [x for x, _ in line.points]
+        steps += line.steps_at
         heights += line.heights
     left, right = min(steps), max(steps)
     low, high = _range(heights, chart.share)
@@ -243,7 +242,7 @@ def _line_axes(chart: LineChart) -> _Axes:
         low=low,
         high=high,
         # There are no half steps.
-        places=[x for x in ticks(left, right, 4) if x.is_integer()],
+        places=[*filter(float.is_integer, ticks(left, right, 4))],
         place_text=_short,
         levels=ticks(low, high, 4),
         level_text=_percent_tick if chart.share else _tick,
@@ -265,9 +264,7 @@ def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:
     """Return the values at each step: one strip per point, halfway to its neighbors on both
     sides."""
     lines = [line for line in chart.lines if line.role != "raw"]
-    steps: set[float] = set()
-    for line in lines:
-        steps |= {x for x, _ in line.points}
+    steps = set[float]().union(*(line.steps_at for line in lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
     edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
@@ -324,7 +321,8 @@ def _score_plot(chart: ScoreChart) -> Plot:
 
 
 def _score_axes(chart: ScoreChart) -> _Axes:
-    edges = [*(piece.low for piece in chart.bins), *(piece.high for piece in chart.bins)]
+    # Bins ascend.
+    edges = [chart.bins[0].low, chart.bins[-1].high]
     if chart.threshold > 0:
         edges.append(chart.threshold)
     left, right = math.log10(min(edges)), math.log10(max(edges))
@@ -362,16 +360,12 @@ def _dot_plot(chart: DotChart) -> Plot:
         name, height = chart.level
         shapes.append(("target", f"M0 {axes.y_of(height)}H{WIDTH}"))
         legend.append(("target", name))
-    dots: list[tuple[float, float]] = []
     for run in chart.runs:
-        own = [(axes.x_of(taken), axes.y_of(height)) for _, taken, height in run.dots]
-        shapes.append((f"{_look(run)} joined", "M" + "L".join(f"{x} {y}" for x, y in own)))
-        shapes += [(f"{_look(run)} dot", f"M{x} {y}h0") for x, y in own]
-        dots += own
-    # Only now: whether a label is above or below its dot depends on the dots of all runs.
-    spots: list[Spot] = []
-    for run in chart.runs:
-        spots += [_spot(run, number, dots, axes, chart.metric) for number in range(len(run.dots))]
+        places = [f"{axes.x_of(taken)} {axes.y_of(height)}" for _, taken, height in run.dots]
+        shapes.append((f"{_look(run)} joined", f"M{'L'.join(places)}"))
+        # A line of no length has round ends: a dot.
+        shapes += [(f"{_look(run)} dot", f"M{place}h0") for place in places]
+    spots = _spots(chart, axes)
     return axes.plot(
         caption=f"{chart.title}: {'; '.join(spot.spoken for spot in spots)}",
         shapes=shapes,
@@ -381,11 +375,9 @@ def _dot_plot(chart: DotChart) -> Plot:
 
 
 def _dot_axes(chart: DotChart) -> _Axes:
-    logs: list[float] = []
-    heights = [] if chart.level is None else [chart.level[1]]
-    for run in chart.runs:
-        logs += [math.log10(taken) for _, taken, _ in run.dots]
-        heights += [height for *_, height in run.dots]
+    _, sizes, metrics = zip(*chart.dots, strict=True)
+    logs = [*map(math.log10, sizes)]
+    heights = metrics if chart.level is None else (*metrics, chart.level[1])
     # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
     room = 0.06 * (max(logs) - min(logs)) + 0.02
     left, right = min(logs) - room, max(logs) + room
@@ -409,20 +401,24 @@ def _dot_axes(chart: DotChart) -> _Axes:
     )
 
 
-def _spot(
-    run: Dots, number: int, dots: Sequence[tuple[float, float]], axes: _Axes, metric: str
-) -> Spot:
-    label, taken, height = run.dots[number]
-    x, y = axes.x_of(taken), axes.y_of(height)
-    name = f"{run.name}, {label}" if label else run.name
-    return Spot(
-        left=100 * x / WIDTH,
-        top=100 * y / HEIGHT,
-        label=label,
-        text=(name, f"{size(taken)}, {metric} {height:.4f}"),
-        spoken=f"{name}: {size(taken)}, {height:.4f}",
-        under=_is_under(x, y, dots, number),
-    )
+def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
+    # Whether a label is above or below its dot depends on the dots of all runs.
+    everywhere = [(axes.x_of(taken), axes.y_of(height)) for _, taken, height in chart.dots]
+    spots = []
+    for run in chart.runs:
+        for number, (label, taken, height) in enumerate(run.dots):
+            x, y = axes.x_of(taken), axes.y_of(height)
+            name = f"{run.name}, {label}" if label else run.name
+            spot = Spot(
+                left=100 * x / WIDTH,
+                top=100 * y / HEIGHT,
+                label=label,
+                text=(name, f"{size(taken)}, {chart.metric} {height:.4f}"),
+                spoken=f"{name}: {size(taken)}, {height:.4f}",
+                under=_is_under(x, y, everywhere, number),
+            )
+            spots.append(spot)
+    return spots
 
 
 def _is_under(x: float, y: float, dots: Sequence[tuple[float, float]], number: int) -> bool:

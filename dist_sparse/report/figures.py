@@ -37,6 +37,11 @@ class Line:
     steps: bool = False
 
     @property
+    def steps_at(self) -> list[float]:
+        """The steps of its points, ascending."""
+        return [x for x, _ in self.points]
+
+    @property
     def heights(self) -> list[float]:
         """The finite values."""
         return [y for _, y in self.points if y is not None]
@@ -98,6 +103,11 @@ class DotChart:
     runs: tuple[Dots, ...]
     metric: str = "AUC"
     level: tuple[str, float] | None = None
+
+    @property
+    def dots(self) -> tuple[tuple[str, int, float], ...]:
+        """The dots of all runs."""
+        return sum((run.dots for run in self.runs), ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,13 +140,15 @@ class Run:
         return [self, *self.compared.values()]
 
     @property
+    def changes(self) -> Iterator[MaskChange]:
+        """All changes of all tables, in order."""
+        for due in self.due:
+            yield from due.record.tables
+
+    @property
     def last_changes(self) -> dict[str, MaskChange]:
         """The last change of each table."""
-        last: dict[str, MaskChange] = {}
-        for due in self.due:
-            for change in due.record.tables:
-                last[change.name] = change
-        return last
+        return {change.name: change for change in self.changes}
 
     @property
     def other_tables(self) -> dict[str, int]:

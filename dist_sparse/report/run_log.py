@@ -31,7 +31,7 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -49,7 +49,6 @@ from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.lookups import counted_rows, removed_lookups
-from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
@@ -184,21 +183,11 @@ class RunLog:
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
-        self._sparsifier, self._enforcer = sparsifier, enforcer
+        self._enforcer = enforcer
         # Names are in the order of their updates, as they will be written.
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
         self._started = time.perf_counter()
-        self._recorder: Recorder | None = None
-        self._attached = False
-        self._before = self._seen = 0
-        if sparsifier is not None:
-            # A recorder of the user's stays when the log is closed.
-            self._attached = sparsifier.recorder is None
-            self._recorder = sparsifier.record()
-            self._before = self._seen = self._recorder.count
-        # Counts of an update arrive with a later one: its step is kept until then.
-        self._steps_of: dict[int, int] = {}
-        self._masks_seconds = 0.0
+        self._updates = None if sparsifier is None else _MaskUpdates(sparsifier)
         self._last, self._closed = -1, False
 
     def step(self, step: int, **values: float | Tensor | None) -> None:
@@ -226,21 +215,14 @@ class RunLog:
         for name, value in given.items():
             _refuse_non_number(name, value)
         self._last = step
-        if self._recorder is not None:
-            self._note_updates(self._recorder, step)
+        if self._updates is not None:
+            self._write_masks(self._updates.until(step))
         if self._writes and given:
             # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
             line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
             self._write(line)
             self._tell(step, known)
-
-    def _note_updates(self, recorder: Recorder, step: int) -> None:
-        # Updates since the last call belong to this step; what they counted arrives with a later
-        # one.
-        self._steps_of |= dict.fromkeys(range(self._seen + 1, recorder.count + 1), step)
-        self._seen = recorder.count
-        self._write_masks(recorder.take())
 
     def close(self) -> None:
         """Write what is left and the state of all tables, and detach the recorder. Further calls do
@@ -258,13 +240,11 @@ class RunLog:
 
     def _write_end(self) -> None:
         seconds, tables = {}, []
-        if self._recorder is not None and self._sparsifier is not None:
-            # Collective: the counts of the last update have no later message to travel with.
-            self._recorder.complete()
-            self._write_masks(self._recorder.take())
+        if self._updates is not None:
+            self._write_masks(self._updates.complete(self._last))
             self._write_scores()
-            tables = _end_of_tables(self._sparsifier)
-            seconds["masks"] = self._masks_seconds
+            tables = _end_of_tables(self._updates.sparsifier)
+            seconds["masks"] = self._updates.seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
         seconds["total"] = self._elapsed()
@@ -287,9 +267,8 @@ class RunLog:
 
     def _shut(self) -> None:
         self._closed = True
-        if self._attached and self._sparsifier is not None:
-            self._sparsifier.stop_recording()
-        self._attached, self._recorder = False, None
+        if self._updates is not None:
+            self._updates.detach()
         self._write_scores()
         if self._file is not None:
             self._file.close()
@@ -320,14 +299,9 @@ class RunLog:
         failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
         warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=2)
 
-    def _write_masks(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            if record.number <= self._before:
-                continue  # an update before this log was made
-            # An update after the last call of step() belongs to the last step.
-            step = self._steps_of.pop(record.number, self._last)
-            self._masks_seconds += record.seconds
-            # Every rank has its own time; the counts are the same on all.
+    def _write_masks(self, updates: Iterable[tuple[int, StepRecord]]) -> None:
+        for step, record in updates:
+            # Other ranks take their records too, and only add up the time.
             if self._writes:
                 self._write_update(step, record)
 
@@ -351,6 +325,43 @@ class RunLog:
         self._unwritten.clear()
         if tables:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
+
+
+class _MaskUpdates:
+    """Mask updates of a sparsifier since a log was opened, each with the step of its log."""
+
+    def __init__(self, sparsifier: BaseDataSparsifier) -> None:
+        self.sparsifier = sparsifier
+        self.seconds = 0.0
+        # A recorder of the user's stays when the log is closed.
+        self._attached = sparsifier.recorder is None
+        self._recorder = sparsifier.record()
+        self._before = self._seen = self._recorder.count
+        # Counts of an update arrive with a later one: its step is kept until then.
+        self._steps_of: dict[int, int] = {}
+
+    def until(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        """Assign the updates since the last call to a step; yield all whose counts have arrived."""
+        self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
+        self._seen = self._recorder.count
+        return self._arrived(step)
+
+    def complete(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        """Yield the updates that are left, at ``step`` where none was assigned. Collective."""
+        # The counts of the last update have no later message to travel with.
+        self._recorder.complete()
+        return self._arrived(step)
+
+    def _arrived(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        for record in self._recorder.take():
+            if record.number <= self._before:
+                continue  # an update before this log was made
+            self.seconds += record.seconds
+            yield self._steps_of.pop(record.number, step), record
+
+    def detach(self) -> None:
+        if self._attached:
+            self.sparsifier.stop_recording()
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
