@@ -42,7 +42,8 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
             id, a rank is not in `spec`, or this is not the main thread.
         OSError: standard output or error is closed.
     """
-    _refuse_here(spec, ranks)
+    _refuse_process()
+    _refuse_job(spec, ranks)
     variables, dropped = environment(spec, os.environ)
     # Else a user would search for why an option has no effect.
     if dropped:
@@ -67,13 +68,17 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         return _wait(process, spec.grace)
 
 
-def _refuse_here(spec: LaunchSpec, ranks: Sequence[int]) -> None:
-    """Refuse what this process, or this machine, can't run."""
+def _refuse_process() -> None:
+    """Refuse a process that can't show output or handle signals."""
     if sys.stdout is None or sys.stderr is None:
         raise OSError("Standard output or error is closed: send it to a file, or to /dev/null.")
     # Python sets handlers in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("run() must be called in the main thread: it handles signals.")
+
+
+def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
+    """Refuse a job that can't run on this machine."""
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     if shutil.which(spec.python) is None:

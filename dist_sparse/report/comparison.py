@@ -68,6 +68,7 @@ def baseline(run: Run) -> Run | None:
 def whole_bytes(run: Run) -> int | None:
     """Return the dense size that all runs are compared with."""
     base = baseline(run)
+    # A baseline that was logged without `model=` and without masks has none.
     known = None if base is None else base.bytes_dense
     return run.bytes_dense if known is None else known
 
@@ -160,6 +161,7 @@ def row_cells(row: RunRow) -> list[str]:
         known_text(row.bytes, size),
         percent(row.share),
         known_text(row.auc, "{:.4f}".format),
+        # The baseline differs from nothing: no dash, which would read as unknown.
         known_text(row.delta, delta_text, unknown=""),
         known_text(row.ms_per_step, "{:.1f}".format),
         _change_text(row.changed),
@@ -224,6 +226,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by dotted keys, without None."""
     found: dict[str, Any] = {}
     for key, value in config.items():
+        # Leaf by leaf: a nested config that differs in one key shows that key.
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{key}.")
         # A key that is None reads as one that is missing.

@@ -210,6 +210,7 @@ def _round_numbers(left: float, right: float, times: Sequence[int]) -> list[floa
 
 def _every(values: list[float], most: int) -> list[float]:
     """Return every n-th value, at most ``most`` of them."""
+    # -(-a // b) rounds up.
     return values[:: max(1, -(-len(values) // most))]
 
 
@@ -267,6 +268,7 @@ def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:
     steps = set[float]().union(*(line.steps_at for line in lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
+    # Halfway to the neighbors: the strip under a pointer is the one of the nearest point.
     edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
     tips = []
     for x, (left, right) in zip(shown, pairwise(edges), strict=True):

@@ -122,6 +122,7 @@ class Bin:
 
     def kind(self, threshold: float) -> str:
         """Return whether its blocks are ``gone`` (pruned), ``kept``, or ``both``: some of each."""
+        # Blocks not above the threshold are pruned, so a bin across it has some of each.
         return "gone" if self.high <= threshold else "kept" if self.low > threshold else "both"
 
 

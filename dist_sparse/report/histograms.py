@@ -139,5 +139,6 @@ def bucket_of(score: float) -> int:
 def edge_of(bucket: int) -> float:
     """Return the smallest score of a bucket, clamped to positive finite float32, so that it has a
     logarithm."""
+    # The ends: a bucket below the smallest float, or above the largest, has no score.
     bits = min(max(bucket << LEADING_SHIFT, 1), _LARGEST)
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])

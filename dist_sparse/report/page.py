@@ -115,6 +115,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
     found, script = numbers(run), part("page.js")
     sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS}
     for chart in figures:
+        # Bars are HTML: their names and texts wrap.
         plot = None if isinstance(chart, BarChart) else plot_of(chart)
         sections[_section_of(chart)].append((chart, plot, is_wide(chart)))
     series: dict[str, Any] = {}

@@ -274,6 +274,7 @@ def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
     for run in runs:
         name, times = run.name, 1
         if name in taken:
+            # Runs of one script have one name; their folders may be called alike too.
             name = f"{run.name} ({run.folder.resolve().name})"
         while name in taken:
             times += 1

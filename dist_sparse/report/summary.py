@@ -192,6 +192,7 @@ def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
     kept, dense = found["bytes_kept"], found["bytes_dense"]
     if dense and kept is not None:
         rows["kept"] = f"{size(kept)} of {size(dense)} of {bytes_of(run)} ({percent(kept / dense)})"
+    # Every series, compared with the baseline where it has that one too.
     for name, value in found["last"].items():
         rows[name] = f"{amount(value)}  {against(run, name)}".rstrip()
     if found["due_steps"]:

@@ -53,6 +53,7 @@ def _peaks(part: Sequence[Point]) -> list[Point]:
     finite = [y for y in values if y is not None]
     if not finite:
         return [part[0]]
+    # In their order, and once where one value is both.
     return [part[i] for i in sorted({values.index(min(finite)), values.index(max(finite))})]
 
 
@@ -66,6 +67,7 @@ def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     values = [y for _, y in finite]
     # A fifteenth in all: half on each side.
     half = max(2, len(finite) // 30)
+    # -(-a // b) rounds up.
     every = max(1, -(-(len(finite) - 1) // (_MOST_POINTS - 1)))
     means: list[Point] = []
     # The last mean is always drawn: it is the value at the end.
