@@ -55,6 +55,7 @@ def model_from(entry: str) -> Any:
     function = _function(entry)
     with _users_code(entry):
         returned = function()
+    # What `plan` and `frontier` read: one function serves both.
     model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if not hasattr(model, "named_modules"):  # torch need not be there to say so
         raise EntryError(
@@ -77,10 +78,9 @@ def model_and_evaluate(
         EntryError: likewise.
     """
     function = _function(entry)
-    parameters = _parameters(entry, function)
-    known = [part for part in ("columns", "rows") if part in parameters]
 
     def called(**part: float) -> tuple[Any, Any]:
+        # Only the call: what is wrong with its result is said below.
         with _users_code(entry):
             returned = function(**part)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
@@ -89,10 +89,12 @@ def model_and_evaluate(
             )
         return returned
 
-    def calling(part: str) -> Callable[[float], tuple[Any, Any]]:
-        return lambda share: called(**{part: share})
-
-    return *called(), {part: calling(part) for part in known}
+    smaller = {
+        "columns": lambda share: called(columns=share),
+        "rows": lambda share: called(rows=share),
+    }
+    parameters = _parameters(entry, function)
+    return *called(), {part: smaller[part] for part in smaller if part in parameters}
 
 
 def parse_bytes(text: str) -> int:
@@ -101,11 +103,13 @@ def parse_bytes(text: str) -> int:
     Raises:
         ArgumentTypeError: not a size.
     """
+    # ASCII: \d would take digits of other scripts.
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2] not in _UNITS:
         units = "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
         raise ArgumentTypeError(f"Invalid size {text!r}: must be a number and one of {units}.")
     size = float(match[1]) * _UNITS[match[2]]
+    # Also where the number overflows to infinity.
     if not size < 2**63:
         raise ArgumentTypeError(f"Invalid size {text!r}: must be less than 2**63 bytes.")
     return int(size)
@@ -117,6 +121,7 @@ def parse_budget(text: str) -> int | str:
     Raises:
         ArgumentTypeError: not a size.
     """
+    # The share is of a model that is not loaded yet.
     return text.strip() if text.strip().endswith("%") else parse_bytes(text)
 
 
@@ -126,6 +131,7 @@ def parse_share(text: str) -> float:
     Raises:
         ArgumentTypeError: not a percentage above 0% and up to 100%.
     """
+    # NaN is in no range, so one check below refuses both.
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:
@@ -138,41 +144,46 @@ def parse_share(text: str) -> float:
 
 
 def _function(entry: str) -> Callable[..., Any]:
-    """Import what ``entry`` names. The file's folder, or the current one, comes first on
-    ``sys.path``, as for a script.
+    """Import the function that ``entry`` names. The file's folder, or the current one, comes first
+    on ``sys.path``, as for a script.
 
     Raises:
         EntryError: there is no such file, module or function, the module failed, or the function
             takes arguments.
     """
     where, separator, name = entry.rpartition(":")
+    # A relative module has no package to be relative to.
     if not separator or not where or not name or where.startswith("."):
         raise EntryError(f"Invalid {entry=}: must be package.module:function or file.py:function.")
-    if where.endswith(".py"):
-        file = Path(where)
-        if not file.is_file():
-            raise EntryError(f"Invalid {entry=}: there is no file {where}.")
-        sys.path.insert(0, str(file.resolve().parent))
-        with _users_code(entry):
-            found = runpy.run_path(where, run_name=file.stem).get(name)
-    else:
-        sys.path.insert(0, "")
-        with _users_code(entry):
-            try:
-                module = importlib.import_module(where)
-            except ModuleNotFoundError as error:
-                missing = error.name
-                if missing is None or not f"{where}.".startswith(f"{missing}."):
-                    raise
-                raise EntryError(
-                    f"Invalid {entry=}: there is no module {missing!r} here."
-                ) from error
-        found = getattr(module, name, None)
-    if not callable(found):
+    with _users_code(entry):
+        names = _names_of_file(entry, where) if where.endswith(".py") else _names_of(entry, where)
+    function: Callable[..., Any] | None = names.get(name)
+    if not callable(function):
         raise EntryError(f"Invalid {entry=}: {where} has no function {name!r}.")
-    _parameters(entry, found)
-    function: Callable[..., Any] = found
+    _parameters(entry, function)
     return function
+
+
+def _names_of_file(entry: str, where: str) -> dict[str, Any]:
+    file = Path(where)
+    if not file.is_file():
+        raise EntryError(f"Invalid {entry=}: there is no file {where}.")
+    sys.path.insert(0, str(file.resolve().parent))
+    # Not `__main__`: a training script would start to train.
+    return runpy.run_path(where, run_name=file.stem)
+
+
+def _names_of(entry: str, where: str) -> dict[str, Any]:
+    # A console script does not have the current folder there.
+    sys.path.insert(0, "")
+    try:
+        return vars(importlib.import_module(where))
+    except ModuleNotFoundError as error:
+        # A module that the user's own module imports, and does not find, is another failure.
+        missing = error.name
+        if missing is None or not f"{where}.".startswith(f"{missing}."):
+            raise
+        raise EntryError(f"Invalid {entry=}: there is no module {missing!r} here.") from error
 
 
 def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
@@ -185,6 +196,7 @@ def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []  # some builtins have none that Python can read
+    # Parameters with defaults are fine.
     try:
         signature.bind()
     except TypeError as error:
@@ -202,6 +214,7 @@ def _users_code(entry: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise  # `dist-sparse` says how to install it
+        # One line: messages of torch have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EntryError(f"Invalid {entry=}: it failed{_place(error)} with {what}") from error
 
@@ -209,12 +222,13 @@ def _users_code(entry: str) -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax
     error)."""
-    # What called the user's code comes first in the traceback, what that called (torch) comes last.
+    # The callers of the user's code come first in the traceback, its callees (torch) last.
     machinery = (__file__, runpy.run_path.__code__.co_filename, importlib.__file__)
-    frames = [
-        (frame.filename, frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in machinery and not frame.filename.startswith("<frozen ")
-    ]
-    lines = [line for file, line in frames if file == frames[0][0]]
-    return f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""
+    place, line = None, 0
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename in machinery or frame.filename.startswith("<frozen "):
+            continue
+        place = place or frame.filename
+        if frame.filename == place:
+            line = frame.lineno or 0
+    return f" at {os.path.relpath(place)}:{line}" if place else ""

@@ -31,6 +31,7 @@ def add_completion(commands: Commands, parser: argparse.ArgumentParser) -> None:
     runs."""
 
     def run(options: argparse.Namespace) -> int:
+        # An extra: nothing else needs it.
         try:
             import shtab
         except ImportError:

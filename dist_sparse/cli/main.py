@@ -23,11 +23,11 @@ from dist_sparse.cli.parsing import (
     Parser,
     Subcommand,
     add_json,
-    closest,
     subcommand,
 )
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
+from dist_sparse.launch.parsing import closest
 
 __all__ = ["main"]
 
@@ -81,6 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _main(words)
     except SystemExit:  # of argparse, which may have printed a help
+        # A closed pipe or a full disk counts more than the status of the help.
         status = flush()
         if status:
             return status
@@ -112,21 +113,22 @@ def _main(words: Sequence[str] | None) -> int:
         _add_doctor,
     ):
         add(commands)
+    # Last: its script has the options of all others.
     add_completion(commands, parser)
     words = list(sys.argv[1:] if words is None else words)
     if not words:
         return show(parser.format_help().rstrip())
+    # argparse would list all commands, and name no close one.
     if words[0] not in (*commands.choices, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
-        parser.error(
-            f"there is no {kind}"
-            f" {words[0]}{closest(words[0], [*commands.choices, '--help', '--version'])}"
-        )
+        meant = closest(words[0], [*commands.choices, "--help", "--version"])
+        parser.error(f"there is no {kind} {words[0]}{meant}")
     options = parser.parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
     except ModuleNotFoundError as error:
+        # Both are dependencies, but a clone can be run without installing it.
         if error.name == "packaging":
             return fail(words[0], "needs packaging, which is not installed: pip install packaging")
         if error.name != "torch":
@@ -141,6 +143,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version  # slow to load
 
+        # Metadata, so that no torch is imported.
         try:
             text = f"dist-sparse {version('dist_sparse')}"
         except PackageNotFoundError:
@@ -172,6 +175,7 @@ def _add_serve_check(commands: Commands) -> None:
         from dist_sparse.serving.check import check_artifact
         from dist_sparse.serving.summary import summary
 
+        # A refusal is the answer of this command, not its failure.
         try:
             manifest = check_artifact(options.folder).manifest
         except (ValueError, OSError, ImportError) as error:
@@ -201,6 +205,7 @@ def _add_doctor(commands: Commands) -> None:
             if options.json
             else found.text(colors, options.verbose)
         )
+        # Output that could not be written comes first.
         return status or (0 if found.can_train else 1)
 
     parser = subcommand(

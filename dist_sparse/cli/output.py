@@ -39,20 +39,24 @@ def progress(what: str) -> None:
 def use_colors(choice: str) -> bool:
     """Return whether to color stdout; ``auto`` does on a terminal, unless NO_COLOR is set
     (https://no-color.org)."""
+    # pythonw and services have no stdout.
     terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return choice == "always" or (choice == "auto" and terminal and not os.environ.get("NO_COLOR"))
 
 
 def show(text: str) -> int:
     """Print, escaping what the encoding can't represent; return the exit status."""
+    # As `>&-` leaves it.
     if sys.stdout is None:
         print("dist-sparse: can't write: standard output is closed", file=sys.stderr)
         return 1
+    # In a C locale a name may not be representable.
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding))
     except OSError as error:
         return _unwritten(error)
+    # Now: at exit, Python would report a full disk with a traceback.
     return flush()
 
 

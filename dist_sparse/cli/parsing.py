@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["STATUS", "Commands", "Parser", "Subcommand", "add_json", "closest", "subcommand"]
+from dist_sparse.launch.parsing import options_of, refuse_option
+
+__all__ = ["STATUS", "Commands", "Parser", "Subcommand", "add_json", "subcommand"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[Subcommand]"
 
@@ -37,6 +37,7 @@ class Subcommand(Parser):
         super().__init__(allow_abbrev=False, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        # Known by their metavars: a list beside the parsers would fall behind.
         action = super().add_argument(*names, **options)
         if action.metavar in ("ARTIFACT", "DIR", "FILE", "FUNCTION", "RUN", "SCRIPT"):
             self.paths.append(action)
@@ -46,23 +47,22 @@ class Subcommand(Parser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        known = [*re.findall(r"--[a-z-]+", self.format_usage()), "--help"]
-        options = words[: words.index("--")] if "--" in words else words
-        for word in options if "-" in self.prefix_chars else ():
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in known:
-                self.error(f"there is no option {option}{closest(option, known)}")
+        if "-" in self.prefix_chars:  # `launch` parses its words itself
+            self._refuse_unknown(words)
         found, left = super().parse_known_args(words, namespace)
+        # Short options and words too many; long ones were refused above.
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
         return found, left
 
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence: a full stop, and a question that has the closest of ``known``,
-    if one is close."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f". Did you mean {close[0]}?" if close else "."
+    def _refuse_unknown(self, words: list[str]) -> None:
+        known = options_of(self)
+        for word in words:
+            option = word.partition("=")[0]
+            if option == "--":
+                break  # what follows is no option
+            if option.startswith("--") and option not in known:
+                refuse_option(self, option)
 
 
 def subcommand(commands: Commands, name: str, purpose: str, epilog: str) -> Subcommand:

@@ -76,6 +76,7 @@ def add_plan(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         for option in _OF_MEASURE:
             if not options.measure and getattr(options, option.removeprefix("--")) is not None:
+                # Ignored, it would seem to have had an effect.
                 parser.error(f"{option} is for --measure.")
         quiet()
         try:
@@ -151,6 +152,7 @@ def add_frontier(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         from dist_sparse.planning.frontier import BUDGETS, frontier
 
+        # Before the import of TorchRec, which logs at once.
         quiet()
         try:
             found = frontier(
@@ -232,7 +234,9 @@ def _failed(command: str, error: Exception) -> int:
     def typed(found: re.Match[str]) -> str:
         return f"Invalid {_OPTIONS.get(found[1], found[1])}"
 
+    # At the beginning alone: the rest may quote a user's own words.
     message = re.sub(r"^Invalid (\w+)", typed, str(error))
+    # Another failure is not about the command line.
     if isinstance(error, EntryError):
         message += f"\nUsage and options: dist-sparse {command} --help"
     return fail(command, message)

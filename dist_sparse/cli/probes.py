@@ -60,6 +60,7 @@ class Torch:
 def ask_torch(environment: Mapping[str, str]) -> Torch:
     """Load torch in a process with these variables and return facts about it."""
     fault, printed = _probe(_ASK, environment)
+    # The last line: packages may print when they are imported.
     return Torch(**json.loads(printed.splitlines()[-1])) if fault is None else Torch(fault=fault)
 
 
@@ -91,7 +92,9 @@ def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
         return f"did not end within {_SECONDS:.0f} s", ""
     if done.returncode == 0:
         return None, done.stdout
+    # A signal: libraries of another build end in SIGSEGV, not in an error.
     if done.returncode < 0:
         return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
+    # A traceback ends with the error.
     lines = done.stderr.strip().splitlines()
     return lines[-1] if lines else f"ended with status {done.returncode}", ""

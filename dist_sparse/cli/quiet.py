@@ -14,6 +14,7 @@ __all__ = ["quiet"]
 
 def quiet() -> None:
     """Silence them in this process, from now on."""
+    # Notices about optional accelerators, and about tracing.
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # TorchRec logs this one with the root logger.

@@ -46,6 +46,7 @@ def add_inspect(commands: Commands) -> None:
         from dist_sparse.report.summary import inspect_json, inspect_text
 
         try:
+            # A folder of checkpoints has no JSON form.
             if holds_steps(options.folder) and not options.json:
                 return show(summary(options.folder))
             run = read_run(options.folder)
@@ -76,6 +77,7 @@ def add_report(commands: Commands) -> None:
 
         try:
             run = read_runs(options.folders)
+            # A comparison does not replace the report of its first run.
             out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
             written = write_report(run, out, svg=options.svg)
             text = (
@@ -86,6 +88,7 @@ def add_report(commands: Commands) -> None:
         except (ValueError, OSError, ImportError) as error:
             return fail("report", error)
         shown = show(text)
+        # After the numbers: they are there even without a browser.
         if options.open and not webbrowser.open(written.resolve().as_uri()):
             return fail("report", f"no browser was found to open {written.resolve().as_uri()}")
         return shown

@@ -69,6 +69,7 @@ def _report(failures: dict[int, ProcessFailure], shown: str) -> int:
     text, trace = _describe(failure)
     if trace and shown and str(failure.local_rank) not in shown.split(","):
         print(trace, end="", file=sys.stderr)
+    # As a shell reports a signal.
     code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
     return code
@@ -78,6 +79,7 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed first. torch's own `get_first_failure` compares whole seconds."""
 
     def time_of(failure: ProcessFailure) -> float:
+        # A rank that was killed leaves no file.
         with contextlib.suppress(OSError):
             return os.stat(failure.error_file).st_mtime
         # The second in which torchrun saw it; by then, others may have failed because of it.
@@ -93,6 +95,7 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 def _describe(failure: ProcessFailure) -> tuple[str, str]:
     """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left
     no error file."""
+    # A str where torchrun itself wrote it, for a rank that left none.
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed", ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import re
@@ -12,12 +11,14 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_sparse.launch import kubeflow, sbatch
 from dist_sparse.launch.command import additions, argv
+from dist_sparse.launch.parsing import refuse_option
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
@@ -73,6 +74,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     and 141 where no process reads the output.
     """
     words = list(sys.argv[1:] if words is None else words)
+    # `launch train.py` is `launch local train.py`.
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
         words.insert(0, "local")
     parser, of_command = _parsers(prog)
@@ -80,9 +82,9 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     try:
         return _do(options)
     except (ValueError, ImportError) as error:
-        of_command[options.command].error(
-            re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error))
-        )
+        message = re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error))
+        of_command[options.command].error(message)
+    # As a program that a signal ends: no message.
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -95,18 +97,15 @@ def _do(options: argparse.Namespace) -> int:
     if options.command in ("local", "torchrun"):
         if not options.print:
             return run(spec, ranks=options.ranks)
-        assignments = [
-            f"{key}={shlex.quote(value)}" for key, value in additions(spec, os.environ).items()
-        ]
+        added = additions(spec, os.environ)
+        assignments = [f"{key}={shlex.quote(value)}" for key, value in added.items()]
         _print(" ".join([*assignments, shlex.join(argv(spec))]) + "\n")
         return 0
     if options.command == "sbatch":
         text, encoding = sbatch.render(spec, port=options.rdzv_port), sys.getfilesystemencoding()
-    else:  # YAML is UTF-8 in every locale
-        text, encoding = (
-            kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace),
-            "utf-8",
-        )
+    else:
+        text = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace)
+        encoding = "utf-8"  # YAML is, in every locale
     if options.output is None:
         _print(text, encoding)
     else:
@@ -140,6 +139,7 @@ def _write(data: bytes, file: Path) -> None:
     try:
         with open(number, "wb") as output:
             output.write(data)
+        # A job that starts now reads the old file or the new one.
         os.replace(part, file)
     except BaseException:
         os.unlink(part)
@@ -147,46 +147,46 @@ def _write(data: bytes, file: Path) -> None:
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:
+    # Options that a command does not have are as if they were not given.
+    given = defaultdict(lambda: None, vars(options))
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
-    given = vars(options)
+    this = "python" if options.command == "kubeflow" else sys.executable
+    needs = ("cpu", "gpu", "memory_gib", "walltime", "partition", "account", "image")
     return LaunchSpec(
-        script=None if options.module else options.script,
-        module=options.script if options.module else None,
+        **{"module" if options.module else "script": options.script},
         args=tuple(args),
         name=options.name or _name(options.script),
-        nnodes=given.get("nnodes", "1"),
+        nnodes=given["nnodes"] or "1",
         nproc_per_node=int(options.nproc) if options.nproc.isdecimal() else options.nproc,
         rendezvous=Rendezvous(
-            endpoint=_endpoint(given), id=given.get("rdzv_id"), local_addr=given.get("local_addr")
+            endpoint=_endpoint(given), id=given["rdzv_id"], local_addr=given["local_addr"]
         ),
         env=_env(options.env),
         max_restarts=options.max_restarts,
         grace=options.grace,
-        resources=Resources(
-            **{
-                key: given.get(key)
-                for key in ("cpu", "gpu", "memory_gib", "walltime", "partition", "account", "image")
-            }
-        ),
-        python=options.python or ("python" if options.command == "kubeflow" else sys.executable),
+        resources=Resources(**{name: given[name] for name in needs}),
+        python=options.python or this,
     )
 
 
-def _endpoint(given: dict[str, str | None]) -> str | None:
-    variable = given.get("rdzv_host_env")
+def _endpoint(given: Mapping[str, Any]) -> str | None:
+    variable = given["rdzv_host_env"]
     if variable is None:
-        return given.get("rdzv_endpoint")
+        endpoint: str | None = given["rdzv_endpoint"]
+        return endpoint
     # Some schedulers leave the variable out on the very node that it would name.
     return f"{os.environ.get(variable) or 'localhost'}:{given['rdzv_port']}"
 
 
 def _name(target: str) -> str:
     """A job's name from its script or module."""
+    # 53: with the suffixes of pods, Kubernetes takes 63.
     stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
     return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:53].rstrip("-") or "train"
 
 
 def _env(pairs: Sequence[str]) -> dict[str, str]:
+    # The value may be a secret, but without a = nothing is known of it.
     for pair in pairs:
         if "=" not in pair:
             raise ValueError(f"Invalid --env {pair!r}: must be KEY=VALUE.")
@@ -210,12 +210,8 @@ class _Command(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         found, left = super().parse_known_args(args, namespace)
         if left:
-            option = left[0].partition("=")[0]
-            known = re.findall(r"^  (?:-m, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
-            meant = difflib.get_close_matches(option, known, n=1)
-            self.error(
-                f"there is no option {option}." + (f" Did you mean {meant[0]}?" if meant else "")
-            )
+            # Not before: words after SCRIPT are the script's own.
+            refuse_option(self, left[0].partition("=")[0])
         return found, left
 
 
@@ -299,6 +295,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     )
     if command != "local":
         add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
+    # What runs here, and can show or print something.
     if command in ("local", "torchrun"):
         shown = (
             "local ranks whose output is shown, such as 0 or 0,1 (default: all); a single one is"

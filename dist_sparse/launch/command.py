@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from string import Template
 
 from dist_sparse.launch.spec import LaunchSpec
@@ -29,11 +29,9 @@ def new_id(spec: LaunchSpec) -> str:
 
 def target(spec: LaunchSpec) -> list[str]:
     """Return the script or module with its args, as the words after `python`."""
-    return (
-        [spec.script, *spec.args]
-        if spec.script is not None
-        else ["-m", str(spec.module), *spec.args]
-    )
+    if spec.script is not None:
+        return [spec.script, *spec.args]
+    return ["-m", str(spec.module), *spec.args]
 
 
 def argv(
@@ -43,6 +41,7 @@ def argv(
     program: Sequence[str] = (),
     output: Sequence[str] = ("--redirects", "0", "--tee", "0"),
     before: Sequence[str] = (),
+    quote: Callable[[str], str] = str,
 ) -> list[str]:
     """Return the words of the command that runs `spec` on one node; no shell, no quotes.
 
@@ -52,28 +51,22 @@ def argv(
         output: torchrun's options for the output of the ranks.
         before: a script and its first words, which get the job's own script or module with its
             args.
+        quote: applied to all words but `rendezvous`, for a program that reads them.
 
     Raises:
         ValueError: several nodes have no endpoint or no id.
     """
     words = [_literal(word) for word in (*before, *target(spec))]
     # Without `--`, torchrun takes words of the script for abbreviations of its own options.
-    ranks = ["-m", "--", *words[1:]] if spec.module is not None and not before else ["--", *words]
-    return [
-        *(program or [spec.python, "-m", "torch.distributed.run"]),
-        *("--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)),
-        *(rendezvous or _rendezvous(spec)),
-        *(
-            "--max-restarts",
-            str(spec.max_restarts),
-            "--monitor-interval",
-            "0.1",
-            "--start-method",
-            "spawn",
-        ),
-        *("--event-log-handler", "null", "--role", "default", *output),
-        *ranks,
-    ]
+    ranks = ["--", *words]
+    if words[0] == "-m":
+        ranks = ["-m", "--", *words[1:]]
+    start = [*(program or [spec.python, "-m", "torch.distributed.run"])]
+    start += ["--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)]
+    end = ["--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1"]
+    end += ["--start-method", "spawn", "--event-log-handler", "null", "--role", "default"]
+    meeting = rendezvous or map(quote, _rendezvous(spec))
+    return [*map(quote, start), *meeting, *map(quote, (*end, *output, *ranks))]
 
 
 def _literal(word: str) -> str:
@@ -88,15 +81,8 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     if spec.max_nodes == 1:
         endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
     else:
-        for name, how in (
-            ("endpoint", " and reach the same store from every node"),
-            ("id", ", the same on all nodes"),
-        ):
-            if getattr(meeting, name) is None:
-                raise ValueError(
-                    f"Invalid rendezvous.{name}=None: must be given{how}, for"
-                    f" nnodes={spec.nnodes!r}."
-                )
+        _refuse_missing(spec, "endpoint", " and reach the same store from every node")
+        _refuse_missing(spec, "id", ", the same on all nodes")
         if str(endpoint).endswith(":0"):
             raise ValueError(
                 f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all"
@@ -107,14 +93,18 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     return words if local_addr is None else [*words, "--local-addr", local_addr]
 
 
+def _refuse_missing(spec: LaunchSpec, name: str, how: str) -> None:
+    if getattr(spec.rendezvous, name) is None:
+        rule = f"must be given{how}, for nnodes={spec.nnodes!r}"
+        raise ValueError(f"Invalid rendezvous.{name}=None: {rule}.")
+
+
 def threads(spec: LaunchSpec, cores: int | None) -> int | None:
     """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None if cores or
     ranks are unknown."""
-    return (
-        max(1, cores // spec.nproc_per_node)
-        if cores and isinstance(spec.nproc_per_node, int)
-        else None
-    )
+    if not cores or not isinstance(spec.nproc_per_node, int):
+        return None
+    return max(1, cores // spec.nproc_per_node)
 
 
 def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -125,27 +115,23 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     this machine's cores over its ranks. `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where
     the host name resolves to, otherwise.
     """
+    defaults: dict[str, str | int | None] = {"OMP_NUM_THREADS": threads(spec, _cores())}
+    if spec.max_nodes == 1 and os.path.isdir("/sys/class/net/lo"):
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
     added = plain_variables(spec)
+    # A rank with `random` hashes, or an invalid seed, could not talk to the others.
     if not re.fullmatch("[0-9]+", inherited.get("PYTHONHASHSEED", "")):
         added["PYTHONHASHSEED"] = "0"
-    if "OMP_NUM_THREADS" not in inherited:
-        count = threads(
-            spec,
-            (
-                len(os.sched_getaffinity(0))
-                if hasattr(os, "sched_getaffinity")
-                else os.cpu_count() or 1
-            ),
-        )
-        if count is not None:
-            added["OMP_NUM_THREADS"] = str(count)
-    if (
-        spec.max_nodes == 1
-        and "GLOO_SOCKET_IFNAME" not in inherited
-        and os.path.isdir("/sys/class/net/lo")
-    ):
-        added["GLOO_SOCKET_IFNAME"] = "lo"
+    for name, value in defaults.items():
+        if value is not None and name not in inherited:
+            added[name] = str(value)
     return added | dict(spec.env)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def plain_variables(spec: LaunchSpec) -> dict[str, str]:
@@ -156,6 +142,7 @@ def plain_variables(spec: LaunchSpec) -> dict[str, str]:
     0 makes a new store each time.
     """
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    # A change in the number of nodes restarts ranks too.
     restarts = spec.max_restarts > 0 or ":" in spec.nnodes
     return variables | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
 
@@ -164,5 +151,6 @@ def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[st
     """Return the whole environment of the job, and the names of the `PET_` variables that were left
     out of it."""
     dropped = sorted(key for key in inherited if key.startswith("PET_"))
+    # torchrun reads an option from PET_ wherever the argv lacks it.
     kept = {key: value for key, value in inherited.items() if key not in dropped}
     return kept | additions(spec, inherited), dropped

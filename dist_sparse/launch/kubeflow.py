@@ -44,26 +44,28 @@ def render(
             "`launch kubeflow` writes YAML: it needs PyYAML (pip install pyyaml)."
         ) from error
     job = manifest(spec, runtime=runtime, namespace=namespace)
-    what = " ".join(target(spec)[: 1 if spec.script else 2])
-    # Some characters end a line, and with it the comment, or are not allowed in YAML.
-    comments = _COMMENTS.format(name=spec.name, what=what if what.isprintable() else ascii(what))
-    if (limit := spec.resources.walltime) is not None:
-        comments += (
-            f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {limit}:\n"
-        )
-        comments += f"# add activeDeadlineSeconds: {_seconds(limit)} below spec.\n"
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         pass
 
     def text_of(dumper: Any, text: str) -> Any:
-        return dumper.represent_scalar(
-            "tag:yaml.org,2002:str", text, style=None if _PLAIN.fullmatch(text) else "'"
-        )
+        style = None if _PLAIN.fullmatch(text) else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, text_of)
     text: str = yaml.dump(job, Dumper=Dumper, sort_keys=False, width=120)
-    return comments + text
+    return _comments(spec) + text
+
+
+def _comments(spec: LaunchSpec) -> str:
+    what = " ".join(target(spec)[: 1 if spec.script else 2])
+    # Some characters end a line, and with it the comment, or are not allowed in YAML.
+    comments = _COMMENTS.format(name=spec.name, what=what if what.isprintable() else ascii(what))
+    limit = spec.resources.walltime
+    if limit is None:
+        return comments
+    comments += f"# Trainers that know spec.activeDeadlineSeconds can hold the limit of {limit}:\n"
+    return f"{comments}# add activeDeadlineSeconds: {_seconds(limit)} below spec.\n"
 
 
 def manifest(
@@ -80,13 +82,48 @@ def manifest(
         ValueError: a TrainJob can't hold `spec`: a range of nodes, a name that no pod can have, too
             many words, or a word that is not valid text.
     """
+    _refuse_spec(spec)
+    _refuse_object_name("runtime", runtime)
+    metadata = {"name": spec.name}
+    if namespace is not None:
+        _refuse_object_name("namespace", namespace)
+        metadata["namespace"] = namespace
+    _refuse_bytes(spec)
+    args = len(spec.args)
+    if args > _MOST_WORDS:
+        raise ValueError(f"Invalid args: {args} words, a TrainJob takes {_MOST_WORDS}.")
+    meeting = _meeting(spec) if spec.max_nodes > 1 else []
+    words = argv(spec, rendezvous=meeting, quote=_escaped)
+    trainer: dict[str, Any] = {
+        "image": spec.resources.image,
+        "numNodes": spec.max_nodes,
+        # Trainers from v2.2 on accept only numbers here; the command has it anyway.
+        "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
+        "command": words[: len(words) - args],
+        "args": words[len(words) - args :],
+        "env": [{"name": key, "value": _escaped(value)} for key, value in _variables(spec).items()],
+        "resourcesPerNode": _resources(spec),
+    }
+    api, kind = "trainer.kubeflow.org", "ClusterTrainingRuntime"
+    return {
+        "apiVersion": f"{api}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata,
+        "spec": {
+            "runtimeRef": {"apiGroup": api, "kind": kind, "name": runtime},
+            # Kubernetes reads an empty field as a value, not as the default.
+            "trainer": {key: trainer[key] for key in trainer if trainer[key] not in (None, [], {})},
+        },
+    }
+
+
+def _refuse_spec(spec: LaunchSpec) -> None:
+    """Refuse jobs that a TrainJob can't describe."""
     if ":" in spec.nnodes:
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
     if not _DNS_LABEL.fullmatch(spec.name):
-        raise ValueError(
-            f"Invalid name={spec.name!r}: must begin with a letter and not end with - for"
-            " Kubernetes."
-        )
+        rule = "must begin with a letter and not end with - for Kubernetes"
+        raise ValueError(f"Invalid name={spec.name!r}: {rule}.")
     if spec.max_restarts and spec.max_nodes > 1:
         # torch's static rendezvous gives restarted ranks the store of the ranks before them; see
         # `plain_variables`.
@@ -95,77 +132,34 @@ def manifest(
             " restart the job"
         )
         raise ValueError(f"Invalid max_restarts={spec.max_restarts}: {rule}.")
-    for name, value in (("runtime", runtime), ("namespace", namespace)):
-        if value is not None and not _OBJECT_NAME.fullmatch(value):
-            raise ValueError(
-                f"Invalid {name}={value!r}: must be the name of an object in Kubernetes."
-            )
-    _refuse_bytes(spec)
-    args = len(spec.args)
-    if args > _MOST_WORDS:
-        raise ValueError(f"Invalid args: {args} words, a TrainJob takes {_MOST_WORDS}.")
-    meeting = _meeting(spec) if spec.max_nodes > 1 else []
-    words = argv(spec, rendezvous=meeting)
-    # The words of the meeting are Kubernetes' to fill in. They are found by place, as in `sbatch`.
-    begin = words.index("--rdzv-backend")
-    escaped = [_escaped(word) for word in words]
-    escaped[begin : begin + len(meeting)] = meeting
-    trainer: dict[str, Any] = {
-        "image": spec.resources.image,
-        "numNodes": spec.max_nodes,
-        # Trainers from v2.2 on accept only numbers here; the command has it anyway.
-        "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
-        "command": escaped[: len(words) - args],
-        "args": escaped[len(words) - args :],
-        "env": [{"name": key, "value": _escaped(value)} for key, value in _variables(spec).items()],
-        "resourcesPerNode": _resources(spec),
-    }
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": spec.name} | ({} if namespace is None else {"namespace": namespace}),
-        "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "ClusterTrainingRuntime",
-                "name": runtime,
-            },
-            "trainer": {
-                key: value for key, value in trainer.items() if value not in (None, [], {})
-            },
-        },
-    }
+
+
+def _refuse_object_name(argument: str, name: str) -> None:
+    if not _OBJECT_NAME.fullmatch(name):
+        rule = "must be the name of an object in Kubernetes"
+        raise ValueError(f"Invalid {argument}={name!r}: {rule}.")
 
 
 def _refuse_bytes(spec: LaunchSpec) -> None:
-    """Words of a command line that are not valid in its locale have lone surrogates, which UTF-8
-    can't hold."""
-    words = [
-        (name, word, ascii(word)) for name in ("script", "python") if (word := getattr(spec, name))
-    ]
-    words += [("args", word, ascii(word)) for word in spec.args]
-    # Which may be a secret.
-    words += [(f"env[{key!r}]", value, "the value") for key, value in spec.env.items()]
-    for name, word, shown in words:
-        if any("\ud800" <= character <= "\udfff" for character in word):
-            raise ValueError(f"Invalid {name}: {shown} is no text, and a TrainJob holds text only.")
+    """Refuse words with lone surrogates, which UTF-8 can't hold: words of a command line that are
+    not valid in its locale have them."""
+    words = [("script", spec.script or ""), ("python", spec.python)]
+    words += [("args", word) for word in spec.args]
+    shown = [(name, word, ascii(word)) for name, word in words]
+    # A value may be a secret.
+    shown += [(f"env[{key!r}]", value, "the value") for key, value in spec.env.items()]
+    for name, word, text in shown:
+        if re.search("[\ud800-\udfff]", word):
+            raise ValueError(f"Invalid {name}: {text} is no text, and a TrainJob holds text only.")
 
 
 def _meeting(spec: LaunchSpec) -> list[str]:
+    """Return words in which Kubernetes fills in the variables."""
     # Not c10d: the first node would have to find out through the DNS, in time, that it is the
     # first.
-    words = [
-        "--rdzv-backend",
-        "static",
-        "--rdzv-endpoint",
-        "",
-        "--rdzv-id",
-        new_id(spec),
-        "--rdzv-conf",
-        "timeout=600",
-    ]
-    words += ["--master-addr", "$(PET_MASTER_ADDR)", "--master-port", "$(PET_MASTER_PORT)"]
-    return [*words, "--node-rank", "$(PET_NODE_RANK)"]
+    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", new_id(spec)]
+    words += ["--rdzv-conf", "timeout=600", "--master-addr", "$(PET_MASTER_ADDR)"]
+    return [*words, "--master-port", "$(PET_MASTER_PORT)", "--node-rank", "$(PET_NODE_RANK)"]
 
 
 def _variables(spec: LaunchSpec) -> dict[str, str]:

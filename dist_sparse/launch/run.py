@@ -42,8 +42,10 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
             id, a rank is not in `spec`, or this is not the main thread.
         OSError: standard output or error is closed.
     """
-    _check(spec, ranks)
+    _refuse_process()
+    _refuse_job(spec, ranks)
     variables, dropped = environment(spec, os.environ)
+    # Else a user would search for why an option has no effect.
     if dropped:
         _say(f"torchrun would take options from {', '.join(dropped)}: not passed on")
     single = spec.nproc_per_node == 1
@@ -58,26 +60,35 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         # A torchrun or torchx around this job may have set where it looks for the error.
         variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+        # torchrun writes to the same file.
         sys.stdout.flush()
+        # Several ranks would each read a part of it.
         stdin = None if single else subprocess.DEVNULL
         process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
         return _wait(process, spec.grace)
 
 
-def _check(spec: LaunchSpec, ranks: Sequence[int]) -> None:
+def _refuse_process() -> None:
+    """Refuse a process that can't show output or handle signals."""
     if sys.stdout is None or sys.stderr is None:
         raise OSError("Standard output or error is closed: send it to a file, or to /dev/null.")
+    # Python sets handlers in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("run() must be called in the main thread: it handles signals.")
+
+
+def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
+    """Refuse a job that can't run on this machine."""
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     if shutil.which(spec.python) is None:
         raise ValueError(f"Invalid python={spec.python!r}: there is no such program.")
+    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
+    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
     for rank in ranks:
-        if rank < 0 or (isinstance(spec.nproc_per_node, int) and rank >= spec.nproc_per_node):
-            raise ValueError(
-                f"Invalid {rank=}: must be a local rank, from 0 to nproc_per_node - 1."
-            )
+        if rank < 0 or rank >= count:
+            rule = "must be a local rank, from 0 to nproc_per_node - 1"
+            raise ValueError(f"Invalid {rank=}: {rule}.")
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
@@ -91,6 +102,7 @@ def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
         process.send_signal(number)
         _say(f"{signal.Signals(number).name}: the ranks have {grace} s to exit")
 
+    # A caller in Python gets its own handlers back.
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     try:
         for number, handler in before.items():

@@ -6,6 +6,7 @@ script's own.
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from dist_sparse.launch.command import argv, new_id, plain_variables, threads
@@ -31,19 +32,10 @@ read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # bash refuses to assign to some of these, computes others itself, and reads IFS; so do all whose
 # names begin with BASH.
-_BASH = {
-    "UID",
-    "EUID",
-    "PPID",
-    "SHELLOPTS",
-    "GROUPS",
-    "DIRSTACK",
-    "FUNCNAME",
-    "PIPESTATUS",
-    "LINENO",
-    "SECONDS",
-}
-_BASH |= {"RANDOM", "SHLVL", "SRANDOM", "HISTCMD", "EPOCHSECONDS", "EPOCHREALTIME", "IFS", "_"}
+_BASH = re.compile(
+    "BASH.*|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|IFS|LINENO|PIPESTATUS"
+    "|PPID|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_"
+)
 
 
 def render(spec: LaunchSpec, *, port: int = 29400) -> str:
@@ -59,42 +51,34 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     if not 1 <= port <= 65535:
         raise ValueError(f"Invalid {port=}: must be in [1, 65535].")
     for key in spec.env:
-        if key in _BASH or key.startswith("BASH"):
-            raise ValueError(
-                f"Invalid env={key!r}: bash sets this variable itself. Set it in the training"
-                " script."
-            )
-    meeting: list[str] = []
-    if spec.max_nodes > 1:
-        own_id = shlex.quote(new_id(spec))
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head_node:{port}"']
-        meeting += [
-            "--rdzv-id",
-            f'{own_id}-"$SLURM_JOB_ID"',
-            "--rdzv-conf",
-            "join_timeout=600",
-            "--node-rank",
-            "0",
-        ]
-    words = argv(spec, rendezvous=meeting)
-    # The words of the meeting are shell already. They are found by place: the script may be called
-    # like one of them.
-    begin = words.index("--rdzv-backend")
-    quoted = [shlex.quote(word) for word in words]
-    quoted[begin : begin + len(meeting)] = meeting
-    count = threads(spec, spec.resources.cpu)
-    exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(count or '"${OMP_NUM_THREADS:-1}"')}
-    exports |= {
-        key: shlex.quote(value) for key, value in (plain_variables(spec) | dict(spec.env)).items()
-    }
-    if spec.resources.cpu is not None:
-        # Srun does not take it over from sbatch.
-        exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)
+        if _BASH.fullmatch(key):
+            rule = "bash sets this variable itself. Set it in the training script"
+            raise ValueError(f"Invalid env={key!r}: {rule}.")
+    meeting = _meeting(spec, port) if spec.max_nodes > 1 else []
+    words = argv(spec, rendezvous=meeting, quote=shlex.quote)
     directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
-    variables = "".join(f"export {key}={value}\n" for key, value in exports.items())
-    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(quoted)])
+    variables = "".join(f"export {key}={value}\n" for key, value in _exports(spec).items())
+    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
     head = _HEADER.format(name=spec.name)
     return f"{head}{directives}{_BODY}{variables}{_MEETING if meeting else ''}\n{command}\n"
+
+
+def _meeting(spec: LaunchSpec, port: int) -> list[str]:
+    """Return words that are shell already: bash fills in the variables."""
+    job = f'{shlex.quote(new_id(spec))}-"$SLURM_JOB_ID"'
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f'"$head_node:{port}"', "--rdzv-id", job]
+    return [*words, "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
+
+
+def _exports(spec: LaunchSpec) -> dict[str, str]:
+    count = threads(spec, spec.resources.cpu)
+    exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(count or '"${OMP_NUM_THREADS:-1}"')}
+    for key, value in (plain_variables(spec) | dict(spec.env)).items():
+        exports[key] = shlex.quote(value)
+    if spec.resources.cpu is not None:
+        # srun does not take it over from sbatch.
+        exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)
+    return exports
 
 
 def _directives(spec: LaunchSpec) -> list[str]:
@@ -117,6 +101,7 @@ def _directives(spec: LaunchSpec) -> list[str]:
 def _lines(words: list[str]) -> list[str]:
     """One option with its value on each line, for readers; the script and its args on the last."""
     lines = [" ".join(words[:3])]
+    # The interpreter, -m and torchrun are one line.
     rest = words[3:]
     while rest[0] not in ("-m", "--"):
         lines.append(" ".join(rest[:2]))

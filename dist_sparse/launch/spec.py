@@ -29,6 +29,7 @@ _ID = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
 _WALLTIME = re.compile(r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]")
 _WORD = re.compile(r"[A-Za-z0-9_.,-]+")
 _PATH = re.compile(r"[^-\0\n\r][^\0\n\r]*")
+_VALUE = re.compile(r"[^\0\n\r]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
 
 
@@ -58,14 +59,11 @@ class Resources:
         for name, least in (("cpu", 1), ("gpu", 0), ("memory_gib", 1)):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least)
-        for name, pattern, rule in (
-            ("walltime", _WALLTIME, "HH:MM:SS or DAYS-HH:MM:SS"),
-            ("partition", _WORD, "letters, digits and _ . , -"),
-            ("account", _WORD, "letters, digits and _ . , -"),
-            ("image", _IMAGE, "an image's name, such as registry/name:tag"),
-        ):
-            if getattr(self, name) is not None:
-                _match(name, getattr(self, name), pattern, rule)
+        word = "letters, digits and _ . , -"
+        _match_given("walltime", self.walltime, _WALLTIME, "HH:MM:SS or DAYS-HH:MM:SS")
+        _match_given("partition", self.partition, _WORD, word)
+        _match_given("account", self.account, _WORD, word)
+        _match_given("image", self.image, _IMAGE, "an image's name, such as registry/name:tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +87,11 @@ class Rendezvous:
     local_addr: str | None = None
 
     def __post_init__(self) -> None:
-        for name, pattern, rule in (
-            ("endpoint", _ENDPOINT, "HOST:PORT, the port in [0, 65535]"),
-            ("id", _ID, "1 to 128 letters, digits and _ . -, not beginning with -"),
-            ("local_addr", _ADDRESS, "an address or a host name"),
-        ):
-            if getattr(self, name) is not None:
-                _match(f"rendezvous.{name}", getattr(self, name), pattern, rule)
+        port, word = "HOST:PORT, the port in [0, 65535]", "1 to 128 letters, digits and _ . -"
+        _match_given("rendezvous.endpoint", self.endpoint, _ENDPOINT, port)
+        _match_given("rendezvous.id", self.id, _ID, f"{word}, not beginning with -")
+        address = "an address or a host name"
+        _match_given("rendezvous.local_addr", self.local_addr, _ADDRESS, address)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,43 +133,51 @@ class LaunchSpec:
     python: str = sys.executable
 
     def __post_init__(self) -> None:
+        self._check_target()
+        self._check_args()
+        _match("name", self.name, _NAME, "1 to 53 of a-z, 0-9 and -, not beginning with -")
+        self._check_sizes()
+        self._check_env()
+        # Copies: a spec stays as it was checked.
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+
+    def _check_target(self) -> None:
         if (self.script is None) == (self.module is None):
-            raise ValueError(
-                f"Invalid script={self.script!r}, module={self.module!r}: must be exactly one of"
-                " them."
-            )
-        if self.module is not None:
-            _match("module", self.module, _MODULE, "a dotted Python name")
+            given = f"script={self.script!r}, module={self.module!r}"
+            raise ValueError(f"Invalid {given}: must be exactly one of them.")
         rule = "a str, a path without NUL and newlines, not an option"
-        for name in ("script", "python") if self.module is None else ("python",):
-            _match(name, getattr(self, name), _PATH, rule)
+        _match_given("module", self.module, _MODULE, "a dotted Python name")
+        _match_given("script", self.script, _PATH, rule)
+        _match("python", self.python, _PATH, rule)
+
+    def _check_args(self) -> None:
         if not isinstance(self.args, tuple | list):  # a str would be a word for each letter
             raise ValueError(f"Invalid args: must be a tuple, not a {type(self.args).__name__}.")
-        object.__setattr__(self, "args", tuple(self.args))
         for word in self.args:
             if not isinstance(word, str) or "\0" in word:
                 raise ValueError(f"Invalid args: {word!r} must be a str without NUL.")
-        _match("name", self.name, _NAME, "1 to 53 of a-z, 0-9 and -, not beginning with -")
+
+    def _check_sizes(self) -> None:
         found = _match("nnodes", self.nnodes, _NNODES, 'a number from 1 on, or "MIN:MAX"')
-        if found[2] is not None and int(found[1]) > int(found[2]):
+        least, most = found.groups(default=found[1])
+        if int(least) > int(most):
             raise ValueError(f"Invalid nnodes={self.nnodes!r}: MIN must not be greater than MAX.")
         if self.nproc_per_node not in ("gpu", "cpu", "auto"):
             _whole("nproc_per_node", self.nproc_per_node, 1, " or one of 'gpu', 'cpu', 'auto'")
+        _whole("max_restarts", self.max_restarts, 0)
+        _whole("grace", self.grace, 0)
+
+    def _check_env(self) -> None:
         for key, value in self.env.items():
             _match("env", key, _ENV_KEY, "keys of A-Z, 0-9 and _, not beginning with a digit")
             if key.startswith("PET_"):
-                raise ValueError(
-                    f"Invalid env={key!r}: PET_ variables are torchrun's own options and not"
-                    " passed on."
-                )
-            if not isinstance(value, str) or set(value) & {"\0", "\n", "\r"}:
+                rule = "PET_ variables are torchrun's own options and not passed on"
+                raise ValueError(f"Invalid env={key!r}: {rule}.")
+            if not isinstance(value, str) or not _VALUE.fullmatch(value):
                 # The value may be a secret, and errors go into logs.
-                raise ValueError(
-                    f"Invalid env[{key!r}]: the value must be a str without NUL and newlines."
-                )
-        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
-        _whole("max_restarts", self.max_restarts, 0)
-        _whole("grace", self.grace, 0)
+                rule = "the value must be a str without NUL and newlines"
+                raise ValueError(f"Invalid env[{key!r}]: {rule}.")
 
     @property
     def max_nodes(self) -> int:
@@ -186,6 +190,11 @@ def _match(name: str, value: object, pattern: re.Pattern[str], rule: str) -> re.
     if found is None:
         raise ValueError(f"Invalid {name}={value!r}: must be {rule}.")
     return found
+
+
+def _match_given(name: str, value: object, pattern: re.Pattern[str], rule: str) -> None:
+    if value is not None:
+        _match(name, value, pattern, rule)
 
 
 def _whole(name: str, value: object, least: int, more: str = "") -> None:

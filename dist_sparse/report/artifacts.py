@@ -71,7 +71,7 @@ def add_artifact(
     run, artifact = Path(run), Path(artifact)
     if not (run / RUN).is_file():
         raise ValueError(f"{run} holds no run: there is no {RUN}, which RunLog writes.")
-    files = [file for file in (artifact, *artifact.rglob("*")) if file.is_file()]
+    files = [*filter(Path.is_file, (artifact, *artifact.rglob("*")))]
     if not files:
         raise ValueError(
             f"Invalid artifact={str(artifact)!r}: there is no such file, nor a folder with files."
@@ -81,6 +81,7 @@ def add_artifact(
         bytes=sum(file.stat().st_size for file in files),
         auc=checks.number("auc", auc, least=0, most=1),
     )
+    # A run is exported again after more training: the newest counts.
     others = [old for old in read_artifacts(run) if old.name != new.name]
     text = json.dumps([asdict(each) for each in (*others, new)], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())

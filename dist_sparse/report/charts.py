@@ -40,6 +40,7 @@ _NOTES = {
 
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
+    # The answer first, what led to it below.
     found: list[Chart] = [*_auc_over_bytes(run)]
     if run.due:
         found.append(_sparsity(run))
@@ -61,13 +62,13 @@ def _auc_over_bytes(run: Run) -> list[DotChart]:
     found = artifacts_of_runs(run)
     if sum(map(len, found.values())) < 2:
         return []
-    numbers = _numbers(run)
     runs = []
-    for name, artifacts in found.items():
-        role = "main" if name == run.name else "other"
-        dots = tuple((each.name, each.bytes, each.auc) for each in artifacts)
-        runs.append(Dots(name=name, role=role, number=numbers.get(name, 0), dots=dots))
-    runs.sort(key=lambda dots: (dots.role != "main", dots.number))
+    # In the order of the command line, as in the legend of every chart.
+    for one in run.all_runs:
+        dots = tuple((each.name, each.bytes, each.auc) for each in found.get(one.name, ()))
+        role = "main" if one is run else "other"
+        if dots:
+            runs.append(Dots(name=one.name, role=role, number=one.number, dots=dots))
     base = baseline(run)
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
@@ -84,10 +85,8 @@ def _sparsity(run: Run) -> LineChart:
         _held(run, name, "main", _points(run, _sparsity_of)),
         _held(run, "target", "target", _points(run, _target_of)),
     ]
-    for name, number in _numbers(run).items():
-        other = run.compared[name]
-        line = _held(other, name, "other", _points(other, _sparsity_of))
-        lines.append(dataclasses.replace(line, number=number))
+    for other in run.compared.values():
+        lines.append(_held(other, other.name, "other", _points(other, _sparsity_of)))
     lines += _table_lines(run, lambda change: change.sparsity)
     note = f"Share of blocks pruned after each mask update. {_thin_lines(run)}"
     return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True)
@@ -96,6 +95,7 @@ def _sparsity(run: Run) -> LineChart:
 def _series_charts(run: Run) -> list[LineChart]:
     """Return charts of loss, AUC, NE and other series with more than one point, with the same
     series of the compared runs."""
+    # A line needs two points.
     names = [name for name, series in run.values.items() if len(series) > 1]
     first = [name for name in _TITLES if name in names]
     others = sorted(set(names) - set(first))
@@ -104,19 +104,18 @@ def _series_charts(run: Run) -> list[LineChart]:
 
 
 def _series_chart(run: Run, name: str) -> LineChart:
-    lines = smoothed(run.name if run.compared else name, run.values[name], "main")
-    for other, number in _numbers(run).items():
-        series = run.compared[other].values.get(name, ())
+    lines = smoothed(run.name if run.compared else name, run.values[name])
+    thin = " Thin: as logged. Thick: running mean." if len(lines) > 1 else ""
+    for other in run.compared.values():
+        series = other.values.get(name, ())
         if len(series) > 1:  # a single value is in the table of last values
-            curve = smoothed(other, series, "other")[-1]  # the running mean if there is one
-            lines.append(dataclasses.replace(curve, number=number))
-    note = _NOTES.get(name, "As logged by the training script.")
-    if any(line.role == "raw" for line in lines):
-        note += " Thin: as logged. Thick: running mean."
+            curve = smoothed(other.name, series)[-1]  # the running mean if there is one
+            lines.append(dataclasses.replace(curve, role="other", number=other.number))
+    note = _NOTES.get(name, "As logged by the training script.") + thin
     # The key becomes a file name and an id.
     key = f"value_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
-    note += _not_finite(run.values[name])
-    return _line_chart(run, key, _TITLES.get(name, name), note, lines)
+    title = _TITLES.get(name, name)
+    return _line_chart(run, key, title, note + _not_finite(run.values[name]), lines)
 
 
 def _churn(run: Run) -> LineChart:
@@ -140,9 +139,7 @@ def _dead_rows(run: Run) -> LineChart:
     note = f"Rows without a kept weight. {_thin_lines(run)}"
     # No rank sees a whole row of a table that is cut by columns, so a mask update can't count its
     # dead rows.
-    cut: set[str] = set()
-    for due in run.due:
-        cut |= {change.name for change in due.record.tables if change.dead_rows is None}
+    cut = {change.name for change in run.changes if change.dead_rows is None}
     if cut:
         note += f" Known at the end only for {number_of(len(cut), 'table')} cut by columns."
     return _line_chart(run, "dead_rows", "Dead rows", note, lines)
@@ -207,13 +204,14 @@ def _dead_rows_of(due: DueStep) -> float | None:
 
 def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point]:
     """Return a total over all tables, per mask update where it is known."""
+    # A gap in the line would look like a value that is not finite.
     return [(float(due.step), value) for due in run.due if (value := value_of(due)) is not None]
 
 
 def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
     """Return the points of each table; of more than 30 their median, and what a tenth of them is
     below and above."""
-    few = len(_tables(run)) <= MOST_TABLES
+    few = len(run.last_changes) <= MOST_TABLES
     found: dict[str, list[Point]] = {}
     for due in run.due:
         # Unknown where the block shape has changed, or where rows are cut by columns.
@@ -230,6 +228,7 @@ def _table_lines(run: Run, value_of: Callable[[MaskChange], float | None]) -> li
 
 def _percentiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
+    # No interpolation: each value is one of a table.
     last = len(ordered) - 1
     if last < 0:
         return {}
@@ -239,32 +238,19 @@ def _percentiles(values: Iterable[float]) -> dict[str, float]:
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
     """Return a line that stays constant between mask updates and after the last one."""
     end = float(_end(run))
+    # Masks stay as they are until the run ends.
     if points and points[-1][0] < end:
         points = [*points, (end, points[-1][1])]
-    return Line(name=name, role=role, points=thinned(points), steps=True)
-
-
-def _numbers(run: Run) -> dict[str, int]:
-    """Number the compared runs, once for the page.
-
-    A chart that leaves a run out, or sorts them, keeps the colors of the others.
-    """
-    return {name: number for number, name in enumerate(run.compared)}
+    return Line(name=name, role=role, number=run.number, points=thinned(points), steps=True)
 
 
 def _end(run: Run) -> int:
+    # An update may be logged after the last step with values.
     return max([run.last_step or 0, *(due.step for due in run.due[-1:])])
 
 
-def _tables(run: Run) -> set[str]:
-    names: set[str] = set()
-    for due in run.due:
-        names |= {change.name for change in due.record.tables}
-    return names
-
-
 def _thin_lines(run: Run) -> str:
-    tables = _tables(run)
+    tables = run.last_changes
     if len(tables) <= MOST_TABLES:
         return "Thin: each table."
     return (
@@ -285,6 +271,7 @@ def _named_apart(found: Iterable[Chart]) -> list[Chart]:
     named: dict[str, Chart] = {}
     for chart in found:
         key, number = chart.key, 1
+        # Some file systems ignore case.
         while key.lower() in named:
             number += 1
             key = f"{chart.key}_{number}"

@@ -68,6 +68,7 @@ def baseline(run: Run) -> Run | None:
 def whole_bytes(run: Run) -> int | None:
     """Return the dense size that all runs are compared with."""
     base = baseline(run)
+    # A baseline that was logged without `model=` and without masks has none.
     known = None if base is None else base.bytes_dense
     return run.bytes_dense if known is None else known
 
@@ -81,6 +82,7 @@ def compare(run: Run) -> list[RunRow]:
 def quality(run: Run) -> tuple[str, float] | None:
     """Return ``("test_auc", value)`` of a run that has it, else ``("auc", value)``; None without an
     AUC in [0, 1]."""
+    # Of examples that training has not seen, where there are any.
     for key in ("test_auc", "auc"):
         if (value := run.last(key)) is not None and 0 <= value <= 1:
             return key, value
@@ -92,6 +94,7 @@ def artifacts_of_runs(run: Run) -> dict[str, list[ArtifactBytes]]:
     that has none; runs with neither are left out."""
     found = {}
     for one in run.all_runs:
+        # A logarithmic axis has no place for 0 bytes.
         artifacts = [each for each in one.artifacts or _weights(one) if each.bytes]
         if artifacts:
             found[one.name] = sorted(artifacts, key=lambda each: -each.bytes)
@@ -117,6 +120,7 @@ def headline(run: Run) -> str:
     text = _kept_text(run)
     if not text:
         return ""
+    # The delta where there is a baseline, else the value itself.
     if (auc := quality(run)) is not None:
         delta = _delta(run, baseline(run))
         value = f"{auc[1]:.4f}" if delta is None else delta_text(delta)
@@ -131,6 +135,7 @@ def _kept_text(run: Run) -> str:
     if kept is None or not whole:
         blocks, removed = blocks_of(run)
         return f"Keeps {percent(1 - removed / blocks)} of blocks so far" if blocks else ""
+    # A dense run: "100.0% of" would suggest that it prunes.
     if kept == whole and not run.tables:
         return f"Keeps all table bytes ({size(kept)})"
     return f"Keeps {percent(kept / whole)} of table bytes ({size(kept)} of {size(whole)})"
@@ -156,6 +161,7 @@ def row_cells(row: RunRow) -> list[str]:
         known_text(row.bytes, size),
         percent(row.share),
         known_text(row.auc, "{:.4f}".format),
+        # The baseline differs from nothing: no dash, which would read as unknown.
         known_text(row.delta, delta_text, unknown=""),
         known_text(row.ms_per_step, "{:.1f}".format),
         _change_text(row.changed),
@@ -220,8 +226,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by dotted keys, without None."""
     found: dict[str, Any] = {}
     for key, value in config.items():
+        # Leaf by leaf: a nested config that differs in one key shows that key.
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{key}.")
+        # A key that is None reads as one that is missing.
         elif value is not None:
             found[f"{prefix}{key}"] = value
     return found

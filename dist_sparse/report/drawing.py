@@ -122,15 +122,18 @@ class _Axes:
     log: bool = False
 
     def x_of(self, value: float) -> float:
+        # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
         place = math.log10(value) if self.log else value
         return round(WIDTH * (place - self.left) / (self.right - self.left), 1)
 
     def y_of(self, value: float) -> float:
+        # SVG counts from the top.
         return round(HEIGHT * (1 - (value - self.low) / (self.high - self.low)), 1)
 
     def plot(self, *, caption: str, shapes: Sequence[Shape], **texts: Any) -> Plot:
         """Return a plot of the shapes over a grid line for each level."""
         marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in self.levels)
+        # The grid comes first: shapes are drawn in their order.
         grid = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks]
         return Plot(
             caption=caption,
@@ -169,6 +172,7 @@ def is_wide(chart: Chart) -> bool:
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round numbers in [low, high], 1, 2, 2.5 or 5 times a power of ten apart, at most
     ``most + 1``."""
+    # Also where one of them is not a number.
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -176,6 +180,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     steps = [power * times for times in (1, 2, 2.5, 5, 10)]
     # 1e-9: a rough step that is round but for a rounding error is taken as it is.
     step = next(step for step in steps if step >= rough * (1 - 1e-9))
+    # 12 digits: n * step has rounding errors that would show in a label.
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
@@ -184,6 +189,7 @@ def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
     """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times
     these where there is room; linear :func:`ticks` where that gives fewer than three."""
     found: list[float] = []
+    # The finest that has room.
     for times in ((1, 2, 5), (1, 3), (1,)):
         found = _round_numbers(left, right, times)
         if len(found) <= most:
@@ -204,6 +210,7 @@ def _round_numbers(left: float, right: float, times: Sequence[int]) -> list[floa
 
 def _every(values: list[float], most: int) -> list[float]:
     """Return every n-th value, at most ``most`` of them."""
+    # -(-a // b) rounds up.
     return values[:: max(1, -(-len(values) // most))]
 
 
@@ -211,10 +218,12 @@ def _line_plot(chart: LineChart) -> Plot:
     axes = _line_axes(chart)
     text_of = percent if chart.share else amount
     named = [line for line in chart.lines if line.role in _NAMED]
+    # Later shapes cover earlier ones: the run itself is on top of the others.
     layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
     return axes.plot(
         caption=f"{chart.title} over steps: {_ends(named, text_of)}.",
         shapes=[(_look(line), _path(line, axes)) for line in layers],
+        # A single line has the name of its chart.
         legend=_legend(named) if len(named) > 1 else (),
         tips=_tips(chart, axes, text_of),
     )
@@ -222,10 +231,9 @@ def _line_plot(chart: LineChart) -> Plot:
 
 def _line_axes(chart: LineChart) -> _Axes:
     # A compared run may have gone further than the run itself.
-    steps = [0.0, max(float(chart.end), 1.0)]
-    heights: list[float] = []
+    steps, heights = [0.0, max(float(chart.end), 1.0)], list[float]()
     for line in chart.lines:
-        steps += [x for x, _ in line.points]
+        steps += line.steps_at
         heights += line.heights
     left, right = min(steps), max(steps)
     low, high = _range(heights, chart.share)
@@ -235,7 +243,7 @@ def _line_axes(chart: LineChart) -> _Axes:
         low=low,
         high=high,
         # There are no half steps.
-        places=[x for x in ticks(left, right, 4) if x.is_integer()],
+        places=[*filter(float.is_integer, ticks(left, right, 4))],
         place_text=_short,
         levels=ticks(low, high, 4),
         level_text=_percent_tick if chart.share else _tick,
@@ -257,11 +265,10 @@ def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:
     """Return the values at each step: one strip per point, halfway to its neighbors on both
     sides."""
     lines = [line for line in chart.lines if line.role != "raw"]
-    steps: set[float] = set()
-    for line in lines:
-        steps |= {x for x, _ in line.points}
+    steps = set[float]().union(*(line.steps_at for line in lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
+    # Halfway to the neighbors: the strip under a pointer is the one of the nearest point.
     edges = [0.0, *((axes.x_of(a) + axes.x_of(b)) / 20 for a, b in pairwise(shown)), 100.0]
     tips = []
     for x, (left, right) in zip(shown, pairwise(edges), strict=True):
@@ -316,11 +323,12 @@ def _score_plot(chart: ScoreChart) -> Plot:
 
 
 def _score_axes(chart: ScoreChart) -> _Axes:
-    edges = [*(piece.low for piece in chart.bins), *(piece.high for piece in chart.bins)]
+    # Bins ascend.
+    edges = [chart.bins[0].low, chart.bins[-1].high]
     if chart.threshold > 0:
         edges.append(chart.threshold)
     left, right = math.log10(min(edges)), math.log10(max(edges))
-    tallest = max(piece.density for piece in chart.bins) or 1.0
+    tallest = max(piece.density for piece in chart.bins)
     return _Axes(
         left=left,
         right=right,
@@ -354,16 +362,12 @@ def _dot_plot(chart: DotChart) -> Plot:
         name, height = chart.level
         shapes.append(("target", f"M0 {axes.y_of(height)}H{WIDTH}"))
         legend.append(("target", name))
-    dots: list[tuple[float, float]] = []
     for run in chart.runs:
-        own = [(axes.x_of(taken), axes.y_of(height)) for _, taken, height in run.dots]
-        shapes.append((f"{_look(run)} joined", "M" + "L".join(f"{x} {y}" for x, y in own)))
-        shapes += [(f"{_look(run)} dot", f"M{x} {y}h0") for x, y in own]
-        dots += own
-    # Only now: whether a label is above or below its dot depends on the dots of all runs.
-    spots: list[Spot] = []
-    for run in chart.runs:
-        spots += [_spot(run, number, dots, axes, chart.metric) for number in range(len(run.dots))]
+        places = [f"{axes.x_of(taken)} {axes.y_of(height)}" for _, taken, height in run.dots]
+        shapes.append((f"{_look(run)} joined", f"M{'L'.join(places)}"))
+        # A line of no length has round ends: a dot.
+        shapes += [(f"{_look(run)} dot", f"M{place}h0") for place in places]
+    spots = _spots(chart, axes)
     return axes.plot(
         caption=f"{chart.title}: {'; '.join(spot.spoken for spot in spots)}",
         shapes=shapes,
@@ -373,16 +377,16 @@ def _dot_plot(chart: DotChart) -> Plot:
 
 
 def _dot_axes(chart: DotChart) -> _Axes:
-    logs: list[float] = []
-    heights = [] if chart.level is None else [chart.level[1]]
-    for run in chart.runs:
-        logs += [math.log10(taken) for _, taken, _ in run.dots]
-        heights += [height for *_, height in run.dots]
+    _, sizes, metrics = zip(*chart.dots, strict=True)
+    logs = [*map(math.log10, sizes)]
+    heights = metrics if chart.level is None else (*metrics, chart.level[1])
+    # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
     room = 0.06 * (max(logs) - min(logs)) + 0.02
     left, right = min(logs) - room, max(logs) + room
     low, high = _range(heights, share=False)
     low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
     levels = ticks(low, high, 4)
+    # As many for all levels, so that their decimal points are below each other.
     decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
     return _Axes(
@@ -399,20 +403,24 @@ def _dot_axes(chart: DotChart) -> _Axes:
     )
 
 
-def _spot(
-    run: Dots, number: int, dots: Sequence[tuple[float, float]], axes: _Axes, metric: str
-) -> Spot:
-    label, taken, height = run.dots[number]
-    x, y = axes.x_of(taken), axes.y_of(height)
-    name = f"{run.name}, {label}" if label else run.name
-    return Spot(
-        left=100 * x / WIDTH,
-        top=100 * y / HEIGHT,
-        label=label,
-        text=(name, f"{size(taken)}, {metric} {height:.4f}"),
-        spoken=f"{name}: {size(taken)}, {height:.4f}",
-        under=_is_under(x, y, dots, number),
-    )
+def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
+    # Whether a label is above or below its dot depends on the dots of all runs.
+    everywhere = [(axes.x_of(taken), axes.y_of(height)) for _, taken, height in chart.dots]
+    spots = []
+    for run in chart.runs:
+        for number, (label, taken, height) in enumerate(run.dots):
+            x, y = axes.x_of(taken), axes.y_of(height)
+            name = f"{run.name}, {label}" if label else run.name
+            spot = Spot(
+                left=100 * x / WIDTH,
+                top=100 * y / HEIGHT,
+                label=label,
+                text=(name, f"{size(taken)}, {chart.metric} {height:.4f}"),
+                spoken=f"{name}: {size(taken)}, {height:.4f}",
+                under=_is_under(x, y, everywhere, number),
+            )
+            spots.append(spot)
+    return spots
 
 
 def _is_under(x: float, y: float, dots: Sequence[tuple[float, float]], number: int) -> bool:
@@ -421,6 +429,7 @@ def _is_under(x: float, y: float, dots: Sequence[tuple[float, float]], number: i
     near = [y - other for at, other in dots if max(abs(x - at), abs(y - other)) < _NEAR]
     # Neighbors on the same height don't count: their labels are beside each other.
     offsets = [offset for offset in near if offset]
+    # Below the lowest of near dots, above all others.
     return min(offsets) > 0 if offsets else number % 2 == 1
 
 
@@ -434,6 +443,7 @@ def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     low, high = (0.0 if share else min(values)), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
         low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
+    # An axis from exactly 0 begins at its line.
     room = 0.05 * (high - low)
     return (low if low == 0 else low - room), high + room
 
@@ -448,6 +458,7 @@ def _percent_tick(value: float) -> str:
 
 def _short(value: float) -> str:
     """Return ``625``, ``1.5M``."""
+    # From 10,000 on: 1,000 to 9,999 are short enough.
     for prefix, least, unit in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
         if abs(value) >= least:
             return f"{value / unit:g}{prefix}"

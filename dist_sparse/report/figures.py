@@ -37,6 +37,11 @@ class Line:
     steps: bool = False
 
     @property
+    def steps_at(self) -> list[float]:
+        """The steps of its points, ascending."""
+        return [x for x, _ in self.points]
+
+    @property
     def heights(self) -> list[float]:
         """The finite values."""
         return [y for _, y in self.points if y is not None]
@@ -99,6 +104,11 @@ class DotChart:
     metric: str = "AUC"
     level: tuple[str, float] | None = None
 
+    @property
+    def dots(self) -> tuple[tuple[str, int, float], ...]:
+        """The dots of all runs."""
+        return sum((run.dots for run in self.runs), ())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
@@ -112,6 +122,7 @@ class Bin:
 
     def kind(self, threshold: float) -> str:
         """Return whether its blocks are ``gone`` (pruned), ``kept``, or ``both``: some of each."""
+        # Blocks not above the threshold are pruned, so a bin across it has some of each.
         return "gone" if self.high <= threshold else "kept" if self.low > threshold else "both"
 
 

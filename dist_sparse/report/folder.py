@@ -75,6 +75,7 @@ class LogFile:
 
     def __init__(self, folder: Path) -> None:
         self._file, self._place = folder / LINES, os.path.realpath(folder)
+        # Before anything is opened: a pipe would block, a link would lead elsewhere.
         for file in (self._file, folder / LOCK):
             _refuse_special(file, links=True)
         # A process's locks don't exclude itself, and they end when it closes the locked file
@@ -92,7 +93,9 @@ class LogFile:
             raise _taken(self._file) from error
         except OSError:
             pass  # a file system without locks, such as Lustre mounted without them
+        # Unbuffered: what write() returned is in the file, whatever becomes of the process.
         self._held: FileIO | None = FileIO(self._file, "a", opener=_private)
+        # Last: a log that failed to open is not taken.
         _OPEN[self._place] = self
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -109,12 +112,14 @@ class LogFile:
                 return
             held.seek(-1, os.SEEK_END)
             cut = held.read(1) != b"\n"
+        # The cut line stays: a log is only appended to. Readers skip it.
         if cut:
             self._append(b"\n")
         self.write({"kind": _RESUMED, "started": _now()})
 
     def close(self) -> None:
         """Close the file and release its lock. Further calls do nothing."""
+        # The lock goes last: no other writer may begin before the file is closed.
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -143,6 +148,7 @@ def check_config(config: Mapping[str, Any]) -> Any:
         ValueError: it is not JSON.
     """
     try:
+        # There and back: tuples become lists here, as they are when the run is read.
         return _finite(json.loads(json.dumps(dict(config))))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Invalid config: {error}.") from error
@@ -178,6 +184,7 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
         ValueError: another process writes this log, or has written one since :func:`check_log`.
             OSError: it can't be written. In both cases no line was.
     """
+    # Not before the checks of all ranks: a refused log leaves no folder.
     folder.mkdir(parents=True, exist_ok=True)
     log = LogFile(folder)
     try:
@@ -201,6 +208,7 @@ def _link_latest(folder: Path) -> None:
     link = folder.with_name(LATEST)
     if folder.parent.name != "runs" or folder == link or (link.exists() and not link.is_symlink()):
         return
+    # A rename replaces the link at once: no reader finds it missing.
     part = _part_of(link)
     with contextlib.suppress(OSError):  # a file system without links: the run has its name
         part.symlink_to(folder.name)
@@ -216,6 +224,7 @@ def write_whole(file: Path, content: bytes) -> None:
             old one is whole.
     """
     _refuse_special(file)
+    # Readers see the old file or the new one, never a part.
     part = _part_of(file)
     try:
         with FileIO(part, "x", opener=_private) as held:
@@ -253,6 +262,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     broken: ValueError | None = None
     with file.open("rb") as held:
+        # An empty file has no line that was cut short.
         text = b"\n"
         for number, text in enumerate(held, start=1):
             try:
@@ -287,6 +297,7 @@ def _refuse_special(file: Path, links: bool = False) -> None:
         mode = file.lstat().st_mode
     except FileNotFoundError:
         return
+    # A rename replaces a link; opening the file would follow it.
     replaced = stat.S_ISLNK(mode) and not links
     if not (stat.S_ISREG(mode) or replaced):
         raise ValueError(f"{file} is not a regular file: nothing is written to it.")
@@ -310,6 +321,7 @@ def _part_of(file: Path) -> Path:
 
 def _write_all(held: FileIO, content: bytes) -> None:
     left = memoryview(content)
+    # A disk that is almost full takes a part of it.
     while left:
         left = left[held.write(left) :]
 
@@ -321,6 +333,7 @@ def _about() -> dict[str, Any]:
 
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
     for name in ("torch", "torchrec"):
+        # Importing torchrec for its version would take seconds.
         if name in sys.modules:
             versions[name] = str(sys.modules[name].__version__)
     return {

@@ -53,12 +53,13 @@ class Scored:
     def weight(self) -> int:
         """Rank by how much was pruned, blocks that scored 0 not counted: 2 for at least 1% of the
         blocks, 1 for any, 0 for none."""
-        if much(self.removed_blocks - self.zeros, self.blocks):
+        if self.removed_blocks - self.zeros >= much(self.blocks):
             return 2
         return 1 if self.threshold > 0 else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values: ``first`` as ``low``, the smallest score of that bucket."""
+        # `low` is a score: the log is readable without knowing the buckets.
         fields = {
             name: getattr(self, name)
             for name in ("step", "name", "threshold", "blocks", "removed_blocks")
@@ -81,15 +82,16 @@ class Latest:
     def take(self, new: Scored) -> bool:
         """Keep ``new`` if it is worth showing; return whether it was kept."""
         known = self.of.get(new.name)
+        # An update that prunes nothing new has scores that decided nothing.
         if known is not None and new.weight < known.weight:
             return False
         self.of[new.name] = new
         return True
 
 
-def much(removed: int, blocks: int) -> bool:
-    """Return whether ``removed`` is at least 1% of ``blocks``."""
-    return removed >= _MUCH * blocks
+def much(blocks: int) -> float:
+    """Return the number of blocks that are worth a histogram when they are pruned at once."""
+    return _MUCH * blocks
 
 
 def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -> Scored | None:
@@ -101,6 +103,7 @@ def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -
             counts[bucket_of(edge)] = number
         else:
             zeros += number
+    # No score decided: nothing or everything was pruned.
     if change.threshold is None or not (zeros or counts):
         return None
     first = min(counts, default=0)
@@ -112,6 +115,7 @@ def scored(step: int, change: MaskChange, scores: Iterable[tuple[float, int]]) -
         removed_blocks=change.removed_blocks,
         zeros=zeros,
         first=first,
+        # Dense: most buckets between the ends are not empty.
         counts=tuple(counts.get(i, 0) for i in range(first, max(counts, default=-1) + 1)),
     )
 
@@ -135,5 +139,6 @@ def bucket_of(score: float) -> int:
 def edge_of(bucket: int) -> float:
     """Return the smallest score of a bucket, clamped to positive finite float32, so that it has a
     logarithm."""
+    # The ends: a bucket below the smallest float, or above the largest, has no score.
     bits = min(max(bucket << LEADING_SHIFT, 1), _LARGEST)
     return float(struct.unpack("<f", struct.pack("<i", bits))[0])

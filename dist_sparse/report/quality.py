@@ -42,6 +42,7 @@ class Quality:
 
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
+        # In the constructor: the first result would be late for this error.
         try:
             from dist_sparse.torchrec.metrics import auc_and_ne
         except ImportError as error:
@@ -68,6 +69,7 @@ class Quality:
                 f"Invalid labels of shape {tuple(labels.shape)}: the logits have"
                 f" {tuple(logits.shape)}."
             )
+        # Detached, and left on their device until a result is due.
         self._kept.append((logits.detach().flatten(), labels.detach().flatten()))
         self._steps += 1
         return self.compute() if self._steps % self.every == 0 else {}
@@ -76,23 +78,20 @@ class Quality:
         """Return AUC and NE of what was taken, and start again. Collective: two messages. ``{}`` if
         no rank had any."""
         kept, self._kept = self._kept, []
-        mine = (
-            torch.stack([torch.cat(part).double() for part in zip(*kept, strict=True)])
-            if kept
-            else None
-        )
-        if mine is None:
-            mine = torch.empty(2, 0, dtype=torch.float64)
-        mine = mine.cpu()
+        mine = torch.empty(2, 0, dtype=torch.float64)
+        if kept:
+            logits, labels = map(torch.cat, zip(*kept, strict=True))
+            mine = torch.stack([logits.double(), labels.double()]).cpu()
         group = group_over(world_ranks())
         sizes = group.all_gather(torch.tensor([mine.shape[1]])).flatten().tolist()
+        # Known to all ranks, so all return here.
         if not sum(sizes):
             return {}
+        # Ranks hold different numbers of examples, and an all-gather takes equal shapes.
         padded = torch.zeros(2, max(sizes), dtype=torch.float64)
         padded[:, : mine.shape[1]] = mine
         gathered = group.all_gather(padded)
-        logits, labels = torch.cat(
-            [gathered[rank, :, :size] for rank, size in enumerate(sizes)], dim=1
-        )
+        own = [gathered[rank, :, :size] for rank, size in enumerate(sizes)]
+        logits, labels = torch.cat(own, dim=1)
         auc, ne = self._auc_and_ne(torch.sigmoid(logits), labels)
         return {"auc": auc, "ne": ne}

@@ -10,42 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dist_sparse.text import count, percent, printable
+from dist_sparse.text import amount, block_shape_text, count, number_of, percent, printable, size
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["COLORS", "environment", "part", "render"]
+__all__ = ["environment", "part", "render"]
 
 _FOLDER: Final = Path(__file__).parent
-
-COLORS: Final = {
-    "bg": ("#f4f6f9", "#0e131a"),
-    "card": ("#fff", "#171e28"),
-    "ink": ("#18202b", "#e8edf4"),
-    "soft": ("#515c6b", "#a7b3c2"),
-    "line": ("#dde2e9", "#2b3543"),
-    "grid": ("#e6eaf0", "#263040"),
-    "main": ("#1d5fc4", "#6fa8ff"),
-    "target": ("#5a6472", "#aab5c3"),
-    "thin": ("#8a97a8", "#66758a"),
-    "o0": ("#b3500a", "#f0a05a"),
-    "o1": ("#18794e", "#58c994"),
-    "o2": ("#8a3fb5", "#cb9cff"),
-    "o3": ("#b02a52", "#ff8fae"),
-    "o4": ("#0b7285", "#63d3e4"),
-    "o5": ("#6b6400", "#d2cb52"),
-    "o6": ("#7a4a2b", "#c9a184"),
-    "o7": ("#a3158f", "#f08ae0"),
-    "o8": ("#4a5568", "#b8c2d0"),
-    "gone": ("#b3500a", "#f0a05a"),
-    "both": ("#8a6a4a", "#c0a080"),
-    "track": ("#e3e8ef", "#2a3442"),
-    "rest": ("#8491a2", "#66758a"),
-    "warn": ("#8a4b00", "#ffcf87"),
-    "warnbg": ("#fff3dc", "#3a2c12"),
-}
-"""Light and dark: variables of the page's style, and colors of the SVG files."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -79,8 +51,8 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,  # a file ends with one
     )
-    environment.globals["colors"] = COLORS
-    environment.filters |= {"count": count, "percent": percent, "short": _short}
+    texts = (amount, block_shape_text, count, number_of, percent, size)
+    environment.filters |= {text.__name__: text for text in texts} | {"short": _short}
     return environment
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ class Run:
         artifacts: served forms of its model (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
         compared: other runs, by their names.
+        number: place among the compared runs: it gives a run its color in all charts.
     """
 
     folder: Path
@@ -131,6 +132,7 @@ class Run:
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     artifacts: tuple[ArtifactBytes, ...] = ()
     compared: Mapping[str, Run] = field(default_factory=dict)
+    number: int = 0
 
     @property
     def all_runs(self) -> list[Run]:
@@ -138,17 +140,20 @@ class Run:
         return [self, *self.compared.values()]
 
     @property
+    def changes(self) -> Iterator[MaskChange]:
+        """All changes of all tables, in order."""
+        for due in self.due:
+            yield from due.record.tables
+
+    @property
     def last_changes(self) -> dict[str, MaskChange]:
         """The last change of each table."""
-        last: dict[str, MaskChange] = {}
-        for due in self.due:
-            for change in due.record.tables:
-                last[change.name] = change
-        return last
+        return {change.name: change for change in self.changes}
 
     @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
+        # `tables` is empty before the end of a run.
         registered = {table.name for table in self.tables}
         for due in self.due[-1:]:  # before its end, a run's last mask update names the tables
             registered |= {change.name for change in due.record.tables}
@@ -224,6 +229,7 @@ def read_run(folder: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss")
         (True, 2, 0.3333333333333333)
     """
+    # One level: runs inside those runs are their own comparison.
     folder = Path(folder)
     nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
     return dataclasses.replace(_read(folder), compared=_by_name(nested))
@@ -256,23 +262,25 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
         different.setdefault(os.path.realpath(folder), Path(folder))
     if len(different) == 1:
         return read_run(folders[0])
+    # With several folders given, the runs inside them are left out.
     first, *others = map(_read, different.values())
     return dataclasses.replace(first, compared=_by_name(others, first))
 
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
-    """Tell names that occur more than once apart, by folder, or number them."""
+    """Return runs by name and in order; a name that occurs again gets its folder, or a number."""
     taken = set() if first is None else {first.name}
-    named = {}
+    named: dict[str, Run] = {}
     for run in runs:
         name, times = run.name, 1
         if name in taken:
+            # Runs of one script have one name; their folders may be called alike too.
             name = f"{run.name} ({run.folder.resolve().name})"
         while name in taken:
             times += 1
             name = f"{run.name} ({times})"
         taken.add(name)
-        named[name] = dataclasses.replace(run, name=name)
+        named[name] = dataclasses.replace(run, name=name, number=len(named))
     return named
 
 
@@ -284,6 +292,7 @@ def _read(folder: Path) -> Run:
     file, lines = folder / RUN, folder / LINES
     for needed in (file, lines):
         if not needed.is_file():
+            # Checked first, for a message that names the missing file.
             raise ValueError(_why_no_run(folder, needed.name))
     about = read_about(file)
     reader = _Reader()
@@ -349,6 +358,7 @@ class _Reader:
         self._at_end: dict[str, Any] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
+        # A log of a later format has other kinds, and is refused rather than read in part.
         kinds = {
             "values": self._take_values,
             "masks": self._take_masks,
@@ -401,6 +411,7 @@ class _Reader:
         step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
+            # Steps ascend within a session, so only those of earlier ones are dropped.
             while series and series[-1][0] >= step:
                 series.pop()  # repeated by a resumed run
             series.append((step, value))
@@ -409,6 +420,7 @@ class _Reader:
     def _take_masks(self, line: Mapping[str, Any]) -> None:
         # Written one update late, so its step says nothing about how far the run is.
         due = DueStep(step=line["step"], record=_mask_update(line))
+        # Only the first: updates of one session may share a step, and all of them count.
         if self._repeats:
             self._forget_from(due.step)
             self._repeats = False
@@ -433,6 +445,7 @@ class _Reader:
     def _take_end(self, line: Mapping[str, Any]) -> None:
         session, tables = self._sessions[-1], line["tables"]
         session.total, session.ended = line["seconds"]["total"], True
+        # Without an enforcer there is none.
         session.enforcement = line["seconds"].get("enforcement")
         if line["step"] >= 0:  # -1: the log has no step
             self._last = line["step"]
@@ -493,6 +506,7 @@ def _histogram(table: Mapping[str, Any]) -> Scored:
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
+    # JSON has lists: a TableStats that is read equals the one that was written.
     rows, columns = table["shape"]
     block = table["sparse_block_shape"]
     return TableStats(

@@ -31,7 +31,7 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -49,7 +49,6 @@ from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.lookups import counted_rows, removed_lookups
-from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
@@ -162,12 +161,14 @@ class RunLog:
         resume: bool = False,
         scores_every: int = 10,
     ) -> None:
+        # What sparsify() returned holds both.
         if isinstance(sparsifier, SparseTraining):
             enforcer = sparsifier.enforcer if enforcer is None else enforcer
             sparsifier = sparsifier.sparsifier
         world = group_over(world_ranks())
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
+            # Whatever is wrong on one rank is raised on all: none is left waiting.
             _refuse_kinds(sparsifier, enforcer, name, config, resume)
             self.folder, listed = _path(folder), _listed(sinks)
             if self._writes:
@@ -182,19 +183,11 @@ class RunLog:
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
-        self._sparsifier, self._enforcer = sparsifier, enforcer
+        self._enforcer = enforcer
+        # Names are in the order of their updates, as they will be written.
         self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
         self._started = time.perf_counter()
-        self._recorder: Recorder | None = None
-        self._attached = False
-        self._before = self._seen = 0
-        if sparsifier is not None:
-            # A recorder of the user's stays when the log is closed.
-            self._attached = sparsifier.recorder is None
-            self._recorder = sparsifier.record()
-            self._before = self._seen = self._recorder.count
-        self._steps_of: dict[int, int] = {}
-        self._masks_seconds = 0.0
+        self._updates = None if sparsifier is None else _MaskUpdates(sparsifier)
         self._last, self._closed = -1, False
 
     def step(self, step: int, **values: float | Tensor | None) -> None:
@@ -214,6 +207,7 @@ class RunLog:
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
         step = integer("step", step, least=0, most=2**63 - 1)
+        # A reader takes a step that is not larger for one of a resumed run.
         if step <= self._last:
             raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
         given = {name: value for name, value in values.items() if value is not None}
@@ -221,20 +215,14 @@ class RunLog:
         for name, value in given.items():
             _refuse_non_number(name, value)
         self._last = step
-        if self._recorder is not None:
-            self._note_updates(self._recorder, step)
+        if self._updates is not None:
+            self._write_masks(self._updates.until(step))
         if self._writes and given:
+            # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
             line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
             self._write(line)
             self._tell(step, known)
-
-    def _note_updates(self, recorder: Recorder, step: int) -> None:
-        # Updates since the last call belong to this step; what they counted arrives with a later
-        # one.
-        self._steps_of |= dict.fromkeys(range(self._seen + 1, recorder.count + 1), step)
-        self._seen = recorder.count
-        self._write_masks(recorder.take())
 
     def close(self) -> None:
         """Write what is left and the state of all tables, and detach the recorder. Further calls do
@@ -244,6 +232,7 @@ class RunLog:
         """
         if self._closed:
             return
+        # Even where a collective fails, the recorder is detached and the file closed.
         try:
             self._write_end()
         finally:
@@ -251,12 +240,11 @@ class RunLog:
 
     def _write_end(self) -> None:
         seconds, tables = {}, []
-        if self._recorder is not None and self._sparsifier is not None:
-            self._recorder.complete()
-            self._write_masks(self._recorder.take())
+        if self._updates is not None:
+            self._write_masks(self._updates.complete(self._last))
             self._write_scores()
-            tables = _end_of_tables(self._sparsifier)
-            seconds["masks"] = self._masks_seconds
+            tables = _end_of_tables(self._updates.sparsifier)
+            seconds["masks"] = self._updates.seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
         seconds["total"] = self._elapsed()
@@ -279,15 +267,15 @@ class RunLog:
 
     def _shut(self) -> None:
         self._closed = True
-        if self._attached and self._sparsifier is not None:
-            self._sparsifier.stop_recording()
-        self._attached, self._recorder = False, None
+        if self._updates is not None:
+            self._updates.detach()
         self._write_scores()
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
             try:
                 sink.close()
+            # A sink is the user's code: its failure must not end training.
             except Exception as error:
                 self._drop(sink, error)
         self._sinks = ()
@@ -311,12 +299,9 @@ class RunLog:
         failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
         warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=2)
 
-    def _write_masks(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            if record.number <= self._before:
-                continue  # an update before this log was made
-            step = self._steps_of.pop(record.number, self._last)
-            self._masks_seconds += record.seconds
+    def _write_masks(self, updates: Iterable[tuple[int, StepRecord]]) -> None:
+        for step, record in updates:
+            # Other ranks take their records too, and only add up the time.
             if self._writes:
                 self._write_update(step, record)
 
@@ -340,6 +325,43 @@ class RunLog:
         self._unwritten.clear()
         if tables:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
+
+
+class _MaskUpdates:
+    """Mask updates of a sparsifier since a log was opened, each with the step of its log."""
+
+    def __init__(self, sparsifier: BaseDataSparsifier) -> None:
+        self.sparsifier = sparsifier
+        self.seconds = 0.0
+        # A recorder of the user's stays when the log is closed.
+        self._attached = sparsifier.recorder is None
+        self._recorder = sparsifier.record()
+        self._before = self._seen = self._recorder.count
+        # Counts of an update arrive with a later one: its step is kept until then.
+        self._steps_of: dict[int, int] = {}
+
+    def until(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        """Assign the updates since the last call to a step; yield all whose counts have arrived."""
+        self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
+        self._seen = self._recorder.count
+        return self._arrived(step)
+
+    def complete(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        """Yield the updates that are left, at ``step`` where none was assigned. Collective."""
+        # The counts of the last update have no later message to travel with.
+        self._recorder.complete()
+        return self._arrived(step)
+
+    def _arrived(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        for record in self._recorder.take():
+            if record.number <= self._before:
+                continue  # an update before this log was made
+            self.seconds += record.seconds
+            yield self._steps_of.pop(record.number, step), record
+
+    def detach(self) -> None:
+        if self._attached:
+            self.sparsifier.stop_recording()
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -380,6 +402,7 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
     """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
     removed as a whole. Collective: one small all-reduce per table."""
     packed = sparsifier.packed_store
+    # The same on every rank, so all or none communicate.
     if not sparsifier.counts_lookups:
         return {}
     found = {}
@@ -451,6 +474,7 @@ def _listed(sinks: object) -> tuple[Sink, ...]:
     if not isinstance(sinks, Iterable):
         raise _of_type("sinks", sinks, "an iterable of sinks")
     listed = tuple(sinks)
+    # Checked here rather than at the first value, in the middle of training.
     for sink in listed:
         methods = getattr(sink, "scalars", None), getattr(sink, "close", None)
         if not all(map(callable, methods)):
@@ -473,6 +497,7 @@ def _refuse_non_number(name: str, value: object) -> None:
 
 
 def _float(value: float | Tensor) -> float:
+    # torch warns where a tensor that needs a gradient is read.
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 

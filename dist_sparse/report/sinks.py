@@ -34,6 +34,7 @@ class TensorBoardSink:
             raise ImportError(
                 "TensorBoardSink needs tensorboard: pip install tensorboard."
             ) from error
+        # tensorboard has no types.
         self._writer: Any = SummaryWriter(str(folder))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -58,10 +58,11 @@ _HEAD = (
 _CHANGING = ("target", "sparsity", "blocks", "removed_blocks")
 """Fields of a table that a mask update and the end of a run both have."""
 
-_COLUMNS = (
+TABLE_FIELDS = (
     *("name", "shape", "dtype", "sharding", "sparse_block_shape", *_CHANGING),
     *("bytes_dense", "bytes_kept", "bytes_masks", "threshold", "churn", "dead_rows"),
 )
+"""Fields of a table in :func:`numbers`."""
 
 
 def numbers(run: Run) -> dict[str, Any]:
@@ -91,7 +92,9 @@ def numbers(run: Run) -> dict[str, Any]:
         >>> numbers(read_run(folder))["last"]
         {'loss': 0.5, 'auc': 0.75}
     """
-    tables, spent, base = _tables(run), run.spent, baseline(run)
+    # Public: keys are only added.
+    tables, base = _tables(run), baseline(run)
+    records = [due.record for due in run.due]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
         "folder": str(run.folder),
@@ -110,15 +113,15 @@ def numbers(run: Run) -> dict[str, Any]:
         "bytes_masks": _sum(tables, "bytes_masks") if run.tables else None,
         "dead_rows": _sum(tables, "dead_rows"),
         "last": _last(run),
-        "seconds": {**dataclasses.asdict(spent), "share": run.sparsity_share},
-        "due_steps": len(run.due),
-        "collectives": sum(due.record.collectives for due in run.due),
-        "bytes_sent": sum(due.record.bytes for due in run.due),
+        "seconds": {**dataclasses.asdict(run.spent), "share": run.sparsity_share},
+        "due_steps": len(records),
+        "collectives": total(records, "collectives"),
+        "bytes_sent": total(records, "bytes"),
         "tables": tables,
         "other_tables": run.other_tables,
-        "artifacts": [dataclasses.asdict(artifact) for artifact in run.artifacts],
+        "artifacts": [*map(dataclasses.asdict, run.artifacts)],
         "baseline": base and base.name,
-        "runs": [dataclasses.asdict(row) for row in compare(run)],
+        "runs": [*map(dataclasses.asdict, compare(run))],
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
 
@@ -160,6 +163,7 @@ def against(run: Run, key: str) -> str:
     base = baseline(run)
     if base is None or base is run:
         return ""
+    # A series that one of the two lacks has no difference.
     value, other = run.last(key), base.last(key)
     if value is None or other is None:
         return ""
@@ -171,6 +175,7 @@ def summary(run: Run, report: Path | None = None) -> str:
     rows = _summary_rows(run, numbers(run))
     if report is not None:
         rows["report"] = report.resolve().as_uri()
+    # Names come from the log: escaped ones are longer.
     width = max(map(len, map(printable, rows)), default=0)
     lines = [headline(run), status(run)] if headline(run) else [status(run)]
     lines += [f"{printable(name):<{width}}  {text}" for name, text in rows.items()]
@@ -187,6 +192,7 @@ def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
     kept, dense = found["bytes_kept"], found["bytes_dense"]
     if dense and kept is not None:
         rows["kept"] = f"{size(kept)} of {size(dense)} of {bytes_of(run)} ({percent(kept / dense)})"
+    # Every series, compared with the baseline where it has that one too.
     for name, value in found["last"].items():
         rows[name] = f"{amount(value)}  {against(run, name)}".rstrip()
     if found["due_steps"]:
@@ -199,6 +205,7 @@ def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
 def _comparison_lines(run: Run) -> list[str]:
     cells = [row_cells(row) for row in compare(run)]
     lines = ["", *table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))]
+    # Below the table: a config can be longer than a line.
     changed = [f"  {name}: {changes}" for name, *_, changes in cells if changes]
     return [*lines, "", "changed config:", *changed] if changed else lines
 
@@ -266,6 +273,7 @@ def _lookups_text(run: Run) -> str:
     mask update."""
     lookups = sum(counted for counted, _ in run.lookups.values())
     removed = sum(of_removed for _, of_removed in run.lookups.values())
+    # The counts of a run without an end are in its last update.
     if not run.finished and run.due:
         changes = run.due[-1].record.tables
         lookups, removed = total(changes, "lookups"), total(changes, "removed_lookups")
@@ -277,7 +285,7 @@ def _tables(run: Run) -> list[dict[str, Any]]:
     ended, last = {table.name: table for table in run.tables}, run.last_changes
     rows = []
     for name in dict.fromkeys([*ended, *last]):
-        row = dict.fromkeys(_COLUMNS) | {"name": name}
+        row = dict.fromkeys(TABLE_FIELDS) | {"name": name}
         if name in last:
             row |= _fields(last[name], *_CHANGING, "threshold", "churn", "dead_rows")
         # The end is newer than the last mask update, and knows more.
@@ -293,6 +301,7 @@ def _ended_fields(table: TableStats) -> dict[str, Any]:
     """Return the state of a table at the end of a run."""
     block = table.sparse_block_shape
     return _fields(table, "sharding", *_CHANGING) | {
+        # Lists, as JSON has them.
         "shape": list(table.shape),
         "dtype": _dtype(table),
         "sparse_block_shape": list(block) if block else None,
@@ -312,6 +321,7 @@ def _dtype(table: TableStats) -> str:
 
 def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
     """Return the sum over tables; None where one is unknown, or without any."""
+    # A sum without one of the tables would pass for the whole.
     counts = [table[name] for table in tables]
     return sum(counts) if counts and None not in counts else None
 

@@ -24,7 +24,7 @@ _MOST_BINS = 64
 """Of a histogram of scores."""
 
 
-class Kept(NamedTuple):
+class KeptTable(NamedTuple):
     """A table, how much of it is kept, in bytes or blocks, and how either is written."""
 
     name: str
@@ -40,48 +40,51 @@ def table_charts(run: Run) -> list[BarChart | ScoreChart]:
 
 def _kept_charts(run: Run) -> list[BarChart]:
     """Return bytes kept per table for a run with an end, else blocks kept."""
+    tables, title = _kept_bytes(run), "Bytes kept"
     note = "Per table, as long as its bytes; full: what is kept."
-    if run.tables:
-        tables = [Kept(t.name, t.kept_bytes, t.table_bytes, size) for t in run.tables]
-        tables += [Kept(name, taken, taken, size) for name, taken in run.other_tables.items()]
-        title = "Bytes kept"
-    else:
-        changes = run.last_changes.values()
-        tables = [Kept(t.name, t.blocks - t.removed_blocks, t.blocks, count) for t in changes]
-        title, note = (
-            "Blocks kept",
-            note.replace("bytes", "blocks") + " Bytes are logged at the end.",
-        )
+    if not run.tables:
+        tables, title = _kept_blocks(run), "Blocks kept"
+        note = f"{note.replace('bytes', 'blocks')} Bytes are logged at the end."
     if not tables:
         return []
+    # Bars are on the scale of the largest.
     tables.sort(key=lambda table: (-table.whole, table.name))
     found = []
     if len(tables) > MOST_TABLES:
         note += f" The first {MOST_TABLES} of {count(len(tables))}; the table below has all."
         found.append(_distribution(tables, title))
     largest = max(tables[0].whole, 1)
-    bars = [
-        Bar(
-            name=table.name,
-            share=table.kept / largest,
-            whole=table.whole / largest,
-            text=_kept_text([table]),
-        )
-        for table in tables[:MOST_TABLES]
-    ]
+    bars = []
+    for table in tables[:MOST_TABLES]:
+        share, whole = table.kept / largest, table.whole / largest
+        bars.append(Bar(name=table.name, share=share, whole=whole, text=_kept_text([table])))
     return [*found, BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
 
 
-def _kept_text(tables: Sequence[Kept]) -> str:
+def _kept_bytes(run: Run) -> list[KeptTable]:
+    tables = [KeptTable(t.name, t.kept_bytes, t.table_bytes, size) for t in run.tables]
+    # Tables without a sparsifier are kept whole.
+    return tables + [
+        KeptTable(name, taken, taken, size) for name, taken in run.other_tables.items()
+    ]
+
+
+def _kept_blocks(run: Run) -> list[KeptTable]:
+    changes = run.last_changes.values()
+    return [KeptTable(t.name, t.blocks - t.removed_blocks, t.blocks, count) for t in changes]
+
+
+def _kept_text(tables: Sequence[KeptTable]) -> str:
     kept, whole = total(tables, "kept"), total(tables, "whole")
     text_of = tables[0].text_of
     return f"{text_of(kept)} of {text_of(whole)}, {percent(share_of(kept, whole) or 0.0)}"
 
 
-def _distribution(tables: Sequence[Kept], title: str) -> BarChart:
+def _distribution(tables: Sequence[KeptTable], title: str) -> BarChart:
     """Return how many tables keep how much, in tenths."""
-    groups: list[list[Kept]] = [[] for _ in range(10)]
+    groups: list[list[KeptTable]] = [[] for _ in range(10)]
     for table in tables:
+        # A table that is kept whole is in the last tenth.
         groups[min(10 * table.kept // max(table.whole, 1), 9)].append(table)
     most = max(map(len, groups))
     bars = []
@@ -99,6 +102,7 @@ def _traffic_charts(run: Run) -> list[BarChart]:
     """Return the rows by their lookups of the largest tables that are known."""
     sizes = {table.name: table.table_bytes for table in run.tables}
     known = [name for name, of in run.traffic.items() if of.share is not None and any(of.removed)]
+    # Sorted by bytes: large tables decide what serving takes.
     shown = sorted(known, key=lambda name: (-sizes.get(name, 0), name))[:_MOST_TRAFFIC]
     return [
         _traffic_chart(f"traffic_{place}", name, run.traffic[name])
@@ -149,19 +153,19 @@ def _changes_after(run: Run, one: Scored) -> list[MaskChange]:
 
 
 def _score_chart(key: str, one: Scored, run: Run) -> ScoreChart:
-    later = _changes_after(run, one)
+    pruned_more = [
+        (change.flipped_blocks or 0) - (change.regrown_blocks or 0) >= much(change.blocks)
+        for change in _changes_after(run, one)
+    ]
     blocks = one.zeros + sum(one.counts)
     note = (
         f"{count(blocks)} blocks before the mask update at step {count(one.step)};"
         f" {percent(one.zeros / blocks)}"
     )
     note += f" scored 0. Threshold: {amount(one.threshold)}; blocks not above it are pruned."
-    if any(
-        much((change.flipped_blocks or 0) - (change.regrown_blocks or 0), change.blocks)
-        for change in later
-    ):
+    if any(pruned_more):
         note += " The histograms of later mask updates were not written."
-    elif later:
+    elif pruned_more:
         note += " Later mask updates pruned less than 1% more each."
     return ScoreChart(
         key=key,
@@ -177,6 +181,7 @@ def _bins(one: Scored) -> tuple[Bin, ...]:
     """Merge buckets into at most 65 bins: 2, 4 or 8 to a bin, then whole octaves."""
     numbers = range(one.first, one.first + len(one.counts))
     together = 1
+    # Powers of two keep octaves whole: a bin never straddles two.
     while numbers and (numbers[-1] - numbers[0]) // together >= _MOST_BINS:
         together *= 2
     summed: dict[int, int] = {}
@@ -185,6 +190,7 @@ def _bins(one: Scored) -> tuple[Bin, ...]:
             summed[number // together] = summed.get(number // together, 0) + blocks
     bins = []
     for number, blocks in summed.items():
+        # Bins differ in width on the logarithmic axis, so heights are per octave.
         low, high = edge_of(number * together), edge_of((number + 1) * together)
         bins.append(Bin(low=low, high=high, blocks=blocks, density=blocks / math.log2(high / low)))
     return tuple(bins)

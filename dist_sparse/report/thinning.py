@@ -22,14 +22,14 @@ _SMOOTHED = 30
 """A line with more points is drawn faintly under its running mean."""
 
 
-def smoothed(name: str, series: Series, role: str) -> list[Line]:
+def smoothed(name: str, series: Series) -> list[Line]:
     """Return a series as a line called ``name``; of more than 30 points as their running mean, over
     those as logged."""
     if len(series) <= _SMOOTHED:
-        return [Line(name=name, role=role, points=thinned(series))]
+        return [Line(name=name, points=thinned(series))]
     return [
         Line(name="as logged", role="raw", points=thinned(series)),
-        Line(name=name, role=role, points=_means(series)),
+        Line(name=name, points=_means(series)),
     ]
 
 
@@ -53,6 +53,7 @@ def _peaks(part: Sequence[Point]) -> list[Point]:
     finite = [y for y in values if y is not None]
     if not finite:
         return [part[0]]
+    # In their order, and once where one value is both.
     return [part[i] for i in sorted({values.index(min(finite)), values.index(max(finite))})]
 
 
@@ -64,9 +65,12 @@ def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     """
     finite = [(x, _clamped(y)) for x, y in points if y is not None]
     values = [y for _, y in finite]
+    # A fifteenth in all: half on each side.
     half = max(2, len(finite) // 30)
+    # -(-a // b) rounds up.
     every = max(1, -(-(len(finite) - 1) // (_MOST_POINTS - 1)))
     means: list[Point] = []
+    # The last mean is always drawn: it is the value at the end.
     for place in {*range(0, len(finite), every), *range(len(finite))[-1:]}:
         # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later
         # means their digits.

@@ -13,6 +13,8 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.checkpoint.folders import MARKER
+from dist_sparse.cli import doctor
+from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main
 from dist_sparse.report.run_log import RUN
 from tests.report.test_run_log import train
@@ -70,6 +72,12 @@ def test_what_was_meant(words: list[str], message: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as leaving:
         main(words)
     assert leaving.value.code == 2 and f"{message}\n" in capsys.readouterr().err
+
+
+def test_an_option_with_a_short_form_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """argparse's usage shows the short form alone."""
+    monkeypatch.setattr(doctor, "examine", lambda progress: Diagnosis(findings=()))
+    assert main(["doctor", "--verbose"]) == main(["doctor", "-v"]) == 0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
