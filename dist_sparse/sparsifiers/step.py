@@ -254,7 +254,7 @@ def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> N
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may
     change."""
     dense = sparsifier.dense_store
-    for name in list(filter(dense.is_masked, dense.names)):
+    for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
         # A user's update_mask may edit it in place.
         undo.append((mask, mask.detach().clone()))
