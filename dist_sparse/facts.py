@@ -1,4 +1,4 @@
-"""Values that ranks compare before they act: as JSON and as a digest, and messages about differences.
+"""Values that ranks compare before they act, and messages about values that differ.
 
 Saved states hold their values as JSON too, exactly. The length of a message does not grow with the
 number of ranks.
@@ -10,7 +10,6 @@ import hashlib
 import json
 import numbers
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, Final
 
 __all__ = [
@@ -28,14 +27,14 @@ __all__ = [
 
 Json = Any
 
+# Faults in a message; the rest are counted.
 MOST_SHOWN: Final = 3
-"""Faults in a message; the rest are counted."""
 
 _LONGEST_ERROR: Final = 1000
 _LONGEST_VALUE: Final = 120
 
+# Levels of nested containers that are compared; a container that holds itself has no end.
 _DEEPEST: Final = 12
-"""Levels of nested containers that are compared; a container that holds itself has no end."""
 
 
 def encode(value: Json) -> bytes:
@@ -208,9 +207,9 @@ def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
         name, ours, theirs = inner
         path += name
     mine, other = str(ours), str(theirs)
-    same = len(commonprefix([mine, other]))
-    long = max(len(mine), len(other)) > _LONGEST_VALUE
-    if long and 20 < same < min(len(mine), len(other)):
+    pairs = enumerate(zip(mine, other, strict=False))
+    same = next((i for i, (one, two) in pairs if one != two), 0)
+    if same > 20 and max(len(mine), len(other)) > _LONGEST_VALUE:
         # From shortly before the part that differs.
         mine, other = (cut(text[same - 20 :], _LONGEST_VALUE) for text in (mine, other))
         return path, f"...{mine}", f"...{other}"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 __all__ = ["bases_of", "common_basis", "paired_bases"]
 
+# Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
+# inverted.
 _LEAST = 1e-10
-"""Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
-inverted."""
 
 
 def bases_of(grams: Sequence[Tensor]) -> list[Tensor]:
