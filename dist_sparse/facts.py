@@ -52,7 +52,7 @@ def _plain(value: object, depth: int = 0) -> Json:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str(value)
+        return str(value)  # of a subclass, such as NumPy's
     if isinstance(value, numbers.Real):
         return _plain_number(value)
     if depth < _DEEPEST:
@@ -138,6 +138,7 @@ def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) 
     for rank, report in zip(ranks, reports, strict=True):
         if report["error"]:
             by_text.setdefault(report["error"], []).append(rank)
+    # Several errors share the room of one.
     longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
     shown: list[str] = []
     others: list[int] = []
@@ -191,6 +192,7 @@ def explain_facts(
             )
             if mine != other:
                 faults.setdefault((f"{key}{path}", other, mine), []).append(rank)
+    # A key may differ in two ways between ranks.
     most = 2 * MOST_SHOWN
     shown = []
     for (key, other, mine), at in [*faults.items()][:most]:
@@ -227,7 +229,7 @@ def _first_difference(ours: Json, theirs: Json) -> tuple[str, Json, Json] | None
     if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
         return None
     if max(len(str(ours)), len(str(theirs))) <= _LONGEST_VALUE // 2:
-        return None
+        return None  # short enough to show whole
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if _differ(mine, other):
             return f"[{i}]", mine, other

@@ -218,6 +218,7 @@ class Group:
     def __init__(
         self, ranks: tuple[int, ...] | None, process_group: dist.ProcessGroup | None
     ) -> None:
+        # A world of one is rank 0 of itself, whatever its global rank.
         self.ranks = ranks if ranks is not None else (0,)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
@@ -299,6 +300,7 @@ class Group:
         if self._group is None:
             return [value]
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        # all_gather() needs one common shape, so shorter texts are padded.
         lengths = self.all_gather(torch.tensor([raw.numel()])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: raw.numel()] = raw
@@ -310,6 +312,7 @@ class Group:
         group."""
         if self._group is None:
             return
+        # May be the same memory: the copy back then changes nothing.
         sent = tensor.data.to(self.device).contiguous()
         with self._issued("broadcast", sent):
             dist.broadcast(sent, self.ranks[0], group=self._group)
@@ -380,6 +383,7 @@ class Group:
         if any(report["action"] != action for report in reports):
             return Disagreement(explain_actions(self.ranks, reports))
         differing = _differing([report["facts"] for report in reports])
+        # The same on every rank, as all have the same reports.
         shown = differing[:MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
         return Disagreement(
@@ -499,6 +503,7 @@ class Parcels:
 
         def read() -> Tensor:
             part = self._received[sender][start:stop]
+            # Parcels of several dtypes follow each other, and views must be aligned.
             aligned = (part.storage_offset() % dtype.itemsize) == 0
             return (part if aligned else part.clone()).view(dtype).view(tuple(shape))
 

@@ -143,6 +143,7 @@ def percent(share: float | None) -> str:
     if share is None:
         return "-"
     value = 100 * share
+    # One decimal, unless it would round to 0.0% or 100.0%.
     if value == 0 or 0.05 <= abs(value) < 99.95 or value == 100:
         return f"{value:.1f}%"
     return f"{value:.3g}%" if abs(value) < 1 else f"{value:.4f}%"
@@ -151,6 +152,7 @@ def percent(share: float | None) -> str:
 def size(value: float) -> str:
     """Return bytes as ``1.30 MiB`` or ``160 B``."""
     for unit in _UNITS[:-1]:
+        # Not 1024: "1,010 KiB" has a digit too many.
         if abs(value) < 999.5:
             return _with_unit(value, unit)
         value /= 1024
@@ -161,6 +163,7 @@ def duration(seconds: float) -> str:
     """Return ``850 ms``, ``12.3 s``, ``4 min 05 s`` or ``3 h 20 min``."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
+    # From here on it would round to 60.0.
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

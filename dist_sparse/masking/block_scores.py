@@ -53,7 +53,7 @@ class Goal:
         data: the table as it is stored now.
         block: the sparse block, in elements.
         k: number of blocks to prune; of a pool of tables, on average.
-        most: of a pool, how many of this table's blocks may be pruned.
+        most: most blocks of this table that a pool may prune.
         zeros: elements removed in a pruned block; the block's area removes all of it, however small
             an edge block is.
         measure: how elements are scored.

@@ -1,7 +1,7 @@
 """One selection over several tables, which removes blocks until enough bytes are removed.
 
 Blocks are removed in the order of (score, table, global index) until the bytes are reached; a table
-of which no more may be removed is passed over. Tables narrow their histograms side by side
+at its own limit is passed over. Tables narrow their histograms side by side
 (:mod:`~dist_sparse.masking.selection`), and a :class:`Pool` finds in each round the bucket in which
 the bytes are reached, the same for all of its tables. A table that reaches its own limit before
 that bucket leaves the pool and goes on alone.

@@ -115,8 +115,7 @@ def block_sums(
         rect: of the shard.
         block: the sparse block.
         measure: how elements are scored.
-        of: which rows of ``tensor`` are those of ``rect``, int64 ``(rect.rows,)``; None is all of
-            them.
+        of: the rows of ``tensor`` that ``rect`` stands for, int64 ``(rect.rows,)``; None is all.
 
     Yields:
         ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and
@@ -290,7 +289,7 @@ class Batch:
     Args:
         scores: float32 ``(rows, block columns)``; rows between two shards are no block.
         starts: the first row of each shard; it fills whole bytes of flags.
-        rows: how many rows each shard has.
+        rows: number of rows of each shard.
         gaps: the rows between shards, int64.
     """
 

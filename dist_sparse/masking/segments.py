@@ -173,7 +173,7 @@ class Segment:
         if self.tied is None:
             return (bits == threshold).nonzero().flatten()
         ends = torch.tensor([start, start + bits.numel()], device=bits.device)
-        # They ascend: those of the chunk are neighbours.
+        # They ascend, so the chunk has a run of them.
         first, end = torch.searchsorted(self.tied, ends).tolist()
         return self.tied[first:end] - start
 

@@ -97,6 +97,7 @@ def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
     """Return the modules that hold the weight of a replicated table, by path."""
     if data.sharding != "replicated":
         return []
+    # By address: a tied weight is one storage in two parameters, or one parameter.
     places = {shard.tensor.data_ptr() for shard in data.shards}
     found = []
     for path, module in modules.items():

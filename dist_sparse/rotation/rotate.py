@@ -79,6 +79,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         models = [source.model for source in packed.sources if hasattr(source, "model")]
         alone = [group[0] for group in groups if len(group) == 1]
         lookups = {name: find_lookup(models, located[name], name in alone) for name in names}
+    # All ranks have agreed: from here on the model changes.
     turned = {}
     for name in alone:
         turn_back(*lookups[name], located[name])
@@ -127,6 +128,7 @@ class _Rotation:
             _refuse_unfit(self._sparsifier, located, groups)
         grams = self._gram_matrices(located)
         with packed.agreeing("step()"):
+            # From the same matrices on every rank.
             bases = self._bases(grams)
         self._turn(located, bases)
         enforcer.after_rotation(self.names)

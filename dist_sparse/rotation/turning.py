@@ -139,6 +139,7 @@ def _whole_rows(
         for top in range(0, data.shape[0], step):
             yield from _exchanged(data, group, _within(readers, top, top + step))
         return
+    # A reader reads its own shards: nothing is sent.
     held = {(rect.row, rect.row_end): weight for rect, weight in data.shards}
     for first, last in readers[group.rank]:
         weight = held[first, last].data
@@ -166,7 +167,7 @@ class _Wanted:
 
 
 def _within(readers: Sequence[Sequence[Span]], top: int, bottom: int) -> list[_Wanted]:
-    """Return what is read of some rows, by each group rank."""
+    """Return the rows from ``top`` to ``bottom`` that each group rank reads."""
     wanted = []
     for reader, spans in enumerate(readers):
         for span in spans:
@@ -196,6 +197,7 @@ def _exchanged(
                 if each.reader == group.rank:
                     read = parcels.expect(sender, (stop - start, rect.cols), data.dtype)
                     each.parts.append(_Part(start - each.span[0], rect, read))
+    # A rank without a shard sends nothing, but takes part.
     device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
     parcels.exchange(device)
     for each in wanted:
