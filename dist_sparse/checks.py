@@ -1,5 +1,4 @@
-"""Checks of arguments: integers, numbers, levels, choices, block shapes, names and globs, by one
-rule each.
+"""Checks of arguments, one rule each: integers, numbers, levels, choices, blocks, names, globs.
 
 NumPy scalars are accepted, bools are not numbers. Every error reads
 ``Invalid {name}={value!r}: must be ...``.
@@ -34,11 +33,12 @@ def integer(
     Raises:
         ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
     """
+    found = None
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         found = int(value)
-        if (least is None or found >= least) and (most is None or found <= most):
-            return found
-    raise ValueError(f"Invalid {name}={value!r}{_of(of)}: must be an int{_bounds(least, most)}.")
+    if found is None or not _is_within(found, least, most):
+        raise ValueError(_refusal(name, value, of, "an int", least, most))
+    return found
 
 
 def number(
@@ -59,13 +59,10 @@ def number(
     Raises:
         ValueError: it is no real number, not finite as a float, or out of bounds.
     """
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and _finite(value):
-        found = int(value) if isinstance(value, numbers.Integral) else float(value)
-        if (least is None or found >= least) and (most is None or found <= most):
-            return found
-    raise ValueError(
-        f"Invalid {name}={value!r}{_of(of)}: must be a finite number{_bounds(least, most)}."
-    )
+    found = _finite(value)
+    if found is None or not _is_within(found, least, most):
+        raise ValueError(_refusal(name, value, of, "a finite number", least, most))
+    return found
 
 
 def level(name: str, value: object) -> float:
@@ -74,13 +71,9 @@ def level(name: str, value: object) -> float:
     Raises:
         ValueError: it is no number in [0, 1].
     """
-    if (
-        not isinstance(value, bool)
-        and isinstance(value, numbers.Real)
-        and _finite(value)
-        and 0 <= float(value) <= 1
-    ):
-        return float(value)
+    found = _finite(value)
+    if found is not None and 0 <= found <= 1:
+        return float(found)
     raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].")
 
 
@@ -94,12 +87,11 @@ def name_list(name: str, value: object) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         return (value,)
-    given = (
-        list(value) if isinstance(value, Collection) and not isinstance(value, Mapping) else None
-    )
-    if given is None or not all(isinstance(each, str) for each in given):
-        raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
-    return tuple(given)
+    if isinstance(value, Collection) and not isinstance(value, Mapping):
+        names = tuple(value)
+        if all(isinstance(each, str) for each in names):
+            return names
+    raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
 
 
 def choice(name: str, value: object, known: Iterable[str], more: str = "") -> str:
@@ -136,32 +128,42 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
         >>> parse_block("1x4"), parse_block("row"), parse_block("col")
         ((1, 4), (1, 'ROW'), ('COL', 1))
     """
-    given = {"row": "1xrow", "col": "colx1"}.get(shape := text.strip().lower(), shape)
-    match = re.fullmatch(r"([1-9]\d*|col) *[x,] *([1-9]\d*|row)", given, re.ASCII)
+    shape = text.strip().lower()
+    shape = {"row": "1xrow", "col": "colx1"}.get(shape, shape)
+    match = re.fullmatch(r"([1-9]\d*|col) *[x,] *([1-9]\d*|row)", shape, re.ASCII)
     if match is None or match.groups() == ("col", "row"):
         raise ValueError(
             f"Invalid block {text!r}: must be ROWSxCOLUMNS, such as 1x4, row for whole rows, or col"
             " for whole columns."
         )
-    return "COL" if match[1] == "col" else int(match[1]), (
-        "ROW" if match[2] == "row" else int(match[2])
-    )
+    rows, columns = match.groups()
+    return "COL" if rows == "col" else int(rows), "ROW" if columns == "row" else int(columns)
 
 
-def _finite(value: numbers.Real) -> bool:
+def _finite(value: object) -> float | None:
+    """Return a real number as an int if it is one, else as a float; None if it is no real number,
+    or not finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
     try:
-        return math.isfinite(float(value))
-    except OverflowError:  # an int that no float can hold
-        return False
+        exact = float(value)
+    except OverflowError:
+        return None  # an int that no float can hold
+    if not math.isfinite(exact):
+        return None
+    return int(value) if isinstance(value, numbers.Integral) else exact
 
 
-def _of(name: str | None) -> str:
-    return "" if name is None else f" of {name!r}"
+def _is_within(value: float, least: float | None, most: float | None) -> bool:
+    return (least is None or value >= least) and (most is None or value <= most)
 
 
-def _bounds(least: float | None, most: float | None) -> str:
-    if least is not None and most is not None:
-        return f" in [{least}, {most}]"
-    if least is not None:
-        return f" >= {least}"
-    return "" if most is None else f" <= {most}"
+def _refusal(
+    name: str, value: object, of: str | None, kind: str, least: float | None, most: float | None
+) -> str:
+    table = "" if of is None else f" of {of!r}"
+    if most is None:
+        bounds = "" if least is None else f" >= {least}"
+    else:
+        bounds = f" <= {most}" if least is None else f" in [{least}, {most}]"
+    return f"Invalid {name}={value!r}{table}: must be {kind}{bounds}."

@@ -1,4 +1,4 @@
-"""Values that ranks compare before they act, as JSON and as a digest, and messages about them.
+"""Values that ranks compare before they act, and messages about values that differ.
 
 Saved states hold their values as JSON too, exactly. The length of a message does not grow with the
 number of ranks.
@@ -27,14 +27,14 @@ __all__ = [
 
 Json = Any
 
+# Faults in a message; the rest are counted.
 MOST_SHOWN: Final = 3
-"""Faults in a message; the rest are counted."""
 
 _LONGEST_ERROR: Final = 1000
 _LONGEST_VALUE: Final = 120
 
+# Levels of nested containers that are compared; a container that holds itself has no end.
 _DEEPEST: Final = 12
-"""Levels of nested containers that are compared; a container that holds itself has no end."""
 
 
 def encode(value: Json) -> bytes:
@@ -52,7 +52,7 @@ def _plain(value: object, depth: int = 0) -> Json:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str(value)
+        return str(value)  # of a subclass, such as NumPy's
     if isinstance(value, numbers.Real):
         return _plain_number(value)
     if depth < _DEEPEST:
@@ -138,6 +138,7 @@ def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) 
     for rank, report in zip(ranks, reports, strict=True):
         if report["error"]:
             by_text.setdefault(report["error"], []).append(rank)
+    # Several errors share the room of one.
     longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
     shown: list[str] = []
     others: list[int] = []
@@ -191,6 +192,7 @@ def explain_facts(
             )
             if mine != other:
                 faults.setdefault((f"{key}{path}", other, mine), []).append(rank)
+    # A key may differ in two ways between ranks.
     most = 2 * MOST_SHOWN
     shown = []
     for (key, other, mine), at in [*faults.items()][:most]:
@@ -207,10 +209,9 @@ def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
         name, ours, theirs = inner
         path += name
     mine, other = str(ours), str(theirs)
-    differ = [a != b for a, b in zip(mine, other, strict=False)]
-    same = differ.index(True) if True in differ else len(differ)
-    long = max(len(mine), len(other)) > _LONGEST_VALUE
-    if long and 20 < same < min(len(mine), len(other)):
+    pairs = enumerate(zip(mine, other, strict=False))
+    same = next((i for i, (one, two) in pairs if one != two), 0)
+    if same > 20 and max(len(mine), len(other)) > _LONGEST_VALUE:
         # From shortly before the part that differs.
         mine, other = (cut(text[same - 20 :], _LONGEST_VALUE) for text in (mine, other))
         return path, f"...{mine}", f"...{other}"
@@ -228,7 +229,7 @@ def _first_difference(ours: Json, theirs: Json) -> tuple[str, Json, Json] | None
     if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
         return None
     if max(len(str(ours)), len(str(theirs))) <= _LONGEST_VALUE // 2:
-        return None
+        return None  # short enough to show whole
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if _differ(mine, other):
             return f"[{i}]", mine, other

@@ -12,8 +12,8 @@ __all__ = ["hex_of", "sealed", "sync_folder", "unsealed"]
 
 _END: Final = "\n}"
 _CRC: Final = ',\n "crc32": "'
+# Around the last entry of a sealed text: the CRC32 of the text without that entry.
 _CLOSED: Final = f'"{_END}\n'
-"""Around the last entry of a sealed text: the CRC32 of the text without that entry."""
 
 
 def hex_of(crc: int) -> str:

@@ -102,8 +102,8 @@ class Facts(dict[str, Json]):
     Attributes:
         replicas: hashes of what this rank holds in common with others, by a name that its holders
             share.
-        drifted: for each replica that differs from its first holder's the global ranks where it
-            does; filled on exit.
+        drifted: by replica the global ranks where it differs from its first holder's; filled on
+            exit.
         differing: the keys that differ between the ranks of this group; filled on exit.
         on_drift: called on every rank of the group with what has drifted, if anything has. What it
             raises is raised on every rank of the other groups too.
@@ -118,7 +118,7 @@ class Facts(dict[str, Json]):
 
 
 class Rider:
-    """Values that travel with somebody else's all-reduce, without a message of their own.
+    """Values that travel with another all-reduce, without a message of their own.
 
     Pass it to the calls that may carry it: the first int64 :meth:`Group.all_reduce` does. Every
     rank must pass one of the same shape.
@@ -134,8 +134,7 @@ class Rider:
 
 
 class _Sent(threading.local):
-    """Counted for each thread, so that what save_async() sends in its own belongs to no mask
-    update."""
+    """Counted for each thread: collectives of save_async() in its own belong to no mask update."""
 
     collectives = 0
     bytes = 0
@@ -196,9 +195,10 @@ def set_timeout(seconds: float) -> None:
 def world_ranks() -> tuple[int, ...] | None:
     """Return all global ranks, or None when torch.distributed is not in use or the world is this
     process alone."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_available() or not dist.is_initialized():
         return None
-    return tuple(range(dist.get_world_size()))
+    ranks = tuple(range(dist.get_world_size()))
+    return ranks if len(ranks) > 1 else None
 
 
 def rank_in(ranks: tuple[int, ...] | None) -> int:
@@ -218,16 +218,15 @@ class Group:
     def __init__(
         self, ranks: tuple[int, ...] | None, process_group: dist.ProcessGroup | None
     ) -> None:
+        # A world of one is rank 0 of itself, whatever its global rank.
         self.ranks = ranks if ranks is not None else (0,)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
         self.process_group = self._group = process_group
         backend = dist.get_backend(process_group) if process_group is not None else "gloo"
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if "nccl" in backend
-            else torch.device("cpu")
-        )
+        self.device = torch.device("cpu")
+        if "nccl" in backend:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout = _timeout
         self._at = "before any agreement"
 
@@ -239,15 +238,13 @@ class Group:
             rider: more to sum, in the same message; skipped if it has been carried already.
                 ``tensor`` must be int64.
         """
-        if rider is not None and rider.summed is None and self._group is not None:
-            values = rider.values
-            both = self.all_reduce(
-                torch.cat([tensor.flatten(), values.flatten().to(tensor.device)])
-            )
-            rider.summed = both[tensor.numel() :].view(values.shape)
-            return both[: tensor.numel()].view(tensor.shape)
         if self._group is None:
             return tensor
+        if rider is not None and rider.summed is None:
+            values = rider.values.flatten().to(tensor.device)
+            both = self.all_reduce(torch.cat([tensor.flatten(), values]))
+            rider.summed = both[tensor.numel() :].view(rider.values.shape)
+            return both[: tensor.numel()].view(tensor.shape)
         sent = tensor.to(self.device).contiguous()
         with self._issued("all_reduce", sent):
             dist.all_reduce(sent, group=self._group)
@@ -279,12 +276,15 @@ class Group:
         Returns:
             What every rank sent here, uint8 ``(sizes[r],)`` from rank r.
         """
-        lengths = [sum(piece.numel() * piece.element_size() for piece in parts) for parts in pieces]
-        raw = [
-            piece.view(-1).view(torch.uint8).to(self.device) for parts in pieces for piece in parts
-        ]
-        sent = torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8, device=self.device)
-        del raw
+        raw = [torch.empty(0, dtype=torch.uint8, device=self.device)]
+        lengths: list[int] = []
+        for parts in pieces:
+            lengths.append(sum(piece.nbytes for piece in parts))
+            for piece in parts:
+                raw.append(piece.view(-1).view(torch.uint8).to(self.device))
+        sent = torch.cat(raw)
+        # Before the result is allocated: the pieces may be large.
+        raw.clear()
         for parts in pieces:
             parts.clear()
         if self._group is None:
@@ -300,6 +300,7 @@ class Group:
         if self._group is None:
             return [value]
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        # all_gather() needs one common shape, so shorter texts are padded.
         lengths = self.all_gather(torch.tensor([raw.numel()])).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: raw.numel()] = raw
@@ -311,6 +312,7 @@ class Group:
         group."""
         if self._group is None:
             return
+        # May be the same memory: the copy back then changes nothing.
         sent = tensor.data.to(self.device).contiguous()
         with self._issued("broadcast", sent):
             dist.broadcast(sent, self.ranks[0], group=self._group)
@@ -351,26 +353,18 @@ class Group:
             return {}
         self._at = f"in {action}"
         replicas = replicas or {}
-        balance = sum(
-            _weight(name) * r.hash * (r.holders - 1 if r.first else -1)
-            for name, r in replicas.items()
-        )
-        # As int64. It sums to zero over ranks, modulo 2**64, if no replica has drifted.
-        balance = (balance + (1 << 63)) % (1 << 64) - (1 << 63)
-        mine = torch.tensor(
-            [error is not None, digest(action), digest(facts), balance], dtype=torch.int64
-        )
-        told = self.all_gather(mine)
-        if not told[:, 0].any() and bool((told[:, 1:3] == told[0, 1:3]).all()):
-            if int(told[:, 3].sum()) == 0:
-                return {}
-            return _drifted(
-                self.ranks,
-                self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()}),
-            )
-        refused = self._refusal(action, facts, error)
-        refused.raised_by = frozenset(self.ranks)
-        raise refused from error
+        mine = [error is not None, digest(action), digest(facts), _balance(replicas)]
+        reports = self.all_gather(torch.tensor(mine, dtype=torch.int64))
+        errors, digests, balances = reports[:, 0], reports[:, 1:3], reports[:, 3]
+        if errors.any() or bool((digests != digests[0]).any()):
+            refused = self._refusal(action, facts, error)
+            refused.raised_by = frozenset(self.ranks)
+            raise refused from error
+        # The sum overflows, as the balances did: modulo 2**64.
+        if int(balances.sum()) == 0:
+            return {}
+        held = self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()})
+        return _drifted(self.ranks, held)
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[Facts]:
@@ -379,31 +373,17 @@ class Group:
             yield facts
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> Refused:
-        """What every rank raises. Collective over the group: first digests alone, for facts may be
-        long (tilings of all ranks), then the values of the first few that differ."""
-        said = None if error is None else cut(f"{type(error).__name__}: {error}")
-        reports = self.all_gather_json(
-            {
-                "action": action,
-                "error": said,
-                "facts": {key: digest(value) for key, value in facts.items()},
-            }
-        )
+        """Return what every rank raises. Collective over the group: first digests alone, for facts
+        may be long (tilings of all ranks), then the values of the first few that differ."""
+        text = None if error is None else cut(f"{type(error).__name__}: {error}")
+        digests = {key: digest(value) for key, value in facts.items()}
+        reports = self.all_gather_json({"action": action, "error": text, "facts": digests})
         if any(report["error"] for report in reports):
             return Refused(explain_errors(self.ranks, reports))
         if any(report["action"] != action for report in reports):
             return Disagreement(explain_actions(self.ranks, reports))
-        digests = [report["facts"] for report in reports]
-        differing = sorted(
-            {
-                key
-                for known in digests
-                for key in known
-                if len({each.get(key) for each in digests}) > 1
-            },
-            # What a rank lacks it has not come to yet: a consequence of something else.
-            key=lambda key: (not all(key in known for known in digests), key),
-        )
+        differing = _differing([report["facts"] for report in reports])
+        # The same on every rank, as all have the same reports.
         shown = differing[:MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
         return Disagreement(
@@ -412,8 +392,7 @@ class Group:
 
     @contextmanager
     def _issued(self, operation: str, sent: Tensor) -> Iterator[None]:
-        """Around each collective: counts it, and says what a timeout or a broken connection
-        means."""
+        """Count a collective, and explain a timeout or a broken connection in it."""
         _sent.collectives += 1
         _sent.bytes += sent.numel() * sent.element_size()
         try:
@@ -471,15 +450,25 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
         error = fault
     for group, facts in zip(groups, noted, strict=True):
         if group.size > 1:
-            try:
-                facts.drifted = group.agree(action, facts, error, facts.replicas)
-                if facts.drifted and facts.on_drift is not None:
-                    facts.on_drift(facts.drifted)
-            except ValueError as refused:  # no group is left out: its ranks are waiting
-                error = refused
-                facts.differing = refused.keys if isinstance(refused, Disagreement) else frozenset()
+            # No group is left out, whatever the ones before raise: its ranks are waiting.
+            error = _agree_over(group, action, facts, error) or error
     if error is not None:
         raise error
+
+
+def _agree_over(
+    group: Group, action: str, facts: Facts, error: Exception | None
+) -> ValueError | None:
+    """Agree over one group; return what its ranks raise. Collective."""
+    try:
+        facts.drifted = group.agree(action, facts, error, facts.replicas)
+        if facts.drifted and facts.on_drift is not None:
+            facts.on_drift(facts.drifted)
+    except ValueError as refused:
+        if isinstance(refused, Disagreement):
+            facts.differing = refused.keys
+        return refused
+    return None
 
 
 class Parcels:
@@ -514,6 +503,7 @@ class Parcels:
 
         def read() -> Tensor:
             part = self._received[sender][start:stop]
+            # Parcels of several dtypes follow each other, and views must be aligned.
             aligned = (part.storage_offset() % dtype.itemsize) == 0
             return (part if aligned else part.clone()).view(dtype).view(tuple(shape))
 
@@ -539,25 +529,52 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
     known = _groups.get((ranks, apart))
     # A destroyed and re-initialised world needs new groups.
     if known is None or known[0] is not parent:
-        everyone = ranks == world_ranks()
         backend = None if apart is None else "gloo"
+        # Only the members of a smaller group make it: others need not know of it.
+        apart_of_world = ranks != world_ranks()
         made = dist.new_group(
-            list(ranks), _timeout, backend, use_local_synchronization=not everyone
+            list(ranks), _timeout, backend, use_local_synchronization=apart_of_world
         )
         known = _groups[ranks, apart] = (parent, Group(ranks, made))
     return known[1]
 
 
+# Words of the backends' errors about ranks that do not answer. Gloo has no type of its own for
+# them.
 _LOST: Final = ("timed out", "timeout", "connect", "socket", "peer")
-"""Words of the backends' errors about ranks that do not answer."""
 
 
-def _weight(name: str) -> int:
-    return digest(name) | 1
+def _balance(replicas: Mapping[str, Replica]) -> int:
+    """Return what sums to zero over ranks, modulo 2**64, if no replica has drifted; as int64."""
+    total = 0
+    for name, replica in replicas.items():
+        # The first holder weighs as much as all others. Odd: no multiple of 2**64 by a factor.
+        weight = digest(name) | 1
+        total += weight * replica.hash * (replica.holders - 1 if replica.first else -1)
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return the keys that are not equal on all ranks, in the order of messages."""
+    known: list[str] = []
+    missing: list[str] = []
+    for key in sorted(set().union(*digests)):
+        values = {each.get(key) for each in digests}
+        if None in values:
+            # Some rank has not come to this fact yet: a consequence of something else.
+            missing.append(key)
+        elif len(values) > 1:
+            known.append(key)
+    return known + missing
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
-    first = {name: value for held in hashes for name, (value, owned) in held.items() if owned}
+    """Return the replicas that differ from their first holder's, and the ranks where they do."""
+    first: dict[str, int] = {}
+    for held in hashes:
+        for name, (value, is_first) in held.items():
+            if is_first:
+                first[name] = value
     drifted: dict[str, list[int]] = {}
     for rank, held in zip(ranks, hashes, strict=True):
         for name, (value, _) in held.items():

@@ -39,19 +39,21 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
+    return "".join(map(_printable_character, text))
+
+
+def _printable_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def shortened(value: object, most: int = 80) -> str:
     """Return ``repr(value)``, with the middle left out where it is longer than ``most``
     characters."""
-    text = repr(
-        value
-        if not isinstance(value, str) or len(value) <= 2 * most
-        else value[:most] + value[-most:]
-    )
+    if isinstance(value, str) and len(value) > 2 * most:
+        value = value[:most] + value[-most:]  # repr() of a long text is slow
+    text = repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
@@ -69,18 +71,21 @@ def table_lines(
         right: columns to align right.
         total: last row.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    everything = [head, *rows, *([] if total is None else [total])]
-    widths = [max(len(row[i]) for row in everything) for i in range(len(head))]
+    rows = [list(map(printable, row)) for row in rows]
+    foot = [] if total is None else [total]
+    columns = zip(head, *rows, *foot, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     rule = ["-" * width for width in widths]
-    sums = [] if total is None else [rule, total]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, rule, *rows, *sums]
-    ]
+    if foot:
+        foot.insert(0, rule)
+    return [_line(row, widths, right) for row in [head, rule, *rows, *foot]]
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> str:
+    cells = []
+    for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        cells.append(cell.rjust(width) if i in right else cell.ljust(width))
+    return "  ".join(cells).rstrip()
 
 
 def shape_text(shape: Sequence[int | str] | None) -> str:
@@ -94,7 +99,8 @@ def block_shape_text(block: Sequence[int | str] | None) -> str:
     if block is None:
         return "-"
     rows, columns = block
-    return {"1xrow": "row", "colx1": "col"}.get(shape := f"{rows}x{columns}".lower(), shape)
+    shape = f"{rows}x{columns}".lower()
+    return {"1xrow": "row", "colx1": "col"}.get(shape, shape)
 
 
 def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> str:
@@ -102,12 +108,10 @@ def block_text(block: Sequence[int | str] | None, zeros: int | None = None) -> s
     block."""
     if block is None:
         return "-"
-    whole = (
-        math.nan
-        if any(isinstance(size, str) for size in block)
-        else math.prod(int(size) for size in block)
-    )
-    return "all" if zeros is None or zeros == whole else str(zeros)
+    # ROW and COL are as large as the table: no number is known to be all of it.
+    sizes = [size for size in block if not isinstance(size, str)]
+    whole = zeros is None or (len(sizes) == len(block) and zeros == math.prod(sizes))
+    return "all" if whole else str(zeros)
 
 
 def mib(count: int) -> str:
@@ -139,6 +143,7 @@ def percent(share: float | None) -> str:
     if share is None:
         return "-"
     value = 100 * share
+    # One decimal, unless it would round to 0.0% or 100.0%.
     if value == 0 or 0.05 <= abs(value) < 99.95 or value == 100:
         return f"{value:.1f}%"
     return f"{value:.3g}%" if abs(value) < 1 else f"{value:.4f}%"
@@ -147,6 +152,7 @@ def percent(share: float | None) -> str:
 def size(value: float) -> str:
     """Return bytes as ``1.30 MiB`` or ``160 B``."""
     for unit in _UNITS[:-1]:
+        # Not 1024: "1,010 KiB" has a digit too many.
         if abs(value) < 999.5:
             return _with_unit(value, unit)
         value /= 1024
@@ -157,6 +163,7 @@ def duration(seconds: float) -> str:
     """Return ``850 ms``, ``12.3 s``, ``4 min 05 s`` or ``3 h 20 min``."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
+    # From here on it would round to 60.0.
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

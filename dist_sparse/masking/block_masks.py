@@ -261,21 +261,21 @@ def _not_marked_clean(removed: Tensor, bits: Tensor) -> Tensor:
 def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None:
     """Put the decision on cut blocks in the place of their scores."""
     goal, known = table.goal, table.partials[shard.rect]
-    grid, segment = grid_of(shard.rect, goal.block), table.segments[shard.rect]
+    segment = table.segments[shard.rect]
+    # Cut columns; whether this shard's part was zero is lost with its score, so marks keep it.
     marks = torch.full_like(known.clean, REMOVED, dtype=torch.int32)
     if goal.shows_zeros:
         marks[known.clean] = REMOVED_CLEAN
     columns = torch.where(decision.columns, marks, KEPT)
-    if columns.shape[1] == grid.cols:
-        segment.add(columns)  # all are cut: it is empty so far
+    if known.cuts_all:
+        segment.add(columns)
     for first, bits in segment.pieces():
-        last = first + bits.shape[0]
-        bits[:, known.cols] = columns[first:last]
+        bits[:, known.cols] = columns[first : first + len(bits)]
         # Masks by element take the slabs as they are.
         for i, flags in () if goal.by_element else decision.slabs.items():
-            if first <= i - grid.row < last:
-                marked = torch.where(flags, REMOVED, KEPT)
-                bits[i - grid.row - first] = marked.to(torch.int32)
+            at = i - known.grid.row - first
+            if 0 <= at < len(bits):
+                bits[at] = torch.where(flags, REMOVED, KEPT).to(torch.int32)
 
 
 def _mask_of_elements(
@@ -294,11 +294,13 @@ def _mask_of_elements(
         scores = element_scores(shard.tensor[start:stop], goal.measure, offset)
         gone = smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros)
         for i, flags in slabs.items():
+            # Cut block rows are chunks of their own: decided by the rank that owns them.
             top = max(i * height, rect.row) - rect.row - start
             if 0 <= top < stop - start:
                 gone[top : top + flags.shape[0]] = flags
         kept.add(~gone.flatten())
     mask = BlockMask(rect, (1, 1), kept.close())
+    # Scores are of blocks: nothing tells which of the removed elements are zero.
     return NewMask(mask, ~mask.bits)
 
 

@@ -39,9 +39,9 @@ from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, gri
 
 __all__ = ["Goal", "ScoredTable", "cuts_of", "score_table", "score_tables"]
 
+# Scores to check and count at a time: few enough to be in the cache still, enough to make the
+# calls worth it.
 _COUNTED = 1 << 18
-"""Scores to check and count at a time: few enough to be in the cache still, enough to make the
-calls worth it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Goal:
         data: the table as it is stored now.
         block: the sparse block, in elements.
         k: number of blocks to prune; of a pool of tables, on average.
-        most: of a pool, how many of this table's blocks may be pruned.
+        most: most blocks of this table that a pool may prune.
         zeros: elements removed in a pruned block; the block's area removes all of it, however small
             an edge block is.
         measure: how elements are scored.
@@ -129,6 +129,7 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
         tables = _score_together([goals[i] for i in places], [ranks[i] for i in places])
         scored.update(zip(places, tables, strict=True))
     for i, goal in enumerate(goals):
+        # In the order of the tables, as an error names the first.
         if i not in scored:
             scored[i] = score_table(goal, ranks[i])
     return [scored[i] for i in range(len(goals))]
@@ -145,33 +146,39 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
         ValueError: a score is not finite or is negative, or a block that loses only some elements
             is cut by a column border.
     """
-    data, cuts = goal.data, cuts_of(goal)
-    table = ScoredTable(goal, cuts)
-    mine = set(data.owned(rank))
-    for shard in data.shards:
-        if shard.rect in table.segments:
-            continue
-        counts = shard.rect in mine
-        kept = table.kept_scores(shard.rect)
-        if goal.block == (1, 1):
-            # Elements are scored again in each pass: to store the scores would take as much memory
-            # as the weights.
-            read = partial(_element_bits, goal, shard)
-            segment = _segment(goal, shard, counts=counts, read=read)
-            segment.first_histogram = _checked_histogram(goal, shard, segment)
-        elif kept is not None and goal.keeping is not None:
-            segment = _segment(goal, shard, counts=counts)
-            score_all = partial(_score_all, goal, shard)
-            kept.update(shard, data.shape, goal.block, goal.keeping, score_all)
-            kept.fill(segment)
-        else:
-            segment = _segment(goal, shard, counts=counts)
-            known = None if cuts is None else cuts.partials(shard.rect, shard.tensor.device)
-            _score_blocks(goal, shard, segment, known)
-            if known is not None:
-                table.partials[shard.rect] = known
-        table.segments[shard.rect] = segment
+    table = ScoredTable(goal, cuts_of(goal))
+    mine = set(goal.data.owned(rank))
+    for shard in goal.data.shards:
+        # A rank may hold two replicas of a shard.
+        if shard.rect not in table.segments:
+            counts = shard.rect in mine
+            table.segments[shard.rect] = _score_shard(table, shard, counts)
     return table
+
+
+def _score_shard(table: ScoredTable, shard: Shard, counts: bool) -> Segment:
+    """Return the scores of a shard, and note in ``table`` what is known of its cut blocks."""
+    goal, cuts = table.goal, table.cuts
+    if goal.block == (1, 1):
+        # Elements are scored again in each pass: to store the scores would take as much memory as
+        # the weights.
+        segment = _segment(goal, shard, counts, partial(_element_bits, goal, shard))
+        segment.first_histogram = _checked_histogram(goal, shard, segment)
+        return segment
+    segment = _segment(goal, shard, counts)
+    kept = table.kept_scores(shard.rect)
+    if kept is not None and goal.keeping is not None:
+        score_all = partial(_score_all, goal, shard)
+        kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
+        kept.fill(segment)
+    elif cuts is None:
+        _score_blocks(goal, shard, segment, None)
+    else:
+        known = cuts.partials(shard.rect, shard.tensor.device)
+        table.partials[shard.rect] = known
+        _score_blocks(goal, shard, segment, known)
+        _score_slabs(goal, shard, known)
+    return segment
 
 
 def cuts_of(goal: Goal) -> CutTable | None:
@@ -196,6 +203,7 @@ def cuts_of(goal: Goal) -> CutTable | None:
 def _cut_by_columns(goal: Goal) -> str:
     borders = sorted({rect.col for rect in goal.data.rects if rect.col})
     common = math.gcd(*borders)
+    # Longer lists would not be read.
     fits = [width for width in range(1, min(goal.block[1], 64)) if common % width == 0]
     return (
         f"Table {goal.data.name!r}: zeros_per_block={goal.zeros} is smaller than the block"
@@ -207,20 +215,13 @@ def _cut_by_columns(goal: Goal) -> str:
 def _segment(
     goal: Goal,
     shard: Shard,
-    *,
     counts: bool,
-    columns: Tensor | None = None,
     read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
 ) -> Segment:
     """Return an empty segment for the scores of a shard."""
     grid = grid_of(shard.rect, goal.block)
-    if columns is None:
-        columns = _block_columns(grid, shard)
+    columns = torch.arange(grid.col, grid.col + grid.cols, device=shard.tensor.device)
     return Segment(grid.row, columns, goal.grid.cols, read=read, counts=counts)
-
-
-def _block_columns(grid: Grid, shard: Shard) -> Tensor:
-    return torch.arange(grid.col, grid.col + grid.cols, device=shard.tensor.device)
 
 
 def _batches(goals: Sequence[Goal]) -> Iterator[list[int]]:
@@ -246,6 +247,7 @@ def _fits_batch(goal: Goal) -> bool:
     """Whether a table has one small shard here, of blocks that know nothing of their neighbours."""
     if len(goal.data.shards) != 1 or goal.by_element or callable(goal.measure):
         return False
+    # Single elements are scored without a copy; taller blocks may reach into the next shard.
     if goal.block[0] != 1 or goal.block[1] == 1:
         return False
     return 0 < goal.data.shards[0].rect.numel <= SMALL and cuts_of(goal) is None
@@ -272,19 +274,22 @@ def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredT
     width, block = goals[0].data.shape[1], goals[0].block
     batch = Batch.of(shards, width, block, [goal.measure for goal in goals])
     if not _fine(batch.scores):
+        # One of them raises, with the name of its table.
         for i, goal in enumerate(goals):
             _check(goal, shards[i], batch.part(i), shards[i].rect.row)
     bits = batch.scores.view(torch.int32)
+    # Rows between the shards are no blocks of any table.
     bits.index_fill_(0, batch.gaps, KEPT)
     ends = torch.tensor([*batch.starts[1:], bits.shape[0]])
     sizes = (ends - torch.tensor(batch.starts)) * bits.shape[1]
     joint = JointScores(bits.view(-1), sizes.to(bits.device))
     histograms = joint.first_histograms().cpu()
-    columns = _block_columns(grid_of(shards[0].rect, block), shards[0])
+    # The same for all: they are on the same columns.
+    columns = _segment(goals[0], shards[0], True).col_ids
     tables = []
     for i, (goal, shard) in enumerate(zip(goals, shards, strict=True)):
         counts = shard.rect in goal.data.owned(ranks[i])
-        segment = _segment(goal, shard, counts=counts, columns=columns)
+        segment = Segment(shard.rect.row, columns, goal.grid.cols, counts=counts)
         segment.add(bits[batch.starts[i] : batch.starts[i] + batch.rows[i]])
         segment.first_histogram = histograms[i]
         segment.joint = JointPart(joint, i)
@@ -294,28 +299,31 @@ def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredT
 
 def _score_blocks(goal: Goal, shard: Shard, segment: Segment, cut: Partials | None) -> None:
     """Fill ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and ``cut``
-    with what is known of those. Where all are cut, the segment stays empty until the decision."""
-    rect, grid = shard.rect, grid_of(shard.rect, goal.block)
+    with the partial sums of those."""
+    grid = grid_of(shard.rect, goal.block)
     histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=shard.tensor.device)
     scratch = torch.empty(0, dtype=torch.int32, device=shard.tensor.device)
     for first, piece in _score_pieces(goal, shard, segment.col_ids, cut):
         _check(goal, shard, piece, grid.row + first)
         bits = piece.view(torch.int32)
         if cut is not None:
-            if cut.sums.shape[1] == grid.cols:
-                continue
-            bits[:, cut.cols] = KEPT
-            inside = [i - grid.row - first for i in cut.rows]
-            bits[[i for i in inside if 0 <= i < len(bits)]] = KEPT
+            if cut.cuts_all:
+                continue  # the segment stays empty until the decision
+            cut.mark(bits, first)
+        # Reused: most pieces are as large as the first.
         if scratch.numel() < bits.numel():
             scratch = torch.empty_like(bits).view(-1)
         histogram += first_histogram(bits.view(-1), scratch)
         segment.add(bits)
     segment.first_histogram = histogram
-    for i in () if cut is None else cut.rows:
-        slab = Rect(i * goal.block[0], rect.col, goal.block[0], rect.cols)
-        inner = rect.intersect(slab)
-        assert cut is not None and inner is not None
+
+
+def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
+    """Score the elements of cut block rows, which their owner puts together."""
+    rect = shard.rect
+    for i in cut.rows:
+        inner = rect.intersect(Rect(i * goal.block[0], rect.col, goal.block[0], rect.cols))
+        assert inner is not None
         rows = shard.tensor[inner.row - rect.row : inner.row_end - rect.row]
         cut.elements[i] = element_scores(rows, goal.measure, (inner.row, inner.col))
 
@@ -341,7 +349,7 @@ def _score_pieces(
 
 def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     """Return the scores of a shard that no border cuts, in one piece, and their histogram."""
-    segment = _segment(goal, shard, counts=True)
+    segment = _segment(goal, shard, True)
     _score_blocks(goal, shard, segment, None)
     return torch.cat([bits for _, bits in segment.pieces()]), segment.histogram()
 

@@ -36,7 +36,8 @@ class Partials:
     """What a shard knows of its cut blocks.
 
     Args:
-        rows: the cut block rows of the shard.
+        grid: of the shard.
+        rows: its cut block rows.
         cols: its cut block columns, counted from its first.
         sums: float64 ``(grid.rows, cut columns)``: partial sums, for every block row of the shard;
             released once they are sent.
@@ -45,20 +46,36 @@ class Partials:
             ``(its rows here, rect.cols)``.
     """
 
+    grid: Grid
     rows: tuple[int, ...]
     cols: slice | list[int]
     sums: Tensor
     clean: Tensor
     elements: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def cuts_all(self) -> bool:
+        """Whether all blocks of the shard are in cut columns."""
+        return self.clean.shape[1] == self.grid.cols
+
+    def mark(self, bits: Tensor, first: int) -> None:
+        """Write KEPT in the place of the scores of cut blocks, in the block rows from ``first``
+        on."""
+        bits[:, self.cols] = KEPT
+        for i in self.rows:
+            at = i - self.grid.row - first
+            if 0 <= at < len(bits):
+                bits[at] = KEPT
+
     def note(self, first: int, sums: Tensor) -> None:
         """Note the sums ``(n, grid.cols)`` of all blocks of the block rows from ``first`` on."""
+        # A copy: the caller overwrites them.
         own = self.sums[first : first + len(sums)]
         own.copy_(sums[:, self.cols])
         torch.eq(own, 0, out=self.clean[first : first + len(sums)])
 
     def release(self) -> None:
-        """Drop what has been packed."""
+        """Drop what has been packed: the sums may take as much memory as the scores."""
         self.sums = self.sums.new_zeros(0)
         self.elements = {}
 
@@ -86,6 +103,7 @@ class CutTable:
     def owned_rows(self, rank: int, size: int) -> range:
         """Return the block rows that group rank ``rank`` of ``size`` decides about."""
         total = self.grid.rows
+        # Rounded up: the rows whose `row * size // total` is this rank.
         return range(-(-rank * total // size), -(-(rank + 1) * total // size))
 
     def rows_in(self, rows: range) -> tuple[int, ...]:
@@ -112,6 +130,7 @@ class CutTable:
         grid = grid_of(rect, self.block)
         shape = grid.rows, len(self.cols_in(grid))
         return Partials(
+            grid,
             self.rows_in(range(grid.row, grid.row + grid.rows)),
             self.local_cols(grid),
             torch.zeros(shape, dtype=torch.float64, device=device),
@@ -178,6 +197,7 @@ def exchange_partials(
         device: of the owner's part.
     """
     parcels = Parcels(group)
+    # All ranks loop over the same tables, ranks and rectangles, so parcels need no names.
     for table, known in tables:
         _send_partials(parcels, table, known, group)
     arrivals = [_expect_partials(parcels, table, group) for table, _ in tables]
@@ -257,6 +277,7 @@ def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_A
     for sender in range(group.size):
         for rect, rows in table.sends(sender, group.rank, group.size):
             shape = len(rows), len(table.cols_in(grid_of(rect, table.block)))
+            # In the order of _send_partials().
             sums = parcels.expect(sender, shape, torch.float64)
             elements = {}
             for i in table.rows_in(rows):
@@ -279,6 +300,7 @@ def _score_owned(
         slab = table.slab(i)
         slabs[i] = torch.zeros(slab.rows, slab.cols, dtype=torch.float64, device=device)
     for part in arriving:
+        # Elements go to their place in the slab; sums are added.
         for i, read in part.elements.items():
             inner = _common(part.rect, table.slab(i))
             top = inner.row - table.slab(i).row
@@ -293,6 +315,7 @@ def _score_owned(
     result.columns.add(scores)
     every = torch.arange(table.grid.cols, device=device)
     for i, slab_scores in slabs.items():
+        # One block row, so one chunk: summed as if it had never been cut.
         _, folded = next(block_sums(slab_scores, table.slab(i), table.block, "given"))
         segment = Segment(i, every, table.grid.cols)
         segment.add(_scores(table, folded, i, every))
@@ -309,6 +332,7 @@ def _scores(table: CutTable, sums: Tensor, first: int, columns: Tensor) -> Tenso
 def _send_decision(parcels: Parcels, table: CutTable, decision: Decision, group: Group) -> None:
     owned = table.owned_rows(group.rank, group.size)
     for holder in range(group.size):
+        # Replicas too: each holder masks its own copy.
         for rect in dict.fromkeys(table.data.tiling[holder]):
             grid = grid_of(rect, table.block)
             rows = _overlap(grid, owned)
@@ -318,6 +342,7 @@ def _send_decision(parcels: Parcels, table: CutTable, decision: Decision, group:
                 parcels.send(holder, pack(flags.flatten()))
             for i in table.rows_in(rows):
                 flags = decision.slabs[i]
+                # The part of the slab that concerns this shard.
                 if table.by_element:
                     inner_rect = _common(rect, table.slab(i))
                     top = inner_rect.row - table.slab(i).row
@@ -339,6 +364,7 @@ def _expect_decisions(
         slabs: dict[int, Tensor] = {}
         for owner in range(group.size):
             rows = _overlap(grid, table.owned_rows(owner, group.size))
+            # Views: what arrives is written through them, in the order of _send_decision().
             places = [columns[rows.start - grid.row : rows.stop - grid.row]]
             for i in table.rows_in(rows):
                 held = _common(rect, table.slab(i))

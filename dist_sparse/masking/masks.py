@@ -30,25 +30,24 @@ __all__ = [
     "wide",
 ]
 
+# Bytes whose bits Python counts sooner than torch makes its first call.
 _FEW = 1 << 8
-"""Bytes whose bits Python counts sooner than torch makes its first call."""
 
+# Elements expanded at a time.
 _CHUNK = 1 << 20
-"""Elements expanded at a time."""
 
+# Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much.
 _WRITTEN = 1 << 15
-"""Bytes of bits whose blocks are written at a time: their positions take up to 200 times as
-much."""
 
+# Bytes of a mask whose blocks are looked up together with those of others.
 _SMALL = 1 << 11
-"""Bytes of a mask whose blocks are looked up together with those of others."""
 
+# Integers of the size of an element, for masking bit by bit: NaN becomes zero too.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the size of an element, for masking bit by bit: NaN becomes zero too."""
 
+# Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in
+# order.
 _GATHER = 0x0102040810204080
-"""Multiplying eight bytes of 0 or 1 by this brings the lowest bit of each into the highest byte, in
-order."""
 
 
 def pack(flags: Tensor) -> Tensor:
@@ -417,7 +416,8 @@ class BlockMask:
         kept = torch.zeros(grid.rows, grid.cols, dtype=torch.bool, device=device)
         known = torch.zeros_like(kept)
         for piece in pieces:
-            at = _within(piece.grid, grid)
+            row, col = piece.grid.row - grid.row, piece.grid.col - grid.col
+            at = slice(row, row + piece.grid.rows), slice(col, col + piece.grid.cols)
             flags = piece.flags().to(device)
             if bool((known[at] & (kept[at] != flags)).any()):
                 raise ValueError(
@@ -431,12 +431,6 @@ class BlockMask:
                 " blocks are unknown."
             )
         return BlockMask(rect, block, pack(kept.flatten()))
-
-
-def _within(inner: Grid, outer: Grid) -> tuple[slice, slice]:
-    """Return the rows and columns of ``outer`` that ``inner`` covers."""
-    row, col = inner.row - outer.row, inner.col - outer.col
-    return slice(row, row + inner.rows), slice(col, col + inner.cols)
 
 
 def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:

@@ -1,7 +1,7 @@
-"""One selection over several tables: which of their blocks are removed until enough bytes are.
+"""One selection over several tables, which removes blocks until enough bytes are removed.
 
 Blocks are removed in the order of (score, table, global index) until the bytes are reached; a table
-of which no more may be removed is passed over. Tables narrow their histograms side by side
+at its own limit is passed over. Tables narrow their histograms side by side
 (:mod:`~dist_sparse.masking.selection`), and a :class:`Pool` finds in each round the bucket in which
 the bytes are reached, the same for all of its tables. A table that reaches its own limit before
 that bucket leaves the pool and goes on alone.
@@ -22,8 +22,8 @@ class Member(Protocol):
     """The narrowing of one table.
 
     Attributes:
-        left: how many more blocks may be removed, at the end how many are, of the ``inside`` in the
-            last bucket.
+        left: number of blocks that may still be removed, in the end of those that are, of the
+            ``inside`` in the last bucket.
         done: no further round is needed.
     """
 
@@ -33,14 +33,14 @@ class Member(Protocol):
 
 
 class Pool:
-    """Tables of which blocks are removed until ``need`` bytes are, wherever scores are smallest.
+    """Tables that lose ``need`` bytes together, wherever scores are smallest.
 
     Args:
         need: bytes to remove, at least 1; the last block may exceed it.
         prices: bytes of a block of each table, in the order of ``members``.
 
     Attributes:
-        bucket: in which the bytes were reached in the last round.
+        bucket: where the bytes were reached in the last round.
     """
 
     def __init__(self, need: int, prices: Sequence[int]) -> None:
@@ -61,32 +61,37 @@ class Pool:
             upto: blocks up to and including each bucket, int64 ``(asked, buckets)``.
             buckets: int64 ``(asked, 1)``; changed in place.
         """
+        if not self._members:
+            return
         place = {id(member): i for i, member in enumerate(asked)}
         rows = [place[id(member)] for member, _ in self._members]
-        if not rows:
-            return
         prices = torch.tensor([price for _, price in self._members]).unsqueeze(1)
         limits = torch.tensor([member.left for member, _ in self._members]).unsqueeze(1)
+        # Bytes removed up to and including each bucket; no table gives more than its limit.
         removed = (torch.minimum(upto[rows], limits) * prices).sum(0)
+        # The last bucket if all tables together don't reach the bytes.
         self.bucket = min(int((removed < self._need).sum()), removed.numel() - 1)
         if self.bucket:
             self._need -= int(removed[self.bucket - 1])
+        # Tables that reach their own limit in an earlier bucket leave the pool.
         own = buckets[rows].flatten().tolist()
-        self._members = [
-            entry for entry, bucket in zip(self._members, own, strict=True) if bucket >= self.bucket
-        ]
+        members = zip(self._members, own, strict=True)
+        self._members = [member for member, bucket in members if bucket >= self.bucket]
         buckets[rows] = buckets[rows].clamp(max=self.bucket)
 
     def share(self, last: bool) -> None:
-        """After each round: what is still needed comes from the blocks inside the bucket: all of
-        them, or in the ``last`` round, when their scores are equal, those of the first tables."""
+        """Take what is still needed from the blocks inside the bucket, after each round: from all,
+        or in the ``last`` round, when their scores are equal, from the first tables."""
         everything = sum(min(member.left, member.inside) * price for member, price in self._members)
         if not last and everything > self._need:
+            # Another round must tell them apart, even for a table that loses all of its own.
             for member, _ in self._members:
                 member.done = False
             return
         for member, price in self._members:
-            member.left = max(min(member.left, member.inside, -(-self._need // price)), 0)
+            # Rounded up: the last block may exceed the bytes. Nothing once they are reached.
+            blocks = -(-self._need // price)
+            member.left = max(min(member.left, member.inside, blocks), 0)
             self._need -= member.left * price
             member.done = last or member.left == member.inside
         self._members = []

@@ -53,30 +53,30 @@ class WeightedSquares:
     factors: Callable[[Tensor, tuple[int, int]], Tensor]
 
 
+# How an element is scored. `"given"`: the tensor holds element scores already. A callable takes a
+# chunk of rows and the global (row, column) of its first element and returns element scores of the
+# same shape.
 Measure = (
     Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
 )
-"""How an element is scored. ``"given"``: the tensor holds element scores already. A callable takes
-a chunk of rows and the global (row, column) of its first element and returns element scores of the
-same shape."""
 
+# Most elements scored at a time: 8 MiB of float64, about what the last-level cache of one core
+# keeps.
 CHUNK_ELEMENTS = 1 << 20
-"""Most elements scored at a time: 8 MiB of float64, about what the last-level cache of one core
-keeps."""
 
+# Fewest elements scored at a time, unless the shard has fewer.
 _LEAST_CHUNK = 1 << 18
-"""Fewest elements scored at a time, unless the shard has fewer."""
 
+# A shard is scored in so many chunks: the first one writes into fresh memory, whose pages are
+# mapped in while it does, which takes longer than scoring.
 _CHUNKS = 8
-"""A shard is scored in so many chunks: the first one writes into fresh memory, whose pages are
-mapped in while it does, which takes longer than scoring."""
 
+# Up to this width, adding strided slices is faster than a reduction over the last dimension.
 _FEW = 16
-"""Up to this width, adding strided slices is faster than a reduction over the last dimension."""
 
+# Longer rows and columns are summed in pieces of this length: below it torch never splits one sum
+# over threads.
 _LONG = 8192
-"""Longer rows and columns are summed in pieces of this length: below it torch never splits one sum
-over threads."""
 
 
 def element_scores(
@@ -115,8 +115,7 @@ def block_sums(
         rect: of the shard.
         block: the sparse block.
         measure: how elements are scored.
-        of: which rows of ``tensor`` are those of ``rect``, int64 ``(rect.rows,)``; None is all of
-            them.
+        of: the rows of ``tensor`` that ``rect`` stands for, int64 ``(rect.rows,)``; None is all.
 
     Yields:
         ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and
@@ -276,11 +275,11 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     return flat[:rows, :cols]
 
 
+# Most elements of a shard that is batched.
 SMALL = 1 << 14
-"""Most elements of a shard that is batched."""
 
+# Most elements of a batch.
 BATCH = 1 << 20
-"""Most elements of a batch."""
 
 
 @dataclass(eq=False)
@@ -290,7 +289,7 @@ class Batch:
     Args:
         scores: float32 ``(rows, block columns)``; rows between two shards are no block.
         starts: the first row of each shard; it fills whole bytes of flags.
-        rows: how many rows each shard has.
+        rows: number of rows of each shard.
         gaps: the rows between shards, int64.
     """
 

@@ -32,23 +32,23 @@ __all__ = [
     "first_histogram",
 ]
 
+# The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
 NOT_FINITE = 0x7F800000
-"""The bit pattern of infinity; those of NaN are larger, those of finite scores smaller."""
 
+# In the place of a score that is decided elsewhere: never among the smallest.
 KEPT = 0x7FFFFFFF
-"""In the place of a score that is decided elsewhere: never among the smallest."""
 
+# In the place of the score of a cut block that its owner removes: always below the threshold.
 REMOVED = -1
-"""In the place of the score of a cut block that its owner removes: always below the threshold."""
 
+# As REMOVED, where this shard's part of the block is zero already.
 REMOVED_CLEAN = -2
-"""As REMOVED, where this shard's part of the block is zero already."""
 
+# The leading 11 of the 31 bits that a score has.
 LEADING_BUCKETS = 2048
-"""The leading 11 of the 31 bits that a score has."""
 
+# Length of :func:`first_histogram`: zeros apart, then the leading bits.
 HISTOGRAM = 1 + LEADING_BUCKETS
-"""Length of :func:`first_histogram`: zeros apart, then the leading bits."""
 
 
 class Index(Protocol):
@@ -137,6 +137,7 @@ class Segment:
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         """``(start, bits)``: flat position and scores, in order."""
         if self._read is not None:
+            # Computed again; nothing is added to such a segment.
             yield from self._read()
         for first, bits in self.pieces():
             yield first * self.col_ids.numel(), bits.view(-1)
@@ -162,6 +163,7 @@ class Segment:
         if near is not None:
             self.tied = near.long().sort().values
             return
+        # Packed first: positions() skips bytes without a tie.
         found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
         self.tied = torch.cat([self.col_ids.new_zeros(0), *found])
 
@@ -171,6 +173,7 @@ class Segment:
         if self.tied is None:
             return (bits == threshold).nonzero().flatten()
         ends = torch.tensor([start, start + bits.numel()], device=bits.device)
+        # They ascend, so the chunk has a run of them.
         first, end = torch.searchsorted(self.tied, ends).tolist()
         return self.tied[first:end] - start
 
@@ -196,6 +199,7 @@ class JointScores:
 
     def first_histograms(self) -> Tensor:
         """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
+        # Bucket 0 for zeros, 1 + leading bits for others.
         leading = torch.bitwise_right_shift(self.bits, LEADING_SHIFT).add_(1).mul_(self.bits != 0)
         at = self.tables().mul_(HISTOGRAM).add_(leading)
         counts = torch.bincount(at, minlength=self.sizes.numel() * HISTOGRAM).view(-1, HISTOGRAM)
@@ -209,6 +213,7 @@ class JointScores:
         (all bits from ``before`` on) fall into each bucket of the next bits: int64
         ``(len(numbers), buckets)``."""
         device, count = self.bits.device, self.sizes.numel()
+        # By table: the prefix (no score has -1), and its row in the result.
         wanted = torch.full((count,), -1, dtype=torch.int32)
         wanted[numbers] = torch.tensor(prefixes, dtype=torch.int32)
         place = torch.zeros(count, dtype=torch.int64)
@@ -247,6 +252,7 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
         leading.view(-1, 64).add_(lanes)
     counts = torch.bincount(leading, minlength=copies * LEADING_BUCKETS)
     counts = counts.view(copies, LEADING_BUCKETS).sum(0)
+    # A tensor, not a number: no host sync on a GPU.
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
     return torch.cat([zeros, counts])

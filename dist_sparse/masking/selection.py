@@ -38,12 +38,12 @@ __all__ = ["Candidates", "select_smallest"]
 # (shift, buckets): 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
 
+# Added to a bucket by each rank that has something in it: tells whether all ties are on one rank
+# (2**44 blocks, 2**19 ranks fit).
 _PRESENT = 1 << 44
-"""Added to a bucket by each rank that has something in it: tells whether all ties are on one rank
-(2**44 blocks, 2**19 ranks fit)."""
 
+# Up to so many tied scores are stored by their places.
 _CHUNK = 1 << 19
-"""Up to so many tied scores are stored by their places."""
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -121,6 +121,7 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
     for search in split:
         table, bits = search.table, search.last
         if search.inside <= _CHUNK:
+            # Once, for up to three rounds and for the masks.
             for segment in table.segments:
                 segment.find_tied(bits)
         if search.holders > 1 or table.spread_replicas:
@@ -128,7 +129,7 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
             over_ranks.append(_TieSearch(search, counted))
         else:
             # One rank owns all that tie. It, and any replica of it, sees them all and finds the
-            # order alone; the others see none.
+            # order alone; the others see none, and remove none.
             alone.append(_TieSearch(search, table.segments))
     for ties in alone:
         _narrow([ties], _index_rounds(ties.scores.table.blocks), _of_this_rank)
@@ -194,6 +195,7 @@ class _Search:
     def _with_prefix(self, keys: Tensor) -> Tensor:
         if self.shift is None:
             return keys
+        # In place: the shifted keys are the only temporary of their size.
         return keys[(keys >> self.shift).eq_(self.prefix).to(torch.bool)]
 
     def descend(
@@ -204,6 +206,7 @@ class _Search:
         self.below += below
         self.inside, self.holders, self.shift = inside, holders, shift
         self.prefix = self.prefix * buckets + bucket
+        # All bits below the prefix set: the whole bucket is removed, as far as is known.
         self.last = ((self.prefix + 1) << shift) - 1
         self.done = self.left == self.inside or shift == 0
 
@@ -226,6 +229,7 @@ class _ScoreSearch(_Search):
         self.first_counts: Tensor | None = None
         self.counted = [segment for segment in table.segments if segment.counts]
         self._index: Index | None = None
+        # Of several segments the counts must be added up: they are read in chunks.
         if len(self.counted) == 1:
             self.joint, self._index = self.counted[0].joint, self.counted[0].index
 
@@ -247,7 +251,7 @@ class _ScoreSearch(_Search):
 
     def _first_histogram(self) -> Tensor:
         if self.joint is not None:
-            return self.counted[0].histogram()
+            return self.counted[0].histogram()  # leaves KEPT out already
         counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
         for segment in self.counted:
             counts += segment.histogram().cpu()
@@ -263,8 +267,10 @@ class _ScoreSearch(_Search):
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
         first = self.shift is None
+        # Without the bucket for zeros, the others are numbered by their bits.
         super().descend(shift, buckets, bucket - first, below, inside, holders)
         if first and bucket == 0:
+            # The threshold is 0: there are no bits to find.
             self.prefix = self.last = 0
             self.done = True
 
@@ -327,13 +333,16 @@ def _run_round(
         The histograms over all ranks, int64 ``(searches, buckets)``.
     """
     own = _histograms(searches, shift, buckets)
+    # The low 44 bits count blocks, the high ones the ranks that have some.
     marked = reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
     counts = marked & (_PRESENT - 1)
+    # The bucket of the k-th key: the first up to which there are at least as many as wanted.
     upto = counts.cumsum(1)
     wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
     bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
     if pool is not None:
         pool.limit(searches, upto, bucket)
+    # One copy to the host for all searches.
     inside = counts.gather(1, bucket)
     holders = marked.gather(1, bucket) >> _PRESENT.bit_length() - 1
     chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
@@ -359,6 +368,7 @@ def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor
             rows.append(torch.empty(buckets, dtype=torch.int64))
             joint.setdefault(search.joint.scores, {})[i] = search.joint.number
     counts = torch.stack(rows)
+    # One pass over the scores of many small tables, which fills their rows.
     for scores, numbers in joint.items():
         assert before is not None
         prefixes = [searches[i].prefix for i in numbers]

@@ -18,23 +18,28 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 
 __all__ = ["EVERYTHING", "NOTHING", "DirtyRule", "NewMask", "Threshold", "mask_of_blocks"]
 
+# Takes removed flags, bool `(n,)`, and scores, int32 `(n,)`; returns which of the removed blocks
+# are not zero yet.
 DirtyRule = Callable[[Tensor, Tensor], Tensor]
-"""Takes removed flags, bool ``(n,)``, and scores, int32 ``(n,)``; returns which of the removed
-blocks are not zero yet."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A block is removed when its score is below ``bits``, or equal to it with a global index of at
-    most ``last`` (None: any)."""
+    """Blocks that score less than ``bits`` are removed, and those that score the same up to the
+    global index ``last``.
+
+    Args:
+        bits: the score, as int32.
+        last: None is any index.
+        histogram: the scores of all ranks, int64 ``(HISTOGRAM,)``: zeros first, then by leading
+            bits. None where nothing or everything is removed.
+        removed: number of removed blocks; None where nothing or everything is removed.
+    """
 
     bits: int
     last: int | None
     histogram: Tensor | None = field(default=None, compare=False, repr=False)
-    """The scores of all ranks: int64 ``(HISTOGRAM,)``, zeros first, then by leading bits. None
-    where nothing or everything is removed."""
     removed: int | None = field(default=None, compare=False)
-    """Number of removed blocks; None where nothing or everything is removed."""
 
     @property
     def score(self) -> float | None:
@@ -48,6 +53,7 @@ class Threshold:
         ``segment``."""
         removed = bits <= self.bits
         if self.last is not None:
+            # Few blocks tie, so only their indices are compared.
             tied = segment.tied_within(start, bits, self.bits)
             removed[tied[segment.ids(tied + start) > self.last]] = False
         return removed
@@ -83,6 +89,7 @@ def mask_of_blocks(
     """
     count, device = grid_of(rect, block).blocks, segment.col_ids.device
     kept, unclean = BitWriter(count, device), BitWriter(count, device)
+    # Packed chunk by chunk: flags take eight times as much memory as the mask.
     for start, bits in segment.chunks():
         removed = threshold.removes(segment, start, bits)
         kept.add(~removed)

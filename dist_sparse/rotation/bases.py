@@ -15,9 +15,9 @@ from torch import Tensor
 
 __all__ = ["bases_of", "common_basis", "paired_bases"]
 
+# Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
+# inverted.
 _LEAST = 1e-10
-"""Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
-inverted."""
 
 
 def bases_of(grams: Sequence[Tensor]) -> list[Tensor]:
@@ -42,7 +42,9 @@ def common_basis(grams: Sequence[Tensor]) -> Tensor:
     total = torch.stack(
         [gram / gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) for gram in grams]
     ).sum(0)
+    # A column of zeros takes no part.
     used = total.diagonal().nonzero().flatten()
+    # eigh() returns ascending eigenvalues; the first columns are to hold the most.
     return _placed(torch.linalg.eigh(_part(total, used)).eigenvectors.flip(1), used, len(total))
 
 
@@ -78,6 +80,7 @@ def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
     """``L`` with ``L @ L.T`` equal to ``gram``, and its inverse."""
     values, vectors = torch.linalg.eigh(gram)
+    # G = V diag(values) V^T, so L = V diag(sqrt(values)).
     scale = values.clamp(min=_LEAST * float(values.max()) if len(values) else 0).sqrt()
     return vectors * scale, (vectors / scale).T
 

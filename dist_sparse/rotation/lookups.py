@@ -14,13 +14,17 @@ from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Lookup", "find_lookup"]
 
+# What may be between tables that are rotated together and their dot products.
 _HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
-"""What may be between tables that are rotated together and their dot products."""
 
 
 class Lookup(NamedTuple):
-    """The model without wrappers, the module in it that looks a table up, the table of each output
-    of a collection."""
+    """The module that looks a table up.
+
+    Args:
+        root: the model without wrappers.
+        outputs: of a collection, the table of each output; None for other modules.
+    """
 
     root: nn.Module
     module: nn.Module
@@ -28,7 +32,7 @@ class Lookup(NamedTuple):
 
 
 def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) -> Lookup:
-    """Return what looks a table up, in one of ``models``.
+    """Return the module that looks a table up, in one of ``models``.
 
     Args:
         turned: its output will be turned back; otherwise only dot products may read it.
@@ -84,14 +88,29 @@ def _refusal(
         return "its rows are pooled by their maximum"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm renormalizes its rows"
-    return _tied(modules, data)
+    holders = _holders(modules, data)
+    return f"the modules {holders} share its weight" if len(holders) > 1 else ""
+
+
+def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
+    """Return the modules that hold the weight of a replicated table, by path."""
+    if data.sharding != "replicated":
+        return []
+    # By address: a tied weight is one storage in two parameters, or one parameter.
+    places = {shard.tensor.data_ptr() for shard in data.shards}
+    found = []
+    for path, module in modules.items():
+        held = {p.data_ptr() for p in module._parameters.values() if p is not None}
+        if held & places:
+            found.append(path or type(module).__name__)
+    return found
 
 
 def _refusal_to_meet_others(
     modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData
 ) -> str:
-    """Why something else than a dot product reads a table that is rotated together with others; ""
-    if nothing does."""
+    """Return which reader other than a dot product a table has that is rotated together with
+    others; "" for none."""
     if has_basis(modules[""], data.name):
         return (
             'its output is rotated back, as rotate="table" does, so that dot products do not read'
@@ -107,33 +126,24 @@ def _refusal_to_meet_others(
 
 
 def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
-    """The layer or nonlinearity to which an ``nn.Sequential`` passes what ``table`` has looked up,
-    if so."""
+    """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
+    ``table``; "" for none."""
     for path, module in modules.items():
         if _computed_by(module) is not nn.Sequential:
             continue
-        parts = list(_parts(module, path))
-        for place, (_, part) in enumerate(parts):
-            reader = _first_layer(parts[place + 1 :]) if part is table else ""
-            if reader:
-                return reader
-    return ""
-
-
-def _first_layer(parts: Sequence[tuple[str, nn.Module]]) -> str:
-    """The first of the parts that are called in turn that a dot product does not commute with, if
-    so."""
-    for name, part in parts:
-        if not _computed_by(part).__module__.startswith("torch.nn."):
-            return ""  # the user's own, which may be the dot products
-        if not isinstance(part, _HARMLESS):
-            return f"{type(part).__name__} {name!r}"
+        found = False
+        for name, part in _parts(module, path):
+            if found and not _computed_by(part).__module__.startswith("torch.nn."):
+                break  # the user's own, which may be the dot products
+            if found and not isinstance(part, _HARMLESS):
+                return f"{type(part).__name__} {name!r}"
+            found = found or part is table
     return ""
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what an ``nn.Sequential`` calls in turn, without wrappers, by path; of nested ones
-    their parts."""
+    """Yield the modules that an ``nn.Sequential`` calls in turn, without wrappers, by path; the
+    parts of nested ones."""
     inner = modules_by_path(module)[""]
     if _computed_by(inner) is not nn.Sequential:
         yield path, inner
@@ -144,17 +154,5 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _computed_by(module: nn.Module) -> type:
-    """The class whose ``forward()`` a module runs."""
+    """Return the class whose ``forward()`` a module runs."""
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-
-
-def _tied(modules: Mapping[str, nn.Module], data: ShardedData) -> str:
-    """Why a weight that several modules hold can't be rotated, if so: the others would read it
-    rotated."""
-    places = {shard.tensor.data_ptr() for shard in data.shards if data.sharding == "replicated"}
-    holders = [
-        path or type(module).__name__
-        for path, module in modules.items()
-        if any(p is not None and p.data_ptr() in places for p in module._parameters.values())
-    ]
-    return f"the modules {holders} share its weight" if len(holders) > 1 else ""

@@ -53,11 +53,13 @@ def turn_back(
     if hook is None:
         # Hooks of the user's read the original basis.
         module.register_forward_hook(hook := _Hook(root), prepend=True)
-    own = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]  # its name in the collection
-    found = (
-        [None] if outputs is None else [output for output, table in outputs.items() if table == own]
-    )
-    hook.names |= dict.fromkeys(found, data.name)
+    if outputs is None:
+        hook.names[None] = data.name
+        return
+    in_collection = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]
+    for output, table in outputs.items():
+        if table == in_collection:
+            hook.names[output] = data.name
 
 
 def expect_bases(root: nn.Module) -> RemovableHandle:
@@ -66,10 +68,8 @@ def expect_bases(root: nn.Module) -> RemovableHandle:
 
     def register(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
         for key, basis in state.items():
-            if (
-                key.startswith(prefix + _BASIS)
-                and (name := key.removeprefix(prefix)) not in module._buffers
-            ):
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix + _BASIS) and name not in module._buffers:
                 module.register_buffer(name, torch.empty_like(basis))
 
     handle: RemovableHandle = root.register_load_state_dict_pre_hook(Hook(register))  # type: ignore[no-untyped-call]
@@ -96,7 +96,9 @@ def bases_of_outputs(module: nn.Module) -> dict[str | None, Tensor]:
     """Return the basis ``(original columns, columns)`` of each output of a module that is turned
     back, by the output's name in a collection; None is the output of a module that has one."""
     hook = _hook(module)
-    return {} if hook is None else {key: hook.basis(name) for key, name in hook.names.items()}
+    if hook is None:
+        return {}
+    return {key: hook.basis(name) for key, name in hook.names.items()}
 
 
 def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:
@@ -151,4 +153,7 @@ class _Hook:
 
 
 def _hook(module: nn.Module) -> _Hook | None:
-    return next((hook for hook in module._forward_hooks.values() if isinstance(hook, _Hook)), None)
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, _Hook):
+            return hook
+    return None

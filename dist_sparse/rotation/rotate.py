@@ -19,8 +19,8 @@ from dist_sparse.tables.shards import COL, ShardedData
 
 __all__ = ["Rotate", "rotate", "rotation_groups"]
 
+# `"table"`: each table by itself. Otherwise groups of names.
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
-"""``"table"``: each table by itself. Otherwise groups of names."""
 
 Located = Mapping[str, ShardedData]
 
@@ -67,25 +67,24 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         ...     torch.allclose(table(ids), pooled, atol=1e-5), torch.equal(table.weight, before)
         (True, False)
     """
+    packed = sparsifier.packed_store
     with group_over(world_ranks()).agreeing("rotate()") as facts:
         groups = _groups(tables, sparsifier)
+        names = _names(groups)
         facts["tables"] = groups
-        located = sparsifier.packed_store.locate()
+        located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
         if sparsifier.enforcer is not None:
-            _enforcer(sparsifier).check_rotation(_names(groups))
-        models = [
-            source.model for source in sparsifier.packed_store.sources if hasattr(source, "model")
-        ]
+            _enforcer(sparsifier).check_rotation(names)
+        models = [source.model for source in packed.sources if hasattr(source, "model")]
         alone = [group[0] for group in groups if len(group) == 1]
-        lookups = {
-            name: find_lookup(models, located[name], name in alone) for name in _names(groups)
-        }
+        lookups = {name: find_lookup(models, located[name], name in alone) for name in names}
+    # All ranks have agreed: from here on the model changes.
+    turned = {}
     for name in alone:
         turn_back(*lookups[name], located[name])
-    sparsifier.rotation = _Rotation(
-        sparsifier, groups, {name: lookups[name].root for name in alone}
-    )
+        turned[name] = lookups[name].root
+    sparsifier.rotation = _Rotation(sparsifier, groups, turned)
 
 
 class _Rotation:
@@ -93,7 +92,7 @@ class _Rotation:
 
     Args:
         groups: names of tables that are rotated together.
-        turned: the models of tables whose output is turned back: of groups of one.
+        turned: the model of each table whose output is turned back: the groups of one.
     """
 
     def __init__(
@@ -111,13 +110,9 @@ class _Rotation:
 
     @property
     def groups(self) -> list[Sequence[str]]:
-        """The groups whose tables are all registered still: the others can't be rotated any
-        more."""
-        return [
-            group
-            for group in self._groups
-            if all(name in self._sparsifier.packed_store for name in group)
-        ]
+        """The groups whose tables are all registered still: others can't be rotated any more."""
+        registered = set(self._sparsifier.packed_store.names)
+        return [group for group in self._groups if registered.issuperset(group)]
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
@@ -133,30 +128,34 @@ class _Rotation:
             _refuse_unfit(self._sparsifier, located, groups)
         grams = self._gram_matrices(located)
         with packed.agreeing("step()"):
-            for name, gram in grams.items():
-                if not bool(gram.isfinite().all()):
-                    raise ValueError(
-                        f"Table {name!r} can't be rotated: weights are not finite. No mask was"
-                        " changed."
-                    )
-            bases: dict[str, Tensor] = {}
-            for group in groups:
-                found = bases_of([grams[name] for name in group])
-                bases.update(zip(group, found, strict=True))
+            # From the same matrices on every rank.
+            bases = self._bases(grams)
         self._turn(located, bases)
-        enforcer.after_rotation(_names(groups))
+        enforcer.after_rotation(self.names)
+
+    def _bases(self, grams: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the basis of each table, from its Gram matrix."""
+        for name, gram in grams.items():
+            if not bool(gram.isfinite().all()):
+                raise ValueError(
+                    f"Table {name!r} can't be rotated: weights are not finite. No mask was changed."
+                )
+        bases: dict[str, Tensor] = {}
+        for group in self.groups:
+            bases.update(zip(group, bases_of([grams[name] for name in group]), strict=True))
+        return bases
 
     def _by_ranks(self) -> dict[tuple[int, ...] | None, list[str]]:
-        """The rotated tables of each set of ranks, in one order on all of them."""
+        """Return the rotated tables of each set of ranks, in one order on all of them."""
         chosen = set(self.names)
-        registered = self._sparsifier.packed_store.groups
-        return {
-            ranks: [name for name in names if name in chosen] for ranks, names in registered.items()
-        }
+        found = {}
+        for ranks, names in self._sparsifier.packed_store.groups.items():
+            found[ranks] = [name for name in names if name in chosen]
+        return found
 
     def _gram_matrices(self, located: Located) -> dict[str, Tensor]:
-        """``W^T W`` of each table, its rows weighted by their lookups where those are counted.
-        Collective."""
+        """Return ``W^T W`` of each table, its rows weighted by their lookups where those are
+        counted. Collective."""
         found: dict[str, Tensor] = {}
         for ranks, names in self._by_ranks().items():
             lookups = None
@@ -234,9 +233,7 @@ def _is_groups_of_names(rotate: object) -> bool:
     for group in rotate:
         if not isinstance(group, (list, tuple)) or not group:
             return False
-        if not all(isinstance(name, str) for name in group):
-            return False
-    return True
+    return all(isinstance(name, str) for name in _names(rotate))
 
 
 def _names(groups: Sequence[Sequence[str]]) -> list[str]:

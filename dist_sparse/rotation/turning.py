@@ -7,24 +7,26 @@ holds more than a chunk of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Parcels
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["change_rows_", "cut_by_columns", "gram_matrices", "share_", "turn_"]
 
+# Elements taken at a time: 8 MiB of float64.
 _CHUNK = 1 << 20
-"""Elements taken at a time: 8 MiB of float64."""
 
+# Elements of matrices in one message: 32 MiB.
 _BUFFER = 1 << 22
-"""Elements of matrices in one message: 32 MiB."""
 
+# The first row, and the one behind the last.
 Span = tuple[int, int]
-"""The first row, and the one behind the last."""
 
 
 def cut_by_columns(data: ShardedData) -> bool:
@@ -49,16 +51,15 @@ def gram_matrices(
     found: list[Tensor] = []
     for data in tables:
         gram = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
-        # Each row is read by one rank: the owner of its first element.
-        firsts = [
-            [(rect.row, rect.row_end) for rect in data.owned(rank) if rect.col == 0]
-            for rank in range(group.size)
-        ]
-        for span, rows in _whole_rows(data, group, firsts):
-            exact = rows.double()
-            weighted = (
-                exact if lookups is None else exact * _weights(data, lookups[data.name], span)
-            )
+        readers = []
+        for rank in range(group.size):
+            # Each row is read by one rank: the owner of its first element.
+            firsts = [rect for rect in data.owned(rank) if rect.col == 0]
+            readers.append(_spans(firsts))
+        for span, rows in _whole_rows(data, group, readers):
+            exact = weighted = rows.double()
+            if lookups is not None:
+                weighted = exact * _weights(data, lookups[data.name], span)
             gram += (exact.T @ weighted).cpu()
         found.append(gram)
     _together(found, group.all_reduce)
@@ -86,35 +87,41 @@ def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: G
     """Replace whole rows in place by what ``change`` makes of some of them, ``(n, columns)``, in
     any floating dtype. Collective over ``group`` if column borders cut the table: an all-to-all for
     about a million elements."""
-    held = [[(rect.row, rect.row_end) for rect in rects] for rects in data.tiling]
-    for (start, stop), rows in _whole_rows(data, group, held):
+    readers = [_spans(rects) for rects in data.tiling]
+    for (start, stop), rows in _whole_rows(data, group, readers):
         changed = change(rows)
         for rect, weight in data.shards:
             if rect.row <= start and stop <= rect.row_end:
-                weight.data[start - rect.row : stop - rect.row] = changed[
-                    :, rect.col : rect.col_end
-                ].to(weight.dtype)
+                own = changed[:, rect.col : rect.col_end]
+                weight.data[start - rect.row : stop - rect.row] = own.to(weight.dtype)
+
+
+def _spans(rects: Iterable[Rect]) -> list[Span]:
+    """Return the rows of some shards, each span once."""
+    return list(dict.fromkeys((rect.row, rect.row_end) for rect in rects))
 
 
 def _together(matrices: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> None:
     """Replace matrices by what ``send`` returns for them, many in one message."""
     waiting: list[Tensor] = []
+    elements = 0
     for i, matrix in enumerate(matrices):
         waiting.append(matrix)
-        if i == len(matrices) - 1 or sum(each.numel() for each in waiting) >= _BUFFER:
+        elements += matrix.numel()
+        if elements >= _BUFFER or i == len(matrices) - 1:
             sent = send(torch.cat([each.flatten() for each in waiting]))
-            for each, part in zip(
-                waiting, torch.split(sent, [each.numel() for each in waiting]), strict=True
-            ):
+            parts = torch.split(sent, [each.numel() for each in waiting])
+            for each, part in zip(waiting, parts, strict=True):
                 each.copy_(part.view_as(each))
-            waiting = []
+            waiting, elements = [], 0
 
 
 def _weights(data: ShardedData, lookups: Sequence[Tensor], span: Span) -> Tensor:
-    """What rows of this rank weigh: float64 ``(rows, 1)``."""
+    """Return the weights of rows of this rank: float64 ``(rows, 1)``."""
+    start, stop = span
     for (rect, _), counts in zip(data.shards, lookups, strict=True):
-        if rect.col == 0 and rect.row <= span[0] and span[1] <= rect.row_end:
-            return 1 + counts[span[0] - rect.row : span[1] - rect.row].double().unsqueeze(1)
+        if rect.col == 0 and rect.row <= start and stop <= rect.row_end:
+            return 1 + counts[start - rect.row : stop - rect.row].double().unsqueeze(1)
     raise AssertionError(f"{data.name}: rows {span} are not on this rank")
 
 
@@ -125,57 +132,87 @@ def _whole_rows(
     ``(rows, columns)``, possibly a view. Collective over ``group`` if column borders cut the table.
 
     Args:
-        readers: for each group rank the rows that it reads, all of one shard each.
+        readers: for each group rank the rows that it reads, each once, all of one shard each.
     """
-    columns = data.shape[1]
-    step = max(1, _CHUNK // columns)
-    if not cut_by_columns(data):
-        held = {(rect.row, rect.row_end): weight for rect, weight in data.shards}
-        for first, last in dict.fromkeys(readers[group.rank]):
-            for start in range(first, last, step):
-                stop = min(start + step, last)
-                yield (start, stop), held[first, last].data[start - first : stop - first]
+    step = max(1, _CHUNK // data.shape[1])
+    if cut_by_columns(data):
+        for top in range(0, data.shape[0], step):
+            yield from _exchanged(data, group, _within(readers, top, top + step))
         return
-    for top in range(0, data.shape[0], step):
-        wanted = [
-            [_clipped(span, top, top + step) for span in dict.fromkeys(spans)] for spans in readers
-        ]
-        yield from _exchanged(
-            data, group, [[span for span in spans if span[0] < span[1]] for spans in wanted]
-        )
+    # A reader reads its own shards: nothing is sent.
+    held = {(rect.row, rect.row_end): weight for rect, weight in data.shards}
+    for first, last in readers[group.rank]:
+        weight = held[first, last].data
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            yield (start, stop), weight[start - first : stop - first]
+
+
+class _Part(NamedTuple):
+    """Some columns of rows that are read, from ``top`` on, and how to read them once they have
+    arrived."""
+
+    top: int
+    rect: Rect
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class _Wanted:
+    """Rows that a rank reads, and the parts of them that arrive if it is this one."""
+
+    reader: int
+    span: Span
+    parts: list[_Part] = field(default_factory=list)
+
+
+def _within(readers: Sequence[Sequence[Span]], top: int, bottom: int) -> list[_Wanted]:
+    """Return the rows from ``top`` to ``bottom`` that each group rank reads."""
+    wanted = []
+    for reader, spans in enumerate(readers):
+        for span in spans:
+            start, stop = _clipped(span, top, bottom)
+            if start < stop:
+                wanted.append(_Wanted(reader, (start, stop)))
+    return wanted
 
 
 def _exchanged(
-    data: ShardedData, group: Group, wanted: Sequence[Sequence[Span]]
+    data: ShardedData, group: Group, wanted: Sequence[_Wanted]
 ) -> Iterator[tuple[Span, Tensor]]:
     """Yield the rows that this rank wants, put together. Collective over ``group``: one
     all-to-all."""
-    parcels, mine = Parcels(group), {rect: weight.data for rect, weight in data.shards}
-    device = next((weight.device for weight in mine.values()), torch.device("cpu"))
-    places: list[tuple[Span, list[tuple[int, int, int, Callable[[], Tensor]]]]] = [
-        (span, []) for span in wanted[group.rank]
-    ]
+    parcels = Parcels(group)
+    # Both sides loop in the same order: parcels have no names.
     for sender in range(group.size):
         for rect in data.owned(sender):
-            for reader, spans in enumerate(wanted):
-                for number, span in enumerate(spans):
-                    start, stop = _clipped(span, rect.row, rect.row_end)
-                    if start >= stop:
-                        continue
-                    if sender == group.rank:
-                        parcels.send(
-                            reader, mine[rect][start - rect.row : stop - rect.row].contiguous()
-                        )
-                    if reader == group.rank:
-                        read = parcels.expect(sender, (stop - start, rect.cols), data.dtype)
-                        places[number][1].append((start - span[0], rect.col, rect.cols, read))
+            for each in wanted:
+                start, stop = _clipped(each.span, rect.row, rect.row_end)
+                if start >= stop:
+                    continue
+                if sender == group.rank:
+                    weight = _weight_at(data, rect)
+                    rows = weight[start - rect.row : stop - rect.row]
+                    parcels.send(each.reader, rows.contiguous())
+                if each.reader == group.rank:
+                    read = parcels.expect(sender, (stop - start, rect.cols), data.dtype)
+                    each.parts.append(_Part(start - each.span[0], rect, read))
+    # A rank without a shard sends nothing, but takes part.
+    device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
     parcels.exchange(device)
-    for (first, last), parts in places:
-        rows = torch.empty(last - first, data.shape[1], dtype=data.dtype, device=device)
-        for top, col, cols, read in parts:
-            part = read()
-            rows[top : top + len(part), col : col + cols] = part
-        yield (first, last), rows
+    for each in wanted:
+        if each.reader == group.rank:
+            first, last = each.span
+            rows = torch.empty(last - first, data.shape[1], dtype=data.dtype, device=device)
+            for part in each.parts:
+                arrived = part.read()
+                bottom = part.top + len(arrived)
+                rows[part.top : bottom, part.rect.col : part.rect.col_end] = arrived
+            yield each.span, rows
+
+
+def _weight_at(data: ShardedData, rect: Rect) -> Tensor:
+    return next(weight.data for held, weight in data.shards if held == rect)
 
 
 def _clipped(span: Span, start: int, stop: int) -> Span:

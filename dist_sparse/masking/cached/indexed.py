@@ -18,17 +18,17 @@ from dist_sparse.records import LEADING_SHIFT
 
 __all__ = ["IndexedScores"]
 
+# Scores read at a time: they stay in the cache.
 _CHUNK: Final = 1 << 18
-"""Scores read at a time: they stay in the cache."""
 
+# Scores from which the range of those near the threshold is estimated.
 _SAMPLE: Final = 1 << 12
-"""Scores from which the range of those near the threshold is estimated."""
 
+# To each side of the threshold, one score in so many is near it.
 _MARGIN: Final = 16
-"""To each side of the threshold, one score in so many is near it."""
 
+# If one score in so many is near the threshold, a pass over all of them is as quick.
 _MANY: Final = 4
-"""If one score in so many is near the threshold, a pass over all of them is as quick."""
 
 
 class IndexedScores:

@@ -23,20 +23,20 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 __all__ = ["LARGE", "Keeping", "KeptScores", "RowMeasure", "Written"]
 
+# How an element is scored. A callable takes some rows of a shard, `(n, columns)`, and their
+# numbers in it, int64 `(n,)`, and returns element scores, float64 of the same shape.
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
-"""How an element is scored. A callable takes some rows of a shard, ``(n, columns)``, and their
-numbers in it, int64 ``(n,)``, and returns element scores, float64 of the same shape."""
 
+# Minimum elements of a shard for caching scores. To score all rows of a smaller one takes up to
+# 2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many
+# backwards between two updates.
 LARGE = 1 << 22
-"""Minimum elements of a shard for caching scores. To score all rows of a smaller one takes up to
-2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many backwards
-between two updates."""
 
+# If one row in so many was written, one pass over all rows is as quick.
 _MANY: Final = 4
-"""If one row in so many was written, one pass over all rows is as quick."""
 
+# Scores in a piece of a segment: they stay in the cache.
 _PIECE: Final = 1 << 18
-"""Scores in a piece of a segment: they stay in the cache."""
 
 
 class Written(Protocol):
