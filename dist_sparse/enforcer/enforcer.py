@@ -48,8 +48,8 @@ _REMOVED: Final = ("drop", "zero")
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
 
-Masks = tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]
-"""The masks of each table of each batch, and of each weight that plain optimizers step."""
+Masks = tuple[list[dict[int, BlockMask]], list[BlockMask | Tensor]]
+"""The masks of the tables of each batch, and of each weight that plain optimizers step."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class _Found:
     models: list[nn.Module]
     collections: list[nn.Module]
     """TorchRec's sharded ones in the models, with or without registered tables."""
-    batches: list[tuple[nn.Module, Any, list[Place | None]]]
-    """Collection, FBGEMM's batch of tables in TorchRec's module, place of each table's mask."""
+    batches: list[tuple[nn.Module, Any, dict[int, Place]]]
+    """Collection, TorchRec's module around a batch of tables, places of the tables' masks."""
     targets: list[Target]
     weights: list[tuple[str, Tensor]]
 
@@ -429,12 +429,10 @@ class MaskEnforcer:
         fused: set[Place] = set()
         for collection in collections:
             for kernel in fused_kernels(collection):
-                of_tables = places_in(kernel, places)
                 # Batches without registered tables get no hooks, and cost nothing.
-                registered = {place for place in of_tables if place is not None}
-                if registered:
-                    batches.append((collection, kernel, of_tables))
-                    fused |= registered
+                if registered := places_in(kernel, places):
+                    batches.append((collection, kernel, registered))
+                    fused.update(registered.values())
         targets = [
             *packed_targets(sources, located, fused, self._mask),
             *plain_targets(self._sparsifier),
