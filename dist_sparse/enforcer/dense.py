@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,12 @@ class Target:
         if self.parameter is not None:
             self.aliases.append(self.parameter)
 
+    def add_alias(self, tensor: Tensor) -> None:
+        """Count the writes of another tensor over the same storage too."""
+        # By identity: == of tensors compares elements.
+        if all(tensor is not alias for alias in self.aliases):
+            self.aliases.append(tensor)
+
     @property
     def writes(self) -> int:
         """Writes that torch has counted: all except through ``.data`` and by its fused
@@ -110,6 +116,14 @@ class Target:
         self.clean_at, self.stepping = self.writes, False
 
 
+class _Steps(NamedTuple):
+    """The targets that an optimizer steps, each with its parameter there, and the number of all its
+    parameters."""
+
+    pairs: list[tuple[Target, Tensor]]
+    of: int
+
+
 class DenseWeights:
     """The hooks on optimizers, and on the modules that hold what they step.
 
@@ -128,9 +142,7 @@ class DenseWeights:
         self._handles: list[RemovableHandle] = []
         self._optimizers = [leaf for each in optimizers for leaf in leaves(each)]
         self._over = same_storage([target.weight for target in self.targets])
-        self._stepped: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, tuple[int, list[tuple[Target, Tensor]]]
-        ]
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps]
         self._stepped = weakref.WeakKeyDictionary()
 
     def check_stepped(self) -> None:
@@ -140,11 +152,9 @@ class DenseWeights:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
                 unknown model.
         """
-        stepped = []
-        for leaf in self._optimizers:
-            for group in leaf.param_groups:
-                stepped += group["params"]
-        by_storage = same_storage(stepped)
+        by_storage = same_storage(
+            [each for leaf in self._optimizers for each in _parameters_of(leaf)]
+        )
         for target in self.targets:
             if by_storage(target.weight):
                 continue
@@ -230,52 +240,49 @@ class DenseWeights:
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield the targets' weights, each with the sums of Adagrad (torch's, or a row-wise one
         with its options), and their initial value."""
-        for leaf, (_, pairs) in self._stepped.items():
-            for target, parameter in pairs:
-                if (found := summed(leaf, parameter, target.weight)) is not None:
-                    yield target.weight, *found
+        for leaf, target, parameter in self._stepped_targets():
+            if (found := summed(leaf, parameter, target.weight)) is not None:
+                yield target.weight, *found
 
     def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
         """Set the optimizer state of weights removed by ``masks`` to its initial value."""
         by_target = dict(zip(map(id, self.targets), masks, strict=True))
-        for leaf, (_, pairs) in self._stepped.items():
-            for target, parameter in pairs:
-                reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
+        for leaf, target, parameter in self._stepped_targets():
+            reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
         """Yield the names of weights that have optimizer state for each element, and that state,
         which a first step may yet have to make."""
-        for leaf, (_, pairs) in self._stepped.items():
-            if not keeps_elements(leaf):
-                continue
-            for target, parameter in pairs:
+        for leaf, target, parameter in self._stepped_targets():
+            if keeps_elements(leaf):
                 states = state_of(leaf, parameter, target.weight)
                 found = [state for state in states if state[0].shape == target.weight.shape]
                 yield target.name, found
+
+    def _stepped_targets(self) -> Iterator[tuple[torch.optim.Optimizer, Target, Tensor]]:
+        for leaf, steps in self._stepped.items():
+            for target, parameter in steps.pairs:
+                yield leaf, target, parameter
 
     def meet(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
         """Return the targets that an optimizer steps, each with its parameter there. A new one gets
         hooks, one with new parameters is looked through again."""
         # add_param_group() adds parameters; nothing removes them.
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known, before = self._stepped.get(optimizer, (-1, []))
-        if known == count:
-            return before
+        known = self._stepped.get(optimizer, _Steps([], -1))
+        if known.of == count:
+            return known.pairs
         pairs = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                targets = [self.targets[i] for i in self._over(local(parameter))]
-                pairs += [(target, parameter) for target in targets]
-        for target, parameter in pairs:
-            # By identity: == of tensors compares elements.
-            if all(parameter is not alias for alias in target.aliases):
-                target.aliases.append(parameter)
-        if pairs and not before:
+        for parameter in _parameters_of(optimizer):
+            for i in self._over(local(parameter)):
+                self.targets[i].add_alias(parameter)
+                pairs.append((self.targets[i], parameter))
+        if pairs and not known.pairs:
             self._handles += [
                 optimizer.register_step_pre_hook(Hook(self._before_step)),
                 optimizer.register_step_post_hook(Hook(self._after_step)),
             ]
-        self._stepped[optimizer] = count, pairs
+        self._stepped[optimizer] = _Steps(pairs, count)
         return pairs
 
     @timed
@@ -301,6 +308,10 @@ class DenseWeights:
                 # Without a gradient, torch's optimizers leave a parameter alone.
                 if target.dirty or parameter.grad is not None:
                     target.clean(step_rows(optimizer, parameter))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()

@@ -49,8 +49,8 @@ _REMOVED: Final = ("drop", "zero")
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
 
-Masks = tuple[list[list[BlockMask | None]], list[BlockMask | Tensor]]
-"""The masks of each table of each batch, and of each weight that plain optimizers step."""
+Masks = tuple[list[dict[int, BlockMask]], list[BlockMask | Tensor]]
+"""The masks of the tables of each batch, and of each weight that plain optimizers step."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class _Found:
     models: list[nn.Module]
     collections: list[nn.Module]
     """TorchRec's sharded ones in the models, with or without registered tables."""
-    batches: list[tuple[nn.Module, TableBatch, list[Place | None]]]
-    """Collection, one of its batches of tables, the place of each table's mask."""
+    batches: list[tuple[nn.Module, TableBatch, dict[int, Place]]]
+    """Collection, one of its batches of tables, places of the tables' masks."""
     targets: list[Target]
     weights: list[tuple[str, Tensor]]
 
@@ -430,12 +430,10 @@ class MaskEnforcer:
         fused: set[Place] = set()
         for collection in collections:
             for batch in collection_of(collection).batches():
-                of_tables = places_in(batch, places)
                 # Batches without registered tables get no hooks, and cost nothing.
-                registered = {place for place in of_tables if place is not None}
-                if registered:
-                    batches.append((collection, batch, of_tables))
-                    fused |= registered
+                if registered := places_in(batch, places):
+                    batches.append((collection, batch, registered))
+                    fused.update(registered.values())
         targets = [
             *packed_targets(sources, located, fused, self._mask),
             *plain_targets(self._sparsifier),

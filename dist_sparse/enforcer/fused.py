@@ -77,7 +77,7 @@ class TableBatchHooks:
         clock: to which the time of the hooks is added.
 
     Attributes:
-        places: the mask of each of its tables; None for a table that is not registered.
+        places: the masks of its registered tables, by their number in the batch.
         drops: whether ids of removed rows are dropped where that changes no output; otherwise the
             rows are zeroed. Set between forwards.
     """
@@ -86,13 +86,12 @@ class TableBatchHooks:
         self, batch: TableBatch, collection: nn.Module, store: PackedStore, clock: Clock
     ) -> None:
         self.module, self.collection = batch.module, collection
-        self.places: list[Place | None] = []
+        self.places: dict[int, Place] = {}
         self.drops = False
         self.clock = clock
         self._batch = batch
         self._store = store
-        self._counted: list[Tensor | None] = []
-        self._counts_any = False
+        self._counted: dict[int, Tensor] = {}
         self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
         self._features = list(batch.features)
         self._sampled = SampledLookups(self._features)
@@ -102,7 +101,7 @@ class TableBatchHooks:
         self._only_kept = False
         self._last: tuple[Any, Any] = (None, None)
         self._in_sync = self._storage()
-        self._slots: list[Slot | None] = []
+        self._slots: dict[int, Slot] = {}
         views = self._batch.weights()
         self._on_cpu = views[0].is_cpu
         self._dirty = DirtyRows([len(view) for view in views], self._features, views[0].device)
@@ -137,9 +136,9 @@ class TableBatchHooks:
             handle.remove()
         self._handles = []
 
-    def moved_to(self, places: Sequence[Place | None]) -> None:
+    def moved_to(self, places: dict[int, Place]) -> None:
         """Take the masks of other places; dirty rows stay dirty."""
-        self.places = list(places)
+        self.places = places
         self._known = ()
 
     def clean(self) -> None:
@@ -147,15 +146,15 @@ class TableBatchHooks:
         slots = self._current()
         if not self._dirty:
             return
-        for table, slot in enumerate(slots):
-            if slot is not None and slot.mask.removes:
+        for table, slot in slots.items():
+            if slot.mask.removes:
                 for rows in self._dirty.rows(table):
                     zero_rows(slot.weight, slot.mask, rows)
         self._dirty.clear()
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        for _, slot in self._registered():
+        for slot in self._current().values():
             if slot.mask.removes:
                 slot.mask.apply_(slot.weight)
         self._dirty.clear()
@@ -165,7 +164,7 @@ class TableBatchHooks:
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
-        for table in range(len(self.places)):
+        for table in self._slots:
             self._dirty.add_all(table)
         if self._written is not None:
             self._written.add_all()
@@ -181,57 +180,51 @@ class TableBatchHooks:
         # On a device, the host does not know the ids; the rows of stray writes are unknown too.
         if not self._on_cpu or self._strays:
             return
-        rows: list[int | None] = [None] * len(self.places)
-        noted, addresses = [], []
-        for table, slot in enumerate(self._current()):
-            if slot is not None and KeptScores.fits(slot.mask.rect, slot.mask.block):
-                rows[table] = slot.mask.rect.rows
-                noted.append(table)
-                addresses.append(slot.weight.data_ptr())
-        if self._written is None or self._written.noted != noted:
-            self._written = WrittenRows(rows, self._features) if noted else None
+        worth = {
+            table: slot
+            for table, slot in self._current().items()
+            if KeptScores.fits(slot.mask.rect, slot.mask.block)
+        }
+        if self._written is None or self._written.tables.keys() != worth.keys():
+            rows = {table: slot.mask.rect.rows for table, slot in worth.items()}
+            self._written = WrittenRows(rows, self._features) if worth else None
         if self._written is not None:
-            yield from zip(addresses, self._written.tables, strict=True)
+            for table, slot in worth.items():
+                yield slot.weight.data_ptr(), self._written.tables[table]
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Return the registered names and their live shards."""
-        return [(place.name, slot.weight) for place, slot in self._registered()]
+        slots = self._current().items()
+        return [(self.places[table].name, slot.weight) for table, slot in slots]
 
-    def masks(self) -> list[BlockMask | None]:
-        """Return the current masks, one for each table. A mask update replaces them, it does not
-        edit them."""
-        return [None if slot is None else slot.mask for slot in self._current()]
+    def masks(self) -> dict[int, BlockMask]:
+        """Return the current masks. A mask update replaces them, it does not edit them."""
+        return {table: slot.mask for table, slot in self._current().items()}
 
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the live shards of registered tables, each with the sums of its Adagrad:
         ``(rows,)``, or as the shard; nothing for other optimizers."""
-        for slot, sums in zip(self._current(), adagrad_sums(self._batch), strict=False):
-            if slot is not None:
-                yield slot.weight, sums
+        if sums := adagrad_sums(self._batch):
+            for table, slot in self._current().items():
+                yield slot.weight, sums[table]
 
-    def reset(self, masks: Sequence[BlockMask | None]) -> None:
+    def reset(self, masks: Mapping[int, BlockMask]) -> None:
         """Set the optimizer state of weights removed by ``masks`` to its initial value, zero."""
-        for mask, states in zip(masks, self._states(), strict=True):
-            if mask is not None:
-                reset_state(mask, states)
+        for table, states in self._states().items():
+            reset_state(masks[table], states)
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
         """Yield the names of tables that have optimizer state for each element, and that state."""
-        for place, slot, states in zip(self.places, self._current(), self._states(), strict=True):
-            if place is None or slot is None:
-                continue
-            found = [each for each in states if each[0].shape == slot.weight.shape]
-            if found:
-                yield place.name, found
+        slots = self._current()
+        for table, states in self._states().items():
+            shape = slots[table].weight.shape
+            if found := [each for each in states if each[0].shape == shape]:
+                yield self.places[table].name, found
 
-    def _states(self) -> list[list[State]]:
-        """Return each table's optimizer state; FBGEMM starts all of it at 0."""
-        return [[(state, 0.0) for state in of_table] for of_table in self._batch.states()]
-
-    def _registered(self) -> Iterator[tuple[Place, Slot]]:
-        for place, slot in zip(self.places, self._current(), strict=True):
-            if place is not None and slot is not None:
-                yield place, slot
+    def _states(self) -> dict[int, list[State]]:
+        """Return the optimizer state of registered tables; FBGEMM starts all of it at 0."""
+        states = self._batch.states()
+        return {table: [(state, 0.0) for state in states[table]] for table in self.places}
 
     def _storage(self) -> list[tuple[int, int]]:
         """Return the addresses of the weights, and the writes that torch has counted: all but those
@@ -242,8 +235,8 @@ class TableBatchHooks:
         """Return a key that changes with the masks, and with their use."""
         return self._store.version, self.drops
 
-    def _current(self) -> list[Slot | None]:
-        """Return the live weights and masks, one for each table: looked up again when either was
+    def _current(self) -> dict[int, Slot]:
+        """Return the live weights and masks of registered tables: looked up again when either was
         replaced."""
         storage = self._storage()
         known = *self._masks_known(), *(address for address, _ in storage)
@@ -259,52 +252,47 @@ class TableBatchHooks:
     def _look_up(self) -> None:
         """Take new masks, counts and addresses of weights."""
         views = self._batch.weights()
-        before, self._slots = self._slots, []
-        counted: list[Tensor | None] = []
-        samples: list[Tensor | None] = []
-        for place, view in zip(self.places, views, strict=True):
-            if place is None:
-                self._slots.append(None)
-                counted.append(None)
-                samples.append(None)
-                continue
-            counts = self._store.counts(place.name)
-            self._slots.append(Slot(view.data, self._store.masks(place.name)[place.number]))
-            counted.append(None if counts is None else counts[place.number])
-            samples.append(self._store.samples(place.name)[place.number])
+        before, self._slots = self._slots, {}
+        counted: dict[int, Tensor] = {}
+        samples: dict[int, Tensor] = {}
+        for table, (name, number) in self.places.items():
+            self._slots[table] = Slot(views[table].data, self._store.masks(name)[number])
+            samples[table] = self._store.samples(name)[number]
+            if (counts := self._store.counts(name)) is not None:
+                counted[table] = counts[number]
         # The update has zeroed newly removed rows: their scores have changed.
         if self._written is not None:
             self._written.add_removed(before, self._slots)
         # Counts that were loaded or moved may be as large as they get.
-        if [*map(id, counted)] != [*map(id, self._counted)]:
+        if [*map(id, counted.values())] != [*map(id, self._counted.values())]:
             self._room = 0
-        self._counted, self._counts_any = counted, any(count is not None for count in counted)
+        self._counted = counted
         self._sampled.begin(self._slots, samples)
         self._sort_rows()
-        slots = [self._slots[table] for table in self._features]
+        slots = [self._slots.get(table) for table in self._features]
         self._cleaner = row_cleaner_on(views[0].device, slots, self._dirty)
 
     def _sort_rows(self) -> None:
         """Choose the rows whose ids are dropped, and the rows that get dirty when a backward writes
         them."""
         drops = self.drops and self._adds
-        kept: list[Tensor | None] = [None] * len(self._slots)
+        passed: dict[int, Tensor] = {}
         self._only_kept = True
-        for table, slot in enumerate(self._slots):
+        for table, slot in self._slots.items():
             self._dirty.leave_out(table, None)
-            if slot is None or not slot.mask.removes:
+            if not slot.mask.removes:
                 continue  # nothing to drop or to clean: its ids pass unchanged
-            if drops:
-                kept[table] = kept_row_flags(slot.mask)
-            if slot.whole_rows and self._on_cpu:
-                # A kept row has no removed weight, so that a write does not make it dirty.
-                flags = kept_row_flags(slot.mask) if kept[table] is None else kept[table]
-                assert flags is not None  # of a mask of whole rows
-                self._dirty.leave_out(table, flags.view(torch.uint8))
+            # A kept row of a mask of whole rows has no removed weight: a write leaves it clean.
+            never_dirty = slot.whole_rows and self._on_cpu
+            kept = kept_row_flags(slot.mask) if drops or never_dirty else None
+            if never_dirty:
+                self._dirty.leave_out(table, kept)
+            if drops and kept is not None:
+                passed[table] = kept
             # Unless the ids of all removed rows are dropped, lookups read rows that need cleaning.
             self._only_kept &= slot.whole_rows and drops
-        any_dropped = any(flags is not None for flags in kept)
-        self._ids = KeptIds([kept[table] for table in self._features]) if any_dropped else None
+        of_features = [passed.get(table) for table in self._features]
+        self._ids = KeptIds(of_features) if passed else None
 
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -332,7 +320,7 @@ class TableBatchHooks:
         # Another hook may have replaced the ids since: then the kernel was called with args[0].
         if passed is not requested and passed is args[0]:
             # Dropped ids are needed to count lookups, and for nothing else.
-            every = _ids_of(requested) if self._counts_any else None
+            every = _ids_of(requested) if self._counted else None
             before_update = partial(self._before_update, every, passed, known)
         else:
             before_update = partial(self._before_update, _ids_of(args[0]), None, known)
@@ -366,7 +354,7 @@ class TableBatchHooks:
                 self.mark_all()
             else:
                 self._note_writes(every, passed, may_revive)
-            if every is not None and self._counts_any:
+            if every is not None and self._counted:
                 self._count(*every)
 
     def _note_writes(
@@ -387,9 +375,8 @@ class TableBatchHooks:
         self._room -= ids.numel()
         # No count grows by more than the number of ids: with room left, none can overflow.
         if self._room < 0:
-            for count in self._counted:
-                if count is not None:
-                    count.clamp_(max=MOST_COUNTED)
+            for count in self._counted.values():
+                count.clamp_(max=MOST_COUNTED)
             self._room = MOST_COUNTED - 1 - ids.numel()
         count_lookups(self._counted, self._features, ids, ends)
 
@@ -418,16 +405,21 @@ def row_cleaner_on(
 
 def places_of(located: Mapping[str, ShardedData]) -> Places:
     """Return where the masks of this rank's shards are."""
-    return {
-        (shard.tensor.data_ptr(), tuple(shard.tensor.shape)): Place(name, number)
-        for name, data in located.items()
-        for number, shard in enumerate(data.shards)
-    }
+    found = {}
+    for name, data in located.items():
+        for number, shard in enumerate(data.shards):
+            found[shard.tensor.data_ptr(), tuple(shard.tensor.shape)] = Place(name, number)
+    return found
 
 
-def places_in(batch: TableBatch, places: Places) -> list[Place | None]:
-    """Return the place of the mask of each table of a batch."""
-    return [places.get((view.data_ptr(), tuple(view.shape))) for view in batch.weights()]
+def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
+    """Return the places of the masks of a batch's registered tables, by number."""
+    found = {}
+    for table, view in enumerate(batch.weights()):
+        place = places.get((view.data_ptr(), tuple(view.shape)))
+        if place is not None:
+            found[table] = place
+    return found
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:

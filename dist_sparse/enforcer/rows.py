@@ -7,7 +7,7 @@ CPUs and for devices without Triton; :mod:`dist_sparse.enforcer.rows_triton` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -196,7 +196,7 @@ def ids_by_feature(
 
 
 def count_lookups(
-    counts: Sequence[Tensor | None],
+    counts: Mapping[int, Tensor],
     features: Sequence[int],
     ids: Tensor,
     ends: Sequence[int] | Tensor,
@@ -205,11 +205,11 @@ def count_lookups(
     :class:`RowCleaner`.
 
     Args:
-        counts: of each table, int32 or float64 ``(rows,)``; None where nothing is counted.
+        counts: by the number of the table, int32 or float64 ``(rows,)``.
         features: for each feature the number of its table.
     """
     for table, (some, mine) in zip(features, ids_by_feature(ids, ends), strict=True):
-        count = counts[table]
+        count = counts.get(table)
         if count is None or not some.numel():
             continue
         rows = in_table(some, count.numel())
@@ -243,9 +243,9 @@ class DirtyRows:
         self._of_features: tuple[Tensor, Tensor] | None = None
 
     def leave_out(self, table: int, kept: Tensor | None) -> None:
-        """Flag from now on only those rows of a table that are removed as a whole: uint8
-        ``(rows,)``, 0 = removed; None is any row. Call it while no row of the table is dirty."""
-        self._kept[table] = kept
+        """Flag from now on only removed rows of a table: ``kept`` is bool ``(rows,)``, None for a
+        mask that removes parts of rows. Call it while no row of the table is dirty."""
+        self._kept[table] = None if kept is None else kept.view(torch.uint8)
 
     def whole(self, feature: int) -> bool:
         """Whether the flagged rows of a feature are removed as a whole."""

@@ -7,7 +7,7 @@ for any score. The sums are stored with the masks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -30,20 +30,19 @@ class SampledLookups:
 
     def __init__(self, features: Sequence[int]) -> None:
         self._features = list(features)
-        self._slots: list[Slot | None] = []
-        self._sums: list[Tensor | None] = []
+        self._slots: Mapping[int, Slot] = {}
+        self._sums: Mapping[int, Tensor] = {}
         self._removed: dict[int, Tensor] = {}
         self._forwards = 0
 
-    def begin(self, slots: Sequence[Slot | None], sums: Sequence[Tensor | None]) -> None:
-        """Take new masks.
+    def begin(self, slots: Mapping[int, Slot], sums: Mapping[int, Tensor]) -> None:
+        """Take new masks; both by the number of the table.
 
         Args:
-            slots: of each table; None where nothing is registered.
-            sums: for each table int64 ``(2,)``, its lookups and those of removed rows, added to in
-                place.
+            slots: of the registered tables.
+            sums: int64 ``(2,)`` each, all lookups and those of removed rows, added to in place.
         """
-        self._slots, self._sums = list(slots), list(sums)
+        self._slots, self._sums = slots, sums
         self._removed.clear()
 
     def due(self) -> bool:
@@ -56,9 +55,10 @@ class SampledLookups:
         """Count one forward; ``ids`` and ``ends`` as in
         :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
         for table, (some, mine) in zip(self._features, ids_by_feature(ids, ends), strict=True):
-            slot, sums = self._slots[table], self._sums[table]
-            if slot is None or sums is None or not some.numel():
+            slot = self._slots.get(table)
+            if slot is None or not some.numel():
                 continue
+            sums = self._sums[table]
             sums[0] += some.numel() if mine is None else mine.sum()
             if slot.mask.removes:
                 rows = in_table(some, slot.mask.rect.rows)

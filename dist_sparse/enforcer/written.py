@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,23 +18,22 @@ class WrittenRows:
     known: at first all.
 
     Args:
-        rows: of each table, on this rank; None for a table without a record.
+        rows: how many there are on this rank, by the number of the table.
         features: for each feature the number of its table.
 
     Attributes:
-        noted: the numbers of the tables with a record.
-        tables: their rows, in the same order.
+        tables: the rows by the number of the table.
     """
 
-    def __init__(self, rows: Sequence[int | None], features: Sequence[int]) -> None:
-        self.noted = [table for table, count in enumerate(rows) if count is not None]
-        self._rows = DirtyRows([count or 0 for count in rows], features, torch.device("cpu"))
-        self.tables = [_OfTable(self._rows, table) for table in self.noted]
+    def __init__(self, rows: Mapping[int, int], features: Sequence[int]) -> None:
+        counts = [rows.get(table, 0) for table in range(max(features) + 1)]
+        self._rows = DirtyRows(counts, features, torch.device("cpu"))
+        self.tables = {table: _OfTable(self._rows, table) for table in rows}
         self.add_all()
 
     def add_all(self) -> None:
         """Add every row."""
-        for table in self.noted:
+        for table in self.tables:
             self._rows.add_all(table)
 
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
@@ -42,12 +41,12 @@ class WrittenRows:
         :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
         self._rows.add(ids, ends)
 
-    def add_removed(self, before: Sequence[Slot | None], after: Sequence[Slot | None]) -> None:
+    def add_removed(self, before: Mapping[int, Slot], after: Mapping[int, Slot]) -> None:
         """Add the rows zeroed by a mask update: those with blocks that the masks before kept and
         the masks after remove."""
         # Nothing to add for blocks that come back: their weights are still 0, and scored as 0.
-        for table in self.noted:
-            old, new = before[table], after[table]
+        for table in self.tables:
+            old, new = before.get(table), after.get(table)
             if old is None or new is None or not _comparable(old, new):
                 self._rows.add_all(table)
             elif old.mask is not new.mask:

@@ -288,7 +288,7 @@ class TestTorchRowCleaner:
             kept = (
                 kept_row_flags(slot.mask) if slot is not None and slot.mask.grid.cols == 1 else None
             )
-            dirty.leave_out(table, None if kept is None else kept.view(torch.uint8))
+            dirty.leave_out(table, kept)
             if kept is not None:
                 worth[table] = set((~kept).nonzero().flatten().tolist())
         start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
@@ -460,5 +460,5 @@ def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
     want = torch.bincount(torch.tensor([3, 3, 0, 0, 3, 1]), minlength=5).int()
     for form in (ends, torch.tensor(ends)):
         counts = torch.zeros(5, dtype=torch.int32)
-        count_lookups([counts, None], features, ids, form)
+        count_lookups({0: counts}, features, ids, form)
         assert torch.equal(counts, want)
