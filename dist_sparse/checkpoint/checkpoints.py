@@ -54,7 +54,7 @@ class Resumed:
 
     Args:
         step: of the checkpoint.
-        extra: what was passed to ``save``.
+        extra: as passed to ``save``.
         path: of its folder.
         rng: whether the states of torch's random number generators were restored: on as many ranks
             as saved them.

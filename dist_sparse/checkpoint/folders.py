@@ -58,7 +58,7 @@ _READ_AT_ONCE: Final = 1 << 19  # bytes, that stay in a core's cache for the che
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """What ``COMMITTED`` says.
+    """The entries of ``COMMITTED``.
 
     Args:
         step: of the checkpoint.
@@ -155,7 +155,7 @@ class Folders:
         self._sync(self.root)
 
     def read(self, step: int) -> Marker:
-        """Return what the marker of a step says.
+        """Return the entries of the marker of a step.
 
         Raises:
             ValueError: it is damaged, of another version, or of another step; names the file.
@@ -254,15 +254,14 @@ class Folders:
         return found
 
     def _write(self, path: str, text: str) -> Entry:
-        data = text.encode()
-        with naming_errors(path):
-            with self.files.create_stream(f"{path}.tmp", "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                # A stream of another machine has no descriptor to sync.
-                with contextlib.suppress(AttributeError, io.UnsupportedOperation):
-                    os.fsync(stream.fileno())
-            self.files.rename(f"{path}.tmp", path)
+        data, unfinished = text.encode(), f"{path}.tmp"
+        with naming_errors(unfinished), self.files.create_stream(unfinished, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            # A stream of another machine has no descriptor to sync.
+            with contextlib.suppress(AttributeError, io.UnsupportedOperation):
+                os.fsync(stream.fileno())
+        self.files.rename(unfinished, path)
         return len(data), zlib.crc32(data)
 
     def _sync(self, folder: str) -> None:
@@ -299,7 +298,7 @@ def naming_errors(path: Any) -> Iterator[None]:
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the step of which a path is the folder by its name; None of another name."""
+    """Return the step in the name of a folder, None if there is none."""
     found = _STEP.fullmatch(_name(os.path.abspath(path)))
     return None if found is None else int(found[1])
 

@@ -24,7 +24,7 @@ class Inspection:
         bytes: of its files.
         tensors: shape and dtype by key: ``model.<name>``, ``optimizer.<parameter>.<name>``,
             ``sparse.<...>``, ``rng.<device>.<rank>``.
-        extra: what was passed to ``save``.
+        extra: as passed to ``save``.
     """
 
     step: int
@@ -76,7 +76,7 @@ def inspect_checkpoint(folders: Folders, step: int | None = None) -> Inspection:
 
 
 def summary(path: str | os.PathLike[str]) -> str:
-    """Return as text what is in the folder of one step, or in one that holds such folders.
+    """Return the content of the folder of one step, or of a folder that holds such, as text.
 
     Raises:
         ValueError: as :func:`inspect_checkpoint` does; of several, the markers alone are read.

@@ -4,7 +4,7 @@ and combined ones.
 - Tensors are ``optimizer.<parameter>.<name>``. Options of param groups (learning rates), other
   values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every rank
   holds every parameter.
-- A dense optimizer that has not stepped yet has no state: it gets what was saved.
+- A dense optimizer that has not stepped yet has no state: it gets the saved one.
 - Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other
   column cuts see :mod:`dist_sparse.checkpoint.row_wise`.
 """
@@ -160,8 +160,8 @@ class OptimizerState:
     def prepare_load(
         self, metadata: Metadata, saved: Json, choice: RowWiseState
     ) -> tuple[dict[str, Tensor], Callable[[], list[str]]]:
-        """Return the tensors to load into, and a function that puts in place what is not loaded in
-        place, and returns the keys of merged row-wise state. Nothing is changed before it is
+        """Return the tensors to load into, and a function that sets everything else
+        and returns the keys of merged row-wise state. Nothing is changed before it is
         called.
 
         Args:

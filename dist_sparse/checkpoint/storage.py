@@ -6,7 +6,7 @@ name rank and file.
 - ``.metadata`` is a pickle, of a protocol that torch's weights_only unpickler can't read. So one
   of our own reads it, which knows DCP's eight classes, and dtypes, sizes and layouts of torch. The
   places in files that it lists are checked against the marker.
-- DCP compares neither dtypes nor whether what was saved covers a tensor: :func:`check_saved` does,
+- DCP compares no dtypes, nor whether the saved pieces cover a tensor: :func:`check_saved` does,
   before DCP reads.
 """
 
@@ -120,7 +120,7 @@ def save_tensors(
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with _errors_of_ranks(f"Saving to {folder}"):
         # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
-        # silence it: filters of warnings are those of the process.
+        # silence it: filters of warnings belong to the process.
         _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=planner)
     return writer.written
 

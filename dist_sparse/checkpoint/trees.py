@@ -54,8 +54,8 @@ def split(trees: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, Jso
 
 
 def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
-    """Return ``tree`` with its values replaced by those of :func:`split`; its tensors are the same
-    objects."""
+    """Return ``tree`` with the values of :func:`split` in the places of its own; its tensors are
+    the same objects."""
     if isinstance(tree, Tensor):
         return tree
     if not _holds_tensor(tree):

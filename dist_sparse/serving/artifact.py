@@ -103,10 +103,10 @@ def _why_there_is_none(folder: Path) -> str:
 
 class ArtifactWriter:
     """An artifact that is being written, under a temporary name; as a context manager it deletes
-    what is not published.
+    an artifact that was not published.
 
     Args:
-        path: the final name. Missing parent folders are made, and deleted again with what is not
+        path: the final name. Missing parent folders are made, and deleted again if it is not
             published.
         tables: by name; their CRC32 and checks are not known yet.
 
@@ -193,7 +193,7 @@ class ArtifactWriter:
         self._remove()
 
     def _remove(self) -> None:
-        """Delete what is not published, and the parents that were made for it and are empty."""
+        """Delete the unpublished folder, and the parents that were made for it and are empty."""
         shutil.rmtree(self.folder, ignore_errors=True)  # once published, it is no longer there
         for folder in self._made:
             with contextlib.suppress(OSError):  # it holds the published artifact, or was never made

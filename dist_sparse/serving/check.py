@@ -96,7 +96,7 @@ class TableCheck:
             before += int(part.count_nonzero())
 
     def add(self, weight: Tensor) -> None:
-        """Compare the next kept rows of the model with what is stored.
+        """Compare the next kept rows of the model with the stored ones.
 
         Raises:
             ValueError: names table, row and values.

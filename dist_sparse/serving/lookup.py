@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,15 @@ class StoredTable:
 
     entry: Table
     tensors: Mapping[str, Tensor]
+
+
+class _Ids(NamedTuple):
+    """The arguments of :meth:`RowLookup.forward`."""
+
+    rows: Tensor
+    offsets: Tensor
+    counts: Tensor
+    weights: Tensor | None
 
 
 class RowLookup(nn.Module):
@@ -73,21 +82,14 @@ class RowLookup(nn.Module):
             counts: ``(features,)``, how many ids each feature has.
             weights: float32 ``(n,)``, a factor for each id.
         """
+        ids = _Ids(rows, offsets, counts, weights)
         if not self.mixed:
-            return self._pooled(rows, offsets, counts, weights, self.pooling)
+            return self._pooled(ids, self.pooling)
         # A lookup pools in one way, so both are computed, and each column takes its own.
-        mean = self._pooled(rows, offsets, counts, weights, "mean")
-        total = self._pooled(rows, offsets, counts, weights, "sum")
+        mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
         return torch.where(self.mean_columns, mean, total)
 
-    def _pooled(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        counts: Tensor,
-        weights: Tensor | None,
-        pooling: Pooling,
-    ) -> Tensor:
+    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
 
@@ -125,14 +127,7 @@ class FbgemmLookup(RowLookup):
         # The operator picks its code by the widest table of each dtype; 0: there is none.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
-    def _pooled(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        counts: Tensor,
-        weights: Tensor | None,
-        pooling: Pooling,
-    ) -> Tensor:
+    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
         return look_up_stored(
             self.weights,
             self.no_weights,
@@ -142,10 +137,10 @@ class FbgemmLookup(RowLookup):
             self.columns,
             self.total,
             self.widest,
-            rows,
-            offsets,
+            ids.rows,
+            ids.offsets,
             POOLING[pooling],
-            weights,
+            ids.weights,
         )
 
 
@@ -175,7 +170,7 @@ def _store(weights: Tensor, table: StoredTable) -> None:
 class LibtorchLookup(RowLookup):
     """Lookups in pure torch: in processes without FBGEMM, and for widths that it has no rows for.
 
-    Sums of float32 rows are those of ``torch.nn.EmbeddingBag``.
+    Sums of float32 rows equal the ones of ``torch.nn.EmbeddingBag``.
     """
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
@@ -186,18 +181,9 @@ class LibtorchLookup(RowLookup):
         self.groups = nn.ModuleList(_Group(tables, names, features) for names in by_width.values())
         self.group_of = [list(by_width).index(dim) for dim in self.dims]
 
-    def _pooled(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        counts: Tensor,
-        weights: Tensor | None,
-        pooling: Pooling,
-    ) -> Tensor:
+    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
-        found: list[Tensor] = [
-            group(rows, offsets, counts, weights, pooling) for group in self.groups
-        ]
+        found: list[Tensor] = [group(ids, pooling) for group in self.groups]
         if pooling == "none":
             return torch.stack(found).sum(0) if len(found) > 1 else found[0]
         if len(found) == 1:
@@ -208,11 +194,11 @@ class LibtorchLookup(RowLookup):
 
 class _Group(nn.Module):
     """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
-    for those of tables that are in another group.
+    for ids of tables in another group.
 
     Args:
         tables: by name.
-        mine: names of those of the group.
+        mine: names of the tables in the group.
         features: for each feature, the name of its table.
     """
 
@@ -244,14 +230,13 @@ class _Group(nn.Module):
         first = torch.tensor([firsts[name] for name in features], dtype=torch.int32)
         self.register_buffer("firsts", first)
 
-    def forward(
-        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None, pooling: str
-    ) -> Tensor:
+    def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
+        rows, weights = ids.rows, ids.weights
         features = self.firsts.size(0)
         if features > 1:
-            feature = torch.repeat_interleave(counts, output_size=rows.size(0))
+            feature = torch.repeat_interleave(ids.counts, output_size=rows.size(0))
             first = self.firsts.index_select(0, feature)
             here = torch.where((rows < 0) | (first < 0), self.count, rows + first)
         else:
@@ -268,14 +253,14 @@ class _Group(nn.Module):
         bags = F.embedding_bag(
             here,
             matrix,
-            offsets,
+            ids.offsets,
             mode=pooling if weights is None else "sum",
             per_sample_weights=weights,
             include_last_offset=True,
         )
         if pooling == "mean" and weights is not None:
             # A weighted mean is over the number of rows, as in FBGEMM.
-            bags = bags / offsets.diff().clamp(min=1).unsqueeze(1)
+            bags = bags / ids.offsets.diff().clamp(min=1).unsqueeze(1)
         return bags.view(features, -1, self.width)
 
     def _vectors(self, here: Tensor) -> Tensor:
@@ -294,7 +279,7 @@ class TurnedLookup(nn.Module):
     """Results of ``rows``, times the ``rotation`` of each feature's table if it has one.
 
     Args:
-        rows: looks up what is stored.
+        rows: looks up the stored columns.
         tables: by name.
         features: for each feature, the name of its table.
     """
@@ -315,7 +300,7 @@ class TurnedLookup(nn.Module):
     def forward(
         self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        """As :meth:`RowLookup.forward`; columns are those of the original tables."""
+        """As :meth:`RowLookup.forward`; columns are the ones of the original tables."""
         found: Tensor = self.rows(rows, offsets, counts, weights)
         if not self.sequences:
             parts = torch.split(found, self.dims, 1)

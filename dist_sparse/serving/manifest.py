@@ -128,7 +128,7 @@ class Table:
             None.
         bytes: what it takes.
         crc32: of each of its tensors, named as in :meth:`layout`.
-        check: what was compared with the model before the artifact got its name.
+        check: results of the comparison with the model before the artifact got its name.
     """
 
     rows: int
@@ -152,9 +152,9 @@ class Table:
         """Return dtype and shape of each of its tensors, by their names without the table's.
 
         ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows:
-        weights, 8-bit codes, or two 4-bit codes a byte, the lower half first. ``scale_bias`` is
-        what codes are multiplied by and what is added. ``rotation`` is what outputs of rotated
-        tables are multiplied by.
+        weights, 8-bit codes, or two 4-bit codes a byte, the lower half first. ``scale_bias``
+        holds the factor of the codes and the summand, ``rotation`` the matrix that outputs of
+        rotated tables are multiplied by.
         """
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.kept < self.rows:

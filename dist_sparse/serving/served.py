@@ -201,7 +201,7 @@ class Served(nn.Module):
     Args:
         collection: of the manifest.
         lookup: of its tables.
-        dims: columns of each feature, of an embedding module those of its table.
+        dims: columns of each feature; an embedding module has one.
 
     Attributes:
         lookup: the module that is called and exported; tensors in, a tensor out.
@@ -371,12 +371,12 @@ def load_served(
             newer than the model. "zero": what becomes of a removed id: a zero vector, nothing added
             to a sum, and a mean counts it (it is never the default row). "raise": a ValueError that
             names table, id and rows. "id0": it is read as id 0, as FBGEMM does. The ``unknown`` of
-            what is returned counts them by table, whatever becomes of them.
+            the returned module counts them by table in each case.
 
     Returns:
         For a model with one collection, a module that takes the same input as the collection; with
         several, a mapping from their paths to such modules. Pooled columns are in the order of the
-        collection's configurations; those of a sharded collection are ordered by sharding type, so
+        collection's configurations; a sharded collection orders them by sharding type, so
         read both by key. A table that several collections look up is stored in each of them.
 
     Raises:
