@@ -90,8 +90,8 @@ class SparsifyCallback(Callback):
     Args:
         level, budget, scope, floor, protect, block, norm, score: as in
             :func:`~dist_sparse.sparsify`.
-        end, begin, every, include, exclude, dense, schedule, optimizer_state, min_rows, rotate,
-            decay: likewise; steps are rounds of optimizer steps.
+        end, begin, every, schedule, decay: likewise; steps are rounds of optimizer steps.
+        include, exclude, dense, min_rows, optimizer_state, rotate: likewise.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
