@@ -20,6 +20,15 @@ def take(
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
     """
+    _refuse_unfit(ids, features, weighted)
+    keys = list(ids.keys())
+    if keys != list(features):
+        places = {key: place for place, key in enumerate(keys)}
+        ids = ids.permute([places[name] for name in features])
+    return ids.values(), ids.lengths(), ids.weights() if weighted else None
+
+
+def _refuse_unfit(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> None:
     if not isinstance(ids, KeyedJaggedTensor):
         raise ValueError(
             f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
@@ -35,10 +44,6 @@ def take(
         )
     if weighted and ids.weights_or_none() is None:
         raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
-    if keys != list(features):
-        places = {key: place for place, key in enumerate(keys)}
-        ids = ids.permute([places[name] for name in features])
-    return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 
 def give(
@@ -48,6 +53,7 @@ def give(
     ``outputs``."""
     if pooled:
         return KeyedTensor(keys=list(outputs), length_per_key=list(dims), values=found)
+    # Feature after feature; a row of lengths for each.
     each = lengths.view(len(outputs), -1)
     parts = torch.split(found, each.sum(1).tolist())
     return {
