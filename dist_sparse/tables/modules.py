@@ -63,10 +63,10 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
 
 def _child_path(module: nn.Module, path: str, name: str) -> str:
     """The path of the child ``name`` of the module at ``path``."""
-    wraps = name in _WRAPPED or (
-        name == "module" and _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}
-    )
-    return path if wraps else _join(path, name)
+    if name in _WRAPPED:
+        return path
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return path if name == "module" and _WRAPPERS & kinds else _join(path, name)
 
 
 def model_source(
@@ -135,16 +135,14 @@ class ModelTables:
             selected = self._select()
             self._names = {found.fqn: name for name, found in selected}
         else:
-            known, everything = (
-                self._names,
-                _Walk(self.model, dense=bool(self._dense)).find(self.model),
-            )
-            selected = [(known[found.fqn], found) for found in everything if found.fqn in known]
-        wanted = None if names is None else set(names)
-        chosen = [(name, found) for name, found in selected if wanted is None or name in wanted]
+            known, walk = self._names, _Walk(self.model, dense=bool(self._dense)).find(self.model)
+            selected = [(known[found.fqn], found) for found in walk if found.fqn in known]
+        if names is not None:
+            wanted = set(names)
+            selected = [(name, found) for name, found in selected if name in wanted]
         # What the walk read of a collection, views of its weights too, must not outlive it.
-        self._found = {name: replace(found, locate=found.find) for name, found in chosen}
-        return [found.locate(name) for name, found in chosen]
+        self._found = {name: replace(found, locate=found.find) for name, found in selected}
+        return [found.locate(name) for name, found in selected]
 
     def find(self, name: str) -> ShardedData:
         """Return one table that was located before, as it is stored now. Does not walk the model.
@@ -160,26 +158,15 @@ class ModelTables:
             return located[0]
         return found.find(name)
 
-    def _select(self) -> list[tuple[str, _Found]]:
+    def _select(self) -> list[_Named]:
         everything = _named(list(_Walk(self.model, dense=True).find(self.model)))
         tables = [(name, found) for name, found in everything if not found.dense]
         parameters = [(name, found) for name, found in everything if found.dense]
-        chosen = tables
-        if self._include is not None:
-            hint = "" if self._dense else " Dense parameters are selected by dense=."
-            chosen = _matching("include", self._include, tables, "tables", hint)
-        if self._dense:
-            chosen = chosen + (
-                parameters
-                if self._all_dense
-                else _matching("dense", self._dense, parameters, "parameters")
-            )
-        if self._exclude:
-            candidates = everything if self._dense else tables
-            left_out = {
-                name for name, _ in _matching("exclude", self._exclude, candidates, "tables")
-            }
-            chosen = [(name, found) for name, found in chosen if name not in left_out]
+        chosen = self._included(tables) + self._dense_ones(parameters)
+        # Parameters that were not selected are no candidates: a pattern for them is a mistake.
+        candidates = everything if self._dense else tables
+        left_out = dict(_matching("exclude", self._exclude, candidates, "tables"))
+        chosen = [(name, found) for name, found in chosen if name not in left_out]
         if not chosen and not tables:
             raise ValueError(
                 f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
@@ -188,6 +175,18 @@ class ModelTables:
         if not chosen:
             raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
         return chosen
+
+    def _included(self, tables: list[_Named]) -> list[_Named]:
+        if self._include is None:
+            return tables
+        hint = "" if self._dense else " Dense parameters are selected by dense=."
+        return _matching("include", self._include, tables, "tables", hint)
+
+    def _dense_ones(self, parameters: list[_Named]) -> list[_Named]:
+        # A model without any is no error if all of them are asked for.
+        if self._all_dense:
+            return parameters
+        return _matching("dense", self._dense, parameters, "parameters")
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,14 @@ class _Found:
         """Whether ``holder`` is still where it was."""
         module: nn.Module | None = model
         for attribute in self.trail:
-            module = module._modules.get(attribute) if module is not None else None
+            if module is None:
+                return False
+            module = module._modules.get(attribute)
         return module is self.holder
+
+
+_Named = tuple[str, _Found]
+"""A unique name, and what has it."""
 
 
 class _Replicas(NamedTuple):
@@ -235,6 +240,9 @@ class _Replicas(NamedTuple):
 
     def of(self, parameter: str) -> tuple[int, ...] | None:
         return None if _join(self.inside, parameter) in self.ignored else self.ranks
+
+
+_NO_DDP: Final = _Replicas()
 
 
 class _Walk:
@@ -253,26 +261,23 @@ class _Walk:
         self,
         module: nn.Module,
         path: str = "",
-        ddp: _Replicas | None = None,
+        ddp: _Replicas = _NO_DDP,
         trail: tuple[str, ...] = (),
     ) -> Iterator[_Found]:
-        ddp = ddp or _Replicas()
         if not self._first(module):
             return
         reason = self._refusal(module)
         if reason is not None:
-            refuse = partial(_refuse, type(module).__name__, path, reason)
+            # Whether it is selected, and so refused, is not known yet.
             kind = type(module).__name__
-            yield _Found(
-                path.replace(".", "/") or kind, "", path or kind, refuse, refuse, module, trail
-            )
+            refuse = partial(_refuse, kind, path, reason)
+            name = path.replace(".", "/") or kind
+            yield _Found(name, "", path or kind, refuse, refuse, module, trail)
             return
         collection = self._torchrec.collection(module) if self._torchrec else None
-        if collection is not None and collection.is_sharded:
-            yield from self._sharded(module, collection, path, trail)
-            return
         if collection is not None:
-            yield from self._unsharded(collection, path, ddp, trail)
+            in_collection = self._sharded if collection.is_sharded else self._unsharded
+            yield from in_collection(module, collection, path, ddp, trail)
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp, trail)
@@ -284,9 +289,8 @@ class _Walk:
         if self._dense:
             yield from self._dense_parameters(module, path, ddp, trail)
         for name, child in module.named_children():
-            yield from self.find(
-                child, _child_path(module, path, name), ddp.child(name), (*trail, name)
-            )
+            inside = _child_path(module, path, name)
+            yield from self.find(child, inside, ddp.child(name), (*trail, name))
 
     def _first(self, thing: object) -> bool:
         first = id(thing) not in self._seen
@@ -302,7 +306,12 @@ class _Walk:
         return self._torchrec.refusal(module) if self._torchrec else None
 
     def _sharded(
-        self, module: nn.Module, collection: TableCollection, path: str, trail: tuple[str, ...]
+        self,
+        module: nn.Module,
+        collection: TableCollection,
+        path: str,
+        ddp: _Replicas,
+        trail: tuple[str, ...],
     ) -> Iterator[_Found]:
         for table in collection.tables:
             fqn = collection.fqn(path, table.name)
@@ -313,7 +322,12 @@ class _Walk:
             yield _Found(table.name, path, fqn, locate, find, module, trail)
 
     def _unsharded(
-        self, collection: TableCollection, path: str, ddp: _Replicas, trail: tuple[str, ...]
+        self,
+        module: nn.Module,
+        collection: TableCollection,
+        path: str,
+        ddp: _Replicas,
+        trail: tuple[str, ...],
     ) -> Iterator[_Found]:
         embeddings = collection.embeddings()
         for table in collection.tables:
@@ -412,27 +426,20 @@ def _replica(
 
 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
-    where, way_out = (
-        (f" at {path!r}", f" It can be left out: exclude=[{path!r}].") if path else ("", "")
-    )
+    where = f" at {path!r}" if path else ""
+    # The model itself has no path by which it could be left out.
+    way_out = f" It can be left out: exclude=[{path!r}]." if path else ""
     raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
 
 
-def _named(found: list[_Found]) -> list[tuple[str, _Found]]:
+def _named(found: list[_Found]) -> list[_Named]:
     """Names that are unique in the model: a table's own name, or module path and name where several
     things have it."""
     times = Counter(each.name for each in found)
-    named = [
-        (
-            (
-                each.name
-                if times[each.name] == 1
-                else _join(each.path, each.name, "/").replace(".", "/")
-            ),
-            each,
-        )
-        for each in found
-    ]
+    named = []
+    for each in found:
+        whole = _join(each.path, each.name, "/").replace(".", "/")
+        named.append((each.name if times[each.name] == 1 else whole, each))
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
             fqns = ", ".join(each.fqn for other, each in named if other == name)
@@ -441,32 +448,30 @@ def _named(found: list[_Found]) -> list[tuple[str, _Found]]:
 
 
 def _matching(
-    option: str, patterns: Sequence[str], named: list[tuple[str, _Found]], kind: str, hint: str = ""
-) -> list[tuple[str, _Found]]:
+    option: str, patterns: Sequence[str], named: list[_Named], kind: str, hint: str = ""
+) -> list[_Named]:
+    """What one of the patterns of an option matches, by name or fully qualified name."""
+    matching = set()
     for pattern in patterns:
-        if not any(
-            fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for name, found in named
-        ):
+        here = {
+            name
+            for name, found in named
+            if fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern)
+        }
+        if not here:
             raise ValueError(
                 f"Invalid {option} pattern {pattern!r}: matches none of the {kind}"
                 f" {_listed(named)}.{hint}"
             )
-    return [
-        (name, found)
-        for name, found in named
-        if any(
-            fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern) for pattern in patterns
-        )
-    ]
+        matching |= here
+    return [(name, found) for name, found in named if name in matching]
 
 
-def _listed(named: list[tuple[str, _Found]]) -> str:
-    shown = ", ".join(
-        name if name == found.fqn else f"{name} ({found.fqn})" for name, found in named[:20]
-    )
-    return (
-        f"{shown}, and {len(named) - 20} more" if len(named) > 20 else shown or "(there are none)"
-    )
+def _listed(named: list[_Named]) -> str:
+    names = [name if name == found.fqn else f"{name} ({found.fqn})" for name, found in named]
+    if len(names) > 20:
+        names[20:] = [f"and {len(names) - 20} more"]
+    return ", ".join(names) or "(there are none)"
 
 
 def _ranks(process_group: dist.ProcessGroup) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ the rectangles of the other ranks come from metadata.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol
@@ -186,6 +186,7 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
         raise ValueError(rule)
     height, width = block
+    # A table without columns or rows still has blocks of one.
     if width == ROW:
         width = max(shape[1], 1)
     elif height == COL:
@@ -241,10 +242,11 @@ def check_memory(name: str, tensor: Tensor) -> None:
     Raises:
         ValueError: names the table, shape and strides.
     """
+    if not tensor.numel():
+        return
+    # From the innermost dimension out: a step must lead beyond all elements so far.
     span = 0
-    for stride, size in (
-        sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ()
-    ):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= span:
             raise ValueError(
                 f"Table {name!r}: its weights of shape {tuple(tensor.shape)} have the strides"
@@ -268,14 +270,12 @@ class Span(NamedTuple):
     def of(tensor: Tensor) -> Span:
         """Return the memory of a tensor that is not empty and has passed :func:`check_memory`."""
         size, start = tensor.element_size(), tensor.data_ptr()
-        sides = [
-            (s * size, count - 1)
-            for s, count in zip(tensor.stride(), tensor.shape, strict=True)
-            if count > 1
-        ]
-        *sides, (pitch, steps) = sorted(sides) or [(size, 0)]
-        width = size + sum(stride * count for stride, count in sides)
-        return Span(str(tensor.device), start, start + pitch * steps + width, pitch, width)
+        # A dimension of one element has a stride that nothing follows.
+        sides = zip(tensor.stride(), tensor.shape, strict=True)
+        steps = sorted((stride * size, count - 1) for stride, count in sides if count > 1)
+        *inner, (pitch, rows) = steps or [(size, 0)]
+        width = size + sum(stride * count for stride, count in inner)
+        return Span(str(tensor.device), start, start + pitch * rows + width, pitch, width)
 
     def overlaps(self, other: Span) -> bool:
         """Whether two matrices have memory in common."""
@@ -283,19 +283,19 @@ class Span(NamedTuple):
             return False
         if self.pitch != other.pitch:
             return True
-        # Columns of one matrix, side by side, have nothing in common.
+        # With one pitch they may be columns of one matrix, side by side: nothing in common.
         lead = (other.start - self.start) % self.pitch
         return lead < self.width or lead + other.width > self.pitch
 
 
 def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
     """Yield the indices of each two of ``spans`` that have memory in common, the smaller first."""
+    # By device and address: a span that ends before this one begins meets no later one either.
     alive: list[int] = []
     for i in sorted(range(len(spans)), key=spans.__getitem__):
-        alive = [
-            j for j in alive if spans[j].device == spans[i].device and spans[j].end > spans[i].start
-        ]
-        yield from ((min(i, j), max(i, j)) for j in alive if spans[j].overlaps(spans[i]))
+        span = spans[i]
+        alive = [j for j in alive if (span.device, span.start) < (spans[j].device, spans[j].end)]
+        yield from ((min(i, j), max(i, j)) for j in alive if spans[j].overlaps(span))
         alive.append(i)
 
 
@@ -315,24 +315,28 @@ def check_tiling(data: ShardedData) -> None:
                     f" {data.shape}."
                 )
     rects = data.rects
-    row_cuts = sorted({0, rows} | {edge for rect in rects for edge in (rect.row, rect.row_end)})
-    col_cuts = sorted({0, cols} | {edge for rect in rects for edge in (rect.col, rect.col_end)})
+    # The edges of all shards cut the table into cells, each of which one shard must cover.
+    row_cuts = _cuts(rows, [(rect.row, rect.row_end) for rect in rects])
+    col_cuts = _cuts(cols, [(rect.col, rect.col_end) for rect in rects])
     row_at = {edge: i for i, edge in enumerate(row_cuts)}
     col_at = {edge: i for i, edge in enumerate(col_cuts)}
-    cover = torch.zeros(max(len(row_cuts) - 1, 0), max(len(col_cuts) - 1, 0), dtype=torch.int32)
+    cover = torch.zeros(len(row_cuts) - 1, len(col_cuts) - 1, dtype=torch.int32)
     for rect in rects:
         cover[row_at[rect.row] : row_at[rect.row_end], col_at[rect.col] : col_at[rect.col_end]] += 1
     wrong = (cover != 1).nonzero()
     if len(wrong):
         i, j = wrong[0].tolist()
-        place = Rect(
-            row_cuts[i], col_cuts[j], row_cuts[i + 1] - row_cuts[i], col_cuts[j + 1] - col_cuts[j]
-        )
+        row, row_end, col, col_end = *row_cuts[i : i + 2], *col_cuts[j : j + 2]
+        place = Rect(row, col, row_end - row, col_end - col)
         fault = "a gap" if cover[i, j] == 0 else "an overlap"
         raise ValueError(
             f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover"
             f" {data.shape} exactly once."
         )
+
+
+def _cuts(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    return sorted({0, size}.union(*edges))
 
 
 class Grid(NamedTuple):

@@ -65,6 +65,8 @@ _KNOWN: Final = (
     ShardedEmbeddingCollection,
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
+_BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+_SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _FEATURE_PROCESSED: Final = (
     FeatureProcessedEmbeddingBagCollection,
     ShardedFeatureProcessedEmbeddingBagCollection,
@@ -120,7 +122,7 @@ def averages(module: nn.Module) -> bool:
 
 def is_sharded(module: nn.Module) -> bool:
     """Return whether a module is a sharded collection."""
-    return isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection))
+    return isinstance(module, _SHARDED)
 
 
 def lookups(module: nn.Module) -> list[nn.Module]:
@@ -160,20 +162,25 @@ def table_configs(configs: Sequence[Any], pooled: bool) -> list[TableConfig]:
     return found
 
 
-class _Collection:
-    """What sharded and unsharded collections have in common.
+class UnshardedTables:
+    """An ``EmbeddingBagCollection`` or ``EmbeddingCollection``: a
+    :class:`~dist_sparse.tables.protocols.Collection`."""
 
-    Args:
-        pooled: whether it returns bags.
-    """
+    is_sharded = weighted = needs_indices = False
 
-    weighted = needs_indices = False
-
-    def __init__(self, module: Any, pooled: bool) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module  # TorchRec is untyped for us
         self._configs = configs_of(module)
-        self.pooled = pooled
-        self.attribute = "embedding_bags" if pooled else "embeddings"
+        self.pooled = isinstance(module, _BAGS)
+        self.attribute = "embedding_bags" if self.pooled else "embeddings"
+        self._set_flags(module)
+
+    def _set_flags(self, module: Any) -> None:
+        # Only bags have weighted ids, and only sequences return the ids themselves.
+        if self.pooled:
+            self.weighted = module.is_weighted()
+        else:
+            self.needs_indices = module.need_indices()
 
     @property
     def tables(self) -> list[TableConfig]:
@@ -200,80 +207,25 @@ class _Collection:
             if not steps_in_backward(parameter)
         }
 
-
-class UnshardedTables(_Collection):
-    """An ``EmbeddingBagCollection`` or ``EmbeddingCollection``: a
-    :class:`~dist_sparse.tables.protocols.Collection`."""
-
-    is_sharded = False
-
-    def __init__(self, module: Any) -> None:
-        if isinstance(module, EmbeddingBagCollection):
-            super().__init__(module, pooled=True)
-            self.weighted = module.is_weighted()
-        else:
-            super().__init__(module, pooled=False)
-            self.needs_indices = module.need_indices()
-
     def embeddings(self) -> dict[str, nn.Module]:
-        """Return the embedding modules by table."""
+        """Return the embedding modules by table; none if kernels have the weights."""
         return dict(getattr(self._module, self.attribute).items())
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
-        """Refuse: the embedding modules have the weights."""
+        """Refuse: embedding modules have the weights."""
         raise TypeError(f"{fqn} is not sharded.")
 
     def batches(self) -> Iterator[FbgemmBatch]:
-        """Yield nothing."""
+        """Yield this rank's table batches with a fused optimizer."""
         yield from ()
 
-    def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Do nothing."""
-
     def bounds_checks(self) -> dict[str, str]:
-        """Return {}: nn.Embedding raises."""
+        """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
         return {}
 
     def optimizers(self) -> list[Any]:
-        """Return []."""
+        """Return the fused optimizers."""
         return []
-
-
-@dataclass
-class _Pieces:
-    """One table: its config (any shard's), the rectangles of every rank and this rank's views, both
-    in kernel order."""
-
-    config: Any
-    held: list[list[Rect]]
-    views: list[Tensor] = field(default_factory=list)
-
-
-class ShardedTables(_Collection):
-    """A sharded collection at this moment, read when its first table is located: a
-    :class:`~dist_sparse.tables.protocols.Collection`. Lives no longer than one walk."""
-
-    is_sharded = True
-
-    def __init__(self, module: Any) -> None:
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            super().__init__(module, pooled=True)
-            self.weighted = module._is_weighted
-        else:
-            super().__init__(module, pooled=False)
-            self.needs_indices = module._need_indices
-
-    def embeddings(self) -> dict[str, nn.Module]:
-        """Return {}: kernels have the weights."""
-        return {}
-
-    def batches(self) -> Iterator[FbgemmBatch]:
-        """Yield this rank's table batches with a fused optimizer."""
-        for lookup in self._module._lookups:
-            for kernel in _kernels_of(lookup):
-                configs = kernel._config.embedding_tables
-                if any(config.compute_kernel.value in _FUSED for config in configs):
-                    yield FbgemmBatch(kernel)
 
     def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Set the hyperparameters of fused optimizers by table.
@@ -289,6 +241,41 @@ class ShardedTables(_Collection):
                     " hyperparameters differ."
                 )
             batch.set_hyperparameters(values[names[0]])
+
+
+@dataclass
+class _Pieces:
+    """One table: its config (any shard's), the rectangles of every rank and this rank's views, both
+    in kernel order."""
+
+    config: Any
+    held: list[list[Rect]]
+    views: list[Tensor] = field(default_factory=list)
+
+
+class ShardedTables(UnshardedTables):
+    """A sharded collection at this moment, read when its first table is located: a
+    :class:`~dist_sparse.tables.protocols.Collection`. Lives no longer than one walk."""
+
+    is_sharded = True
+
+    def _set_flags(self, module: Any) -> None:
+        if self.pooled:
+            self.weighted = module._is_weighted
+        else:
+            self.needs_indices = module._need_indices
+
+    def embeddings(self) -> dict[str, nn.Module]:
+        """Return {}: kernels have the weights."""
+        return {}
+
+    def batches(self) -> Iterator[FbgemmBatch]:
+        """Yield this rank's table batches with a fused optimizer."""
+        for lookup in self._module._lookups:
+            for kernel in _kernels_of(lookup):
+                configs = kernel._config.embedding_tables
+                if any(config.compute_kernel.value in _FUSED for config in configs):
+                    yield FbgemmBatch(kernel)
 
     def fused_params(self) -> dict[str, dict[str, Any]]:
         """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same

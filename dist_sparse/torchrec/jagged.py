@@ -26,6 +26,13 @@ def take(
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
     """
+    _refuse_unfit(ids, features, weighted)
+    if list(ids.keys()) != list(features):
+        ids = reordered(ids, features)
+    return ids.values(), ids.lengths(), ids.weights() if weighted else None
+
+
+def _refuse_unfit(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> None:
     if not isinstance(ids, KeyedJaggedTensor):
         raise ValueError(
             f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
@@ -42,9 +49,6 @@ def take(
         )
     if weighted and ids.weights_or_none() is None:
         raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
-    if keys != list(features):
-        ids = reordered(ids, features)
-    return ids.values(), ids.lengths(), ids.weights() if weighted else None
 
 
 def give(
@@ -54,6 +58,7 @@ def give(
     ``outputs``."""
     if pooled:
         return KeyedTensor(keys=list(outputs), length_per_key=list(dims), values=found)
+    # Feature after feature; a row of lengths for each.
     each = lengths.view(len(outputs), -1)
     parts = torch.split(found, each.sum(1).tolist())
     return {

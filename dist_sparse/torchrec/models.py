@@ -19,7 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, Replacement
 from dist_sparse.tables.tensors import steps_in_backward
-from dist_sparse.torchrec.collections import ShardedTables, collection, is_sharded
+from dist_sparse.torchrec.collections import (
+    ShardedTables,
+    UnshardedTables,
+    collection,
+    configs_of,
+    is_sharded,
+)
 from dist_sparse.torchrec.types import (
     DistributedModelParallel,
     EmbeddingModuleShardingPlan,
@@ -127,16 +133,18 @@ def _misdivided(module: Any, averaged: Iterable[str]) -> bool:
 
 def row_shards(module: nn.Module) -> dict[str, int]:
     """Return into how many pieces a collection cuts the rows of each table."""
-    found = collection(module)
-    counts = {table.name: 1 for table in found.tables} if found is not None else {}
-    sharded: Any = module if is_sharded(module) else None
-    for name, sharding in sharded.module_sharding_plan.items() if sharded is not None else ():
-        if sharding.sharding_spec is not None:
+    counts = {config.name: 1 for config in configs_of(module)}
+    if not is_sharded(module):
+        return counts
+    sharded: Any = module
+    for name, sharding in sharded.module_sharding_plan.items():
+        if sharding.sharding_spec is not None:  # it has none if the table is data-parallel
             counts[name] = max(map(len, _by_columns(sharding.sharding_spec).values()))
     return counts
 
 
 def _by_columns(spec: EnumerableShardingSpec) -> dict[int, list[ShardMetadata]]:
+    """The shards of each group of columns, by the first one."""
     groups: dict[int, list[ShardMetadata]] = defaultdict(list)
     for shard in spec.shards:
         groups[shard.shard_offsets[1]].append(shard)
@@ -157,12 +165,12 @@ def compact_plan(
     """
     plan: dict[str, Any] = dict(model.plan.plan)
     for each in replacements:
-        tables: dict[str, Any] = collection(each.new).embeddings()  # type: ignore[union-attr]
-        parameters = ShardedTables(each.old).fused_params()
-        for name, table in tables.items():
-            if name in parameters:  # as apply_optimizer_in_backward leaves them
-                table.weight._optimizer_classes = [None]
-                table.weight._optimizer_kwargs = [dict(parameters[name])]
+        tables: dict[str, Any] = UnshardedTables(each.new).embeddings()
+        for name, parameters in ShardedTables(each.old).fused_params().items():
+            # TorchRec takes a fused kernel's arguments from these marks on the weight, which
+            # apply_optimizer_in_backward leaves.
+            tables[name].weight._optimizer_classes = [None]
+            tables[name].weight._optimizer_kwargs = [dict(parameters)]
         old: Any = each.old
         plan.pop(each.old_path, None)
         plan[each.new_path] = EmbeddingModuleShardingPlan(

@@ -21,24 +21,3 @@ from dist_sparse.torchrec.models import (
 )
 from dist_sparse.torchrec.optimizers import combined, is_fused, named_parameters
 from dist_sparse.torchrec.outputs import among, with_outputs
-
-__all__ = [
-    "among",
-    "averages",
-    "collection",
-    "combined",
-    "compact_plan",
-    "compact_refusal",
-    "dense_layers",
-    "is_fused",
-    "is_sharded",
-    "is_sharded_model",
-    "lookups",
-    "named_parameters",
-    "processes_features",
-    "refusal",
-    "reshard",
-    "unwrapped",
-    "with_outputs",
-    "wrap_layers",
-]

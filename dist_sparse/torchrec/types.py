@@ -11,18 +11,18 @@ from dist_sparse.torchrec.contract import check_contract
 # Before TorchRec's own imports, each of which would report the first missing name alone.
 check_contract()
 
-from torchrec.distributed.embedding import ShardedEmbeddingCollection  # noqa: E402
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule  # noqa: E402
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection  # noqa: E402
-from torchrec.distributed.fp_embeddingbag import (  # noqa: E402
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import (
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
-from torchrec.distributed.model_parallel import (  # noqa: E402
+from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     DMPCollection,
     get_module,
 )
-from torchrec.distributed.types import (  # noqa: E402
+from torchrec.distributed.types import (
     BoundsCheckMode,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
@@ -31,61 +31,27 @@ from torchrec.distributed.types import (  # noqa: E402
     ShardingPlan,
     ShardingStrategy,
 )
-from torchrec.modules.embedding_configs import (  # noqa: E402
+from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
     data_type_to_dtype,
 )
-from torchrec.modules.embedding_modules import (  # noqa: E402
+from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
     EmbeddingCollection,
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from torchrec.modules.fp_embedding_modules import (  # noqa: E402
+from torchrec.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
 )
-from torchrec.optim.fused import FusedOptimizer  # noqa: E402
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer  # noqa: E402
-from torchrec.sparse.jagged_tensor import (  # noqa: E402
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
 )
-
-__all__ = [
-    "BoundsCheckMode",
-    "CombinedOptimizer",
-    "DMPCollection",
-    "DataType",
-    "DistributedModelParallel",
-    "EmbeddingBagCollection",
-    "EmbeddingBagCollectionInterface",
-    "EmbeddingBagConfig",
-    "EmbeddingCollection",
-    "EmbeddingCollectionInterface",
-    "EmbeddingConfig",
-    "EmbeddingModuleShardingPlan",
-    "FeatureProcessedEmbeddingBagCollection",
-    "FusedOptimizer",
-    "JaggedTensor",
-    "KeyedJaggedTensor",
-    "KeyedOptimizer",
-    "KeyedTensor",
-    "LazyAwaitable",
-    "ParameterSharding",
-    "PoolingType",
-    "ShardedEmbeddingBagCollection",
-    "ShardedEmbeddingCollection",
-    "ShardedEmbeddingModule",
-    "ShardedFeatureProcessedEmbeddingBagCollection",
-    "ShardingEnv2D",
-    "ShardingPlan",
-    "ShardingStrategy",
-    "data_type_to_dtype",
-    "get_embedding_names_by_table",
-    "get_module",
-]
