@@ -51,8 +51,6 @@ for _ in range(100):
 
 for table in sparse.sparsifier.table_stats():  # collective: every rank must call it
     if dist.get_rank() == 0:
-        print(
-            f"{table.name} ({table.sharding}): {table.removed_blocks} of {table.blocks} rows"
-            " removed"
-        )
+        removed, rows = table.removed_blocks, table.blocks
+        print(f"{table.name} ({table.sharding}): {removed} of {rows} rows removed")
 dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -210,9 +211,8 @@ def test_sequences(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, default_row: bool, mapped: int
 ) -> None:
     """Zero vectors, for which no row is looked up: not the default row either."""
-    monkeypatch.setattr(
-        collections, "bounds_checks", lambda _: dict.fromkeys(("small", "whole"), "IGNORE")
-    )
+    ignoring = SimpleNamespace(bounds_checks=lambda: dict.fromkeys(("small", "whole"), "IGNORE"))
+    monkeypatch.setattr(collections, "collection_of", lambda _: ignoring)
     monkeypatch.setattr(collections, "_MAPPED_ROWS", ROWS * mapped)
     tables = [
         EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"])
