@@ -452,3 +452,8 @@ def test_a_borrowed_environment_is_not_installed_into(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and ".venv is a symbolic link" in done.stderr
     assert not [*(tmp_path / "others").iterdir()]
+
+
+def test_ci_runs_all_tests() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert lines[-2:] == ["make test", "make test-slow"]
