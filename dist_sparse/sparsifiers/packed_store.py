@@ -9,7 +9,7 @@ groups and tilings are the same on every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,6 +135,7 @@ class PackedStore:
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._groups: dict[Ranks, list[str]] | None = None
+        self._spans: dict[str, list[Span]] = {}
         # While a user's update_mask edits the mask of one shard, mask() must return that object.
         self._edited: tuple[str, Tensor] | None = None
         self.version = 0
@@ -192,12 +193,15 @@ class PackedStore:
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
         known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
-        # The memory of now: weights may have moved since they were registered.
-        known += _spans(map(self.find, self._tables))
-        entries = [*known, *_spans(located)]
+        # Where tables were last seen: locating a thousand again for each new one takes minutes.
+        known += [(span, name) for name, spans in self._spans.items() for span in spans]
+        entries = [*known, *((span, data.name) for data in located for span in _spans(data))]
         for i, j in overlapping([span for span, _ in entries]):
-            first, second = entries[i][1], entries[j][1]
-            if j >= len(known) and first != second:
+            (span, first), second = entries[i], entries[j][1]
+            if j < len(known) or first == second:
+                continue
+            # A table that has moved since may have left its memory to the new one.
+            if first not in self or span in _spans(self.find(first)):
                 raise ValueError(
                     f"Table {second!r} is registered already, as {first!r}: they share memory."
                 )
@@ -226,12 +230,14 @@ class PackedStore:
                 counts=[] if counted is None else new_counts(data, counted),
                 counted=counted,
             )
+            self._spans[data.name] = _spans(data)
         self._groups = None
         self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
+        self._spans.pop(name, None)
         self._groups = None
         self.version += 1
 
@@ -259,6 +265,7 @@ class PackedStore:
         located = {name: found[name] for name in self._tables}
         for data in located.values():
             self._check_shape(data)
+        self._spans = {name: _spans(data) for name, data in located.items()}
         return located
 
     def current(self, action: str | None = None) -> dict[str, ShardedData]:
@@ -610,11 +617,6 @@ def _check_single(name: str, shards: int) -> None:
         )
 
 
-def _spans(tables: Iterable[ShardedData]) -> list[tuple[Span, str]]:
-    spans = []
-    for data in tables:
-        for shard in data.shards:
-            # Empty tensors have no memory to share.
-            if shard.tensor.numel():
-                spans.append((Span.of(shard.tensor), data.name))
-    return spans
+def _spans(data: ShardedData) -> list[Span]:
+    # Empty tensors have no memory to share.
+    return [Span.of(shard.tensor) for shard in data.shards if shard.tensor.numel()]
