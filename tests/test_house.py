@@ -41,7 +41,7 @@ LIMITS = {
     "import circles": 0,
     "modules crossed by an update": 25,  # 18
     "walks of an update": 1,
-    "walks of sparsify()": 14,  # 3
+    "walks of sparsify()": 3,
     "walks of export()": 10,  # 3
     "names on the first screen": 20,
 }
