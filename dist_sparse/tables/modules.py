@@ -307,6 +307,8 @@ class _Walk:
     def _note_weights(self, holder: nn.Module) -> None:
         """Note the weights of all embeddings of torch's in a module: they are no dense
         parameters."""
+        if not self._dense:
+            return
         for module in holder.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 weight = module._parameters.get("weight")
