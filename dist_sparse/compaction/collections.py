@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
-from dist_sparse.compaction.sites import CompactCollection, cut
+from dist_sparse.compaction.tables import CompactCollection, cut
 from dist_sparse.compaction.unknown import Unknown, UnknownLookups
 from dist_sparse.tables.port import collection_of
 from dist_sparse.torchrec.collections import configs_of, table_configs

@@ -30,12 +30,12 @@ from dist_sparse.compaction.sites import (
     CollectionSite,
     Kept,
     Site,
-    cut,
     dmp_port,
     replace_modules,
     sites_of,
 )
 from dist_sparse.compaction.steppers import Stepped, Steppers
+from dist_sparse.compaction.tables import cut
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.records import TableStats

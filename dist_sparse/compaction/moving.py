@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.kept_rows import move_rows
-from dist_sparse.compaction.sites import cut
 from dist_sparse.compaction.steppers import Stepped, Steppers
+from dist_sparse.compaction.tables import cut
 from dist_sparse.groups import group_over
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.protocols import Collection

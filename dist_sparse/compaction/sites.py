@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.tables import (
+    CompactCollection,
     CompactEmbedding,
     CompactEmbeddingBag,
     CompactTable,
+    cut,
     lookup_options,
     padding_id_of,
 )
 from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.port import collection_of, torchrec_port
-from dist_sparse.tables.protocols import Collection, TableConfig, TorchRecPort
+from dist_sparse.tables.protocols import Collection, TorchRecPort
 
-__all__ = ["CompactCollection", "Kept", "Site", "cut", "dmp_port", "replace_modules", "sites_of"]
+__all__ = ["CollectionSite", "Kept", "Site", "dmp_port", "replace_modules", "sites_of"]
 
 Kept: TypeAlias = Mapping[str, Tensor]
 """Which stored rows of a module's tables are kept, bool ``(rows,)``, by the table's name in it."""
@@ -37,19 +39,6 @@ _COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbed
     nn.EmbeddingBag: CompactEmbeddingBag,
     CompactEmbeddingBag: CompactEmbeddingBag,
 }
-
-
-class CompactCollection(nn.Module):
-    """A collection of TorchRec's that stores kept rows only: ``inner`` behind the ids of the whole
-    tables."""
-
-    inner: nn.Module
-    tables: list[TableConfig]
-    weighted: bool
-
-    def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the index of each table that has removed rows."""
-        raise NotImplementedError
 
 
 def dmp_port(model: nn.Module) -> TorchRecPort | None:
@@ -244,14 +233,3 @@ def replace_modules(root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) ->
             if child is not None and child in replaced:
                 setattr(module, name, replaced[child])
     return replaced.get(root, root)
-
-
-def cut(tensor: Tensor, kept: Tensor, rows: int, columns: int | None = None) -> Tensor:
-    """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a
-    matrix no more than the first ``columns``."""
-    # Optimizer state of one value per row has no columns.
-    tensor = tensor if columns is None or tensor.dim() < 2 else tensor[:, :columns]
-    out = tensor.new_zeros((rows, *tensor.shape[1:]))
-    found = tensor.detach()[kept.to(tensor.device)]
-    out[: len(found)] = found
-    return out

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.tables.protocols import TableConfig
 
 __all__ = [
+    "CompactCollection",
     "CompactEmbedding",
     "CompactEmbeddingBag",
     "CompactTable",
+    "cut",
     "lookup_options",
     "padding_id_of",
 ]
@@ -52,6 +55,19 @@ def _rows(index: RowIndex, ids: Tensor) -> Tensor:
     """The rows of ids, -1 where there is none."""
     # An id out of range becomes the row behind the last, at which torch's lookup raises.
     return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
+
+
+class CompactCollection(nn.Module):
+    """A collection of TorchRec's that stores kept rows only: ``inner`` behind the ids of the whole
+    tables."""
+
+    inner: nn.Module
+    tables: list[TableConfig]
+    weighted: bool
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Return the index of each table that has removed rows."""
+        raise NotImplementedError
 
 
 class CompactTable(nn.Module):
@@ -286,3 +302,14 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
 def _counted(flags: Tensor) -> Tensor:
     """How many flags before each place are set: int64 ``(n + 1,)``."""
     return F.pad(flags.cumsum(0), (1, 0))
+
+
+def cut(tensor: Tensor, kept: Tensor, rows: int, columns: int | None = None) -> Tensor:
+    """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a
+    matrix no more than the first ``columns``."""
+    # Optimizer state of one value per row has no columns.
+    tensor = tensor if columns is None or tensor.dim() < 2 else tensor[:, :columns]
+    out = tensor.new_zeros((rows, *tensor.shape[1:]))
+    found = tensor.detach()[kept.to(tensor.device)]
+    out[: len(found)] = found
+    return out

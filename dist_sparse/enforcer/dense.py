@@ -335,12 +335,13 @@ def _meet_new_optimizers() -> RemovableHandle:
 
 def packed_targets(
     sources: Iterable[Source],
+    modules: Mapping[nn.Module, Mapping[str, nn.Module]],
     located: Mapping[str, ShardedData],
     fused: set[Place],
     mask: Callable[[Place], BlockMask],
 ) -> Iterator[Target]:
-    """Yield the shards that no fused optimizer writes."""
-    held = [each for source in sources for each in _parameters(source)]
+    """Yield the shards that no fused optimizer writes; ``modules`` by model and path."""
+    held = [each for source in sources for each in _parameters(source, modules)]
     holding = same_storage([parameter for parameter, _ in held])
     for name, data in located.items():
         for number, shard in enumerate(data.shards):
@@ -362,11 +363,13 @@ def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
             yield Target(name, weight.data, partial(dense.mask, name), parameter)
 
 
-def _parameters(source: Any) -> Iterator[tuple[Tensor, tuple[nn.Module, str] | None]]:
+def _parameters(
+    source: Any, modules: Mapping[nn.Module, Mapping[str, nn.Module]]
+) -> Iterator[tuple[Tensor, tuple[nn.Module, str] | None]]:
     """Yield the tensors of a source that may be trained, each with its module and its name there,
     where it has one."""
     if hasattr(source, "model"):
-        for module in source.model.modules():
+        for module in modules[source.model].values():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     yield parameter, (module, name)

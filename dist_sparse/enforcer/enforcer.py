@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, Final
 
@@ -36,12 +37,13 @@ from dist_sparse.enforcer.optimizers import State, same_storage
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
-__all__ = ["MaskEnforcer", "settle_all"]
+__all__ = ["MaskEnforcer", "Walked", "settle_all"]
 
 _STATES: Final = ("keep", "reset")
 _REMOVED: Final = ("drop", "zero")
@@ -51,6 +53,26 @@ _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 
 Masks = tuple[list[dict[int, BlockMask]], list[BlockMask | Tensor]]
 """The masks of the tables of each batch, and of each weight that plain optimizers step."""
+
+
+@dataclass(frozen=True)
+class Walked:
+    """The registered tables and the modules of their models, as walks over the models found them.
+
+    Args:
+        located: tables by name, as they are stored now.
+        modules: all modules by path, by model.
+    """
+
+    located: Mapping[str, ShardedData]
+    modules: Mapping[nn.Module, Mapping[str, nn.Module]]
+
+    @classmethod
+    def of(cls, tables: PackedStore) -> Walked:
+        """Walk the models of registered tables."""
+        models = [source.model for source in tables.sources if hasattr(source, "model")]
+        modules = {model: dict(model.named_modules()) for model in models}
+        return cls(tables.locate() if tables else {}, modules)
 
 
 @dataclass
@@ -178,6 +200,10 @@ class MaskEnforcer:
                 registered weight that requires a gradient; or a module that holds registered
                 weights is compiled. Nothing was changed.
         """
+        return self.attach_to(None, optimizers)
+
+    def attach_to(self, walked: Walked | None, optimizers: Sequence[Any]) -> MaskEnforcer:
+        """:meth:`attach` for a caller that has walked the models just now; None walks them."""
         if self.attached:
             raise ValueError("The enforcer is attached already: call detach() first.")
         if self._sparsifier.enforcer is not None:
@@ -194,7 +220,7 @@ class MaskEnforcer:
         try:
             # _look_up() reads them; on an error the enforcer is as detached as before.
             self._optimizers = tuple(flat)
-            self._look_up(check=True)
+            self._look_up(check=True, walked=walked)
         except BaseException:
             self._remove_hooks(())
             self._optimizers = None
@@ -394,20 +420,21 @@ class MaskEnforcer:
                 batch.reset(of_batch)
             self._dense.reset(of_dense)
 
-    def _look_up(self, check: bool = False) -> None:
+    def _look_up(self, check: bool = False, walked: Walked | None = None) -> None:
         """Find the registered weights, hook and clean them. On an error, hooks are as they were.
 
         With ``check``, refuse what :meth:`attach` refuses: weights may have been replaced, also for
         a single forward.
         """
         tables = self._sparsifier.packed_store
-        located = tables.locate() if tables else {}
+        if walked is None:
+            walked = Walked.of(tables)
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
-        tables.reshard(located)
-        found = self._find(located)
+        tables.reshard(walked.located)
+        found = self._find(walked)
         dense = DenseWeights(found.targets, self._optimizers or (), self.clock)
         if check:
-            _check_not_compiled(found.models, [*found.collections, *dense.owners])
+            _check_not_compiled(walked.modules, [*found.collections, *dense.owners])
             dense.check_stepped()
             self._refuse_masked_by_another(found.weights)
         batches = self._hooks_on(found)
@@ -421,10 +448,13 @@ class MaskEnforcer:
             # As a mask update does: what is removed has no history.
             self._reset_states(self._masks())
 
-    def _find(self, located: Mapping[str, ShardedData]) -> _Found:
-        sources = self._sparsifier.packed_store.sources
-        models = [source.model for source in sources if hasattr(source, "model")]
-        collections = list(collections_of(models))
+    def _find(self, walked: Walked) -> _Found:
+        sources, located = self._sparsifier.packed_store.sources, walked.located
+        collections = list(
+            collections_of(
+                chain.from_iterable(modules.values() for modules in walked.modules.values())
+            )
+        )
         places = places_of(located)
         batches = []
         fused: set[Place] = set()
@@ -435,13 +465,13 @@ class MaskEnforcer:
                     batches.append((collection, batch, registered))
                     fused.update(registered.values())
         targets = [
-            *packed_targets(sources, located, fused, self._mask),
+            *packed_targets(sources, walked.modules, located, fused, self._mask),
             *plain_targets(self._sparsifier),
         ]
         weights = [(target.name, target.weight) for target in targets]
         for name, data in located.items():
             weights += [(name, shard.tensor) for shard in data.shards]
-        return _Found(models, collections, batches, targets, weights)
+        return _Found(list(walked.modules), collections, batches, targets, weights)
 
     def _hooks_on(self, found: _Found) -> list[TableBatchHooks]:
         """Return the hooks of each batch, attached or new ones: a batch that stays keeps its own,
@@ -585,15 +615,17 @@ def _warn_of_revived(revived: Counter[str]) -> None:
     )
 
 
-def _check_not_compiled(models: Sequence[nn.Module], registered: Sequence[nn.Module]) -> None:
+def _check_not_compiled(
+    modules: Mapping[nn.Module, Mapping[str, nn.Module]], registered: Sequence[nn.Module]
+) -> None:
     """Refuse modules in which hooks do not run.
 
     Raises:
         ValueError: a module that holds registered weights is compiled, or one that it is a part of.
     """
     holding = set(registered)
-    for model in models:
-        for path, module in model.named_modules():
+    for by_path in modules.values():
+        for path, module in by_path.items():
             if _is_compiled(module) and not holding.isdisjoint(module.modules()):
                 raise ValueError(
                     f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run"

@@ -426,7 +426,7 @@ def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
     """Return the sums of the fused Adagrad optimizers of some models, and their initial value, by
     the address of the shard; nothing for other optimizers."""
     found: dict[int, tuple[Tensor, float]] = {}
-    for collection in collections_of(models):
+    for collection in collections_of(module for model in models for module in model.modules()):
         for batch in collection_of(collection).batches():
             for weight, sums in zip(batch.weights(), adagrad_sums(batch), strict=False):
                 found[weight.data_ptr()] = sums, 0.0
@@ -440,12 +440,11 @@ def adagrad_sums(batch: TableBatch) -> list[Tensor]:
     return [states[0] for states in batch.states()]
 
 
-def collections_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the sharded collections in some models, each once."""
+def collections_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the sharded collections among some modules, each once."""
     torchrec = torchrec_port()
     if torchrec is not None:
-        modules = {id(module): module for model in models for module in model.modules()}.values()
-        yield from (module for module in modules if torchrec.is_sharded(module))
+        yield from (module for module in dict.fromkeys(modules) if torchrec.is_sharded(module))
 
 
 def lookups_of(collection: nn.Module) -> list[nn.Module]:

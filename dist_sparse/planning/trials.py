@@ -148,7 +148,8 @@ def _remove_rows(
     # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
     for _, levels in sorted(by_kernel.items()):
         sparsifier = _Trained(model, levels)
-        if world.all_reduce(torch.tensor(len(sparsifier.unknown_tables()))):
+        unknown = sparsifier.unknown_tables(sparsifier.packed_store.locate())
+        if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         for name, level in levels.items():
             sparsifier.data_groups[name]["sparsity_level"] = level

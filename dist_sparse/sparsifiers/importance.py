@@ -246,23 +246,23 @@ class ImportanceSparsifier(DataNormSparsifier):
             )
         return super().check_config(data, config)
 
-    def check_known(self) -> None:
+    def check_known(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse tables whose score is not known on this rank. Local.
 
         Raises:
             ValueError: as in ``step()``; names the table.
         """
         if self.scored_by != "norm":
-            self._look_up(self.packed_store.locate())
+            self._look_up(located)
 
-    def unknown_tables(self) -> list[str]:
-        """Return the tables whose score needs Adagrad's sums, and that no Adagrad steps on this
-        rank. Local."""
+    def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
+        """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
+        steps on this rank. Local."""
         if self.scored_by not in ("accumulator", "norm_accumulator"):
             # These scores need no sums.
             return []
         summed, unknown = self.sums(), []
-        for name, data in self.packed_store.locate().items():
+        for name, data in located.items():
             if any(shard.tensor.data_ptr() not in summed for shard in data.shards):
                 unknown.append(name)
         return unknown

@@ -135,7 +135,7 @@ class ModelTables:
             selected = self._select()
             self._names = {found.fqn: name for name, found in selected}
         else:
-            known, walk = self._names, _Walk(self.model, dense=bool(self._dense)).find(self.model)
+            known, walk = self._names, _Walk(dense=bool(self._dense)).found_in(self.model)
             selected = [(known[found.fqn], found) for found in walk if found.fqn in known]
         if names is not None:
             wanted = set(names)
@@ -159,9 +159,9 @@ class ModelTables:
         return found.find(name)
 
     def _select(self) -> list[_Named]:
-        everything = _named(list(_Walk(self.model, dense=True).find(self.model)))
-        tables = [(name, found) for name, found in everything if not found.dense]
-        parameters = [(name, found) for name, found in everything if found.dense]
+        everything = _named(_Walk(dense=True).found_in(self.model))
+        tables = [(name, found) for name, found in everything if found.dense is None]
+        parameters = [(name, found) for name, found in everything if found.dense is not None]
         chosen = self._included(tables) + self._dense_ones(parameters)
         # Parameters that were not selected are no candidates: a pattern for them is a mistake.
         candidates = everything if self._dense else tables
@@ -201,7 +201,7 @@ class _Found:
         find: does so at any later time, as long as ``holder`` is part of the model.
         holder: the module that holds it.
         trail: the attributes that lead from the model to ``holder``.
-        dense: whether it is no embedding table.
+        dense: the parameter, if it is no embedding table.
     """
 
     name: str
@@ -211,7 +211,7 @@ class _Found:
     find: Callable[[str], ShardedData]
     holder: nn.Module
     trail: tuple[str, ...]
-    dense: bool = False
+    dense: nn.Parameter | None = None
 
     def present(self, model: nn.Module) -> bool:
         """Whether ``holder`` is still where it was."""
@@ -248,16 +248,20 @@ _NO_DDP: Final = _Replicas()
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self, model: nn.Module, *, dense: bool) -> None:
+    def __init__(self, *, dense: bool) -> None:
         self._seen: set[int] = set()
+        self._seen_dense: set[int] = set()
+        self._table_weights: set[int] = set()
         self._dense = dense
-        # A weight that an embedding shares with another module is a table, whichever comes first.
-        modules = model.modules() if dense else ()
-        embeddings = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-        self._table_weights = {id(m._parameters.get("weight")) for m in embeddings}
         self._torchrec = torchrec_port()
 
-    def find(
+    def found_in(self, model: nn.Module) -> list[_Found]:
+        """Return everything in a model, in its order."""
+        found = list(self._find(model))
+        # A weight that an embedding shares with another module is a table, whichever comes first.
+        return [each for each in found if id(each.dense) not in self._table_weights]
+
+    def _find(
         self,
         module: nn.Module,
         path: str = "",
@@ -269,6 +273,7 @@ class _Walk:
         reason = self._refusal(module)
         if reason is not None:
             # Whether it is selected, and so refused, is not known yet.
+            self._note_weights(module)
             kind = type(module).__name__
             refuse = partial(_refuse, kind, path, reason)
             name = path.replace(".", "/") or kind
@@ -276,26 +281,39 @@ class _Walk:
             return
         collection = self._torchrec.collection(module) if self._torchrec else None
         if collection is not None:
+            self._note_weights(module)
             in_collection = self._sharded if collection.is_sharded else self._unsharded
             yield from in_collection(module, collection, path, ddp, trail)
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            self._note_weights(module)
             yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp, trail)
         if isinstance(module, DistributedDataParallel):
             ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
             replicas = _Replicas(_ranks(module.process_group), ignored)
-            yield from self.find(module.module, path, replicas, (*trail, "module"))
+            yield from self._find(module.module, path, replicas, (*trail, "module"))
             return
         if self._dense:
             yield from self._dense_parameters(module, path, ddp, trail)
         for name, child in module.named_children():
             inside = _child_path(module, path, name)
-            yield from self.find(child, inside, ddp.child(name), (*trail, name))
+            yield from self._find(child, inside, ddp.child(name), (*trail, name))
 
     def _first(self, thing: object) -> bool:
         first = id(thing) not in self._seen
         self._seen.add(id(thing))
         return first
+
+    def _note_weights(self, holder: nn.Module) -> None:
+        """Note the weights of all embeddings of torch's in a module: they are no dense
+        parameters."""
+        if not self._dense:
+            return
+        for module in holder.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                weight = module._parameters.get("weight")
+                if weight is not None:
+                    self._table_weights.add(id(weight))
 
     def _refusal(self, module: nn.Module) -> str | None:
         if hasattr(module, "split_embedding_weights"):
@@ -367,16 +385,14 @@ class _Walk:
     ) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in module._parameters.items():
-            if (
-                parameter is not None
-                and id(parameter) not in self._table_weights
-                and self._first(parameter)
-            ):
-                fqn = _join(path, name)
-                locate = partial(_replica, module, name, fqn, ddp.of(name))
-                yield _Found(
-                    fqn.replace(".", "/"), "", fqn, locate, locate, module, trail, dense=True
-                )
+            if parameter is None or id(parameter) in self._seen_dense:
+                continue
+            # Not in _seen: an embedding that comes later may share it, and is a table.
+            self._seen_dense.add(id(parameter))
+            fqn = _join(path, name)
+            locate = partial(_replica, module, name, fqn, ddp.of(name))
+            label = fqn.replace(".", "/")
+            yield _Found(label, "", fqn, locate, locate, module, trail, dense=parameter)
 
 
 def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> ShardedData:

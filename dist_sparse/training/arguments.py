@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -214,6 +214,7 @@ def _block(block: Any) -> tuple[int | str, int | str]:
 
 def left_dense(
     model: nn.Module,
+    modules: Iterable[nn.Module],
     located: Sequence[ShardedData],
     args: SparsifyArgs,
     include: Sequence[str] = (),
@@ -227,7 +228,7 @@ def left_dense(
             rotate is left dense.
     """
     names, rotate = [data.name for data in located], args.rotate
-    reasons = _reasons(model, located, args, include)
+    reasons = _reasons(model, modules, located, args, include)
     # "table" means each table that is pruned; groups are names that a user expects to be rotated.
     if rotate not in (None, "table"):
         rotated = list(chain.from_iterable(rotation_groups(rotate, names)))
@@ -242,11 +243,15 @@ def left_dense(
 
 
 def _reasons(
-    model: nn.Module, located: Sequence[ShardedData], args: SparsifyArgs, include: Sequence[str]
+    model: nn.Module,
+    modules: Iterable[nn.Module],
+    located: Sequence[ShardedData],
+    args: SparsifyArgs,
+    include: Sequence[str],
 ) -> dict[str, str]:
     """Return why tables are not pruned, by name, whatever is rotated."""
     guarded = protected(located, args.protect)
-    tables = _embedding_weights(model)
+    tables = _embedding_weights(modules)
     # Shards are views of parameters: only their memory tells which one they belong to.
     frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
     reasons = {}
@@ -266,10 +271,10 @@ def _reasons(
     return reasons
 
 
-def _embedding_weights(model: nn.Module) -> Callable[[Tensor], list[int]]:
+def _embedding_weights(modules: Iterable[nn.Module]) -> Callable[[Tensor], list[int]]:
     """Return a function that lists torch's embedding modules whose weights a tensor shares."""
     weights: list[Tensor] = []
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             weights += (weight.data for weight in module.parameters(recurse=False))
     return same_storage(weights)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Following:
     :meth:`stop`.
 
     Args:
-        model: whose tables are registered.
+        modules: of the model whose tables are registered, by path.
         names: of the registered tables.
         optimizers: of the model.
         step: the training's step, called after each step of the last optimizer if ``auto_step``.
@@ -37,7 +37,7 @@ class Following:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         names: Iterable[str],
         optimizers: Sequence[Any],
         step: Callable[[], None],
@@ -57,7 +57,7 @@ class Following:
                 "Invalid auto_step=True: there is no optimizer whose steps could be followed."
             )
         # One forward of any of them shows that this model trains.
-        self._unseen = dict(_unsharded_collections(model, names))
+        self._unseen = dict(_unsharded_collections(modules, names))
         for module in self._unseen.values():
             self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
 
@@ -115,7 +115,7 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _unsharded_collections(
-    model: nn.Module, names: Iterable[str]
+    modules: Mapping[str, nn.Module], names: Iterable[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield TorchRec's unsharded collections of registered tables, by path.
 
@@ -126,7 +126,7 @@ def _unsharded_collections(
         return
     # Registered names are "collection/table" where two collections have tables of one name.
     registered = {name.rpartition("/")[2] for name in names}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         collection = torchrec.collection(module)
         if collection is None or collection.is_sharded:
             continue

@@ -213,5 +213,6 @@ def _check_next_updates(
     # At the step of the state, and at the end of its schedule.
     for reached in (levels, finals):
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
-    if sparsifier.enforcer is not None:
-        sparsifier.check_known()
+    # Norms are always known: no walk for them.
+    if sparsifier.enforcer is not None and sparsifier.scored_by != "norm":
+        sparsifier.check_known(sparsifier.packed_store.locate())

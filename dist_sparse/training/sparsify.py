@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dist_sparse import checks
-from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
@@ -257,18 +257,19 @@ class SparseTraining:
         ends = dict.fromkeys(finals[:1] + finals[-1:])
         return "level " + " to ".join(f"{each:.4g}" for each in ends) + " " if ends else ""
 
-    def _attach(self, model: nn.Module, optimizers: Sequence[Any], auto_step: bool) -> None:
+    def _attach(self, walked: Walked, optimizers: Sequence[Any], auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
         collections."""
-        self.enforcer.attach(*optimizers)
+        self.enforcer.attach_to(walked, optimizers)
         self._auto_step = auto_step
+        (modules,) = walked.modules.values()
         self._following = Following(
-            model, self.sparsifier.data_groups, optimizers, self._step, auto_step
+            modules, self.sparsifier.data_groups, optimizers, self._step, auto_step
         )
 
-    def _watch_unwrapped(self) -> None:
+    def _watch_unwrapped(self, walked: Walked) -> None:
         """Compare replicas that nothing keeps equal. Collective over the world if there are any."""
-        self._unwrapped = Unwrapped(self.sparsifier)
+        self._unwrapped = Unwrapped(self.sparsifier, walked.located)
 
     def _step(self) -> None:
         if self._following is not None:
@@ -430,7 +431,11 @@ def sparsify(
         located = source.locate()
         for data in located:
             check_data(data)
-        unpruned = left_dense(model, located, plan, checks.name_list("include", include))
+        # One walk for all that asks for modules below.
+        modules = dict(model.named_modules())
+        unpruned = left_dense(
+            model, modules.values(), located, plan, checks.name_list("include", include)
+        )
         final = final_levels(plan, located, unpruned)
         facts.update(plan.facts([data.name for data in located]), auto_step=bool(auto_step))
         facts.update(_globs(include=include, exclude=exclude, dense=dense))
@@ -447,25 +452,29 @@ def sparsify(
     # Names become globs here: a table may be called "a[0]".
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
+    # Nothing moves tables before this call returns: what was located is not looked up again.
+    walked = Walked(
+        {data.name: data for data in located if data.name not in unpruned}, {model: modules}
+    )
     scheduler = _scheduler(plan, sparsifier, final)
     training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
         with together.agreeing("sparsify()"):
-            training._attach(model, optimizers, auto_step)
+            training._attach(walked, optimizers, auto_step)
             if plan.score is not None:
                 # A requested score must be known of every table; the default falls back.
-                sparsifier.check_known()
+                sparsifier.check_known(walked.located)
             sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
-            unknown = sparsifier.unknown_tables()
+            unknown = sparsifier.unknown_tables(walked.located)
         # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
         if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         if rotate is not None:
             # After attach(): rotations read which optimizers step the tables.
             rotate_tables(sparsifier, rotate)
-        training._watch_unwrapped()
+        training._watch_unwrapped(walked)
     except BaseException:
         training._detached()
         enforcer.detach()  # where the training was not attached yet

@@ -29,16 +29,18 @@ class Unwrapped:
 
     Args:
         sparsifier: registered alike on all ranks, as ``add_model()`` has checked.
+        located: its tables, as they are stored now.
     """
 
-    def __init__(self, sparsifier: ImportanceSparsifier) -> None:
+    def __init__(
+        self, sparsifier: ImportanceSparsifier, located: Mapping[str, ShardedData]
+    ) -> None:
         self._sparsifier = sparsifier
         self._world = group_over(world_ranks())
         self._names: list[str] = []
-        # One rank has no replicas: no walk over the model, and no communication.
+        # One rank has no replicas, and does not communicate.
         if self._world.size == 1:
             return
-        located = sparsifier.packed_store.locate()
         self._names = [name for name, data in located.items() if data.ranks is None]
         if self._names:
             # Reported, not raised: ranks may train models of their own on purpose.
