@@ -192,9 +192,7 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
-        # Where tables were last seen: locating a thousand again for each new one takes minutes.
-        known += [(span, name) for name, spans in self._spans.items() for span in spans]
+        known = self._known_spans(plain)
         entries = [*known, *((span, data.name) for data in located for span in _spans(data))]
         for i, j in overlapping([span for span, _ in entries]):
             (span, first), second = entries[i], entries[j][1]
@@ -205,6 +203,14 @@ class PackedStore:
                 raise ValueError(
                     f"Table {second!r} is registered already, as {first!r}: they share memory."
                 )
+
+    def _known_spans(self, plain: Mapping[str, Tensor]) -> list[tuple[Span, str]]:
+        """Return the memory of plain tensors, and of tables where they were last seen: to locate a
+        thousand again for each new one takes minutes."""
+        known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
+        for name, spans in self._spans.items():
+            known += [(span, name) for span in spans]
+        return known
 
     def add(
         self,

@@ -439,15 +439,7 @@ def sparsify(
         final = final_levels(plan, located, unpruned)
         facts.update(plan.facts([data.name for data in located]), auto_step=bool(auto_step))
         facts.update(_globs(include=include, exclude=exclude, dense=dense))
-        sparsifier = ImportanceSparsifier(
-            sparsity_level=0.0,
-            sparse_block_shape=plan.block,
-            norm=plan.norm or "L2",
-            score=plan.score or "norm_accumulator",
-            decay=1.0 if plan.decay is None else plan.decay,
-            scope=plan.scope,
-            floors=table_floors(plan, located, unpruned),
-        )
+        sparsifier = _sparsifier(plan, table_floors(plan, located, unpruned))
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     # Names become globs here: a table may be called "a[0]".
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
@@ -480,6 +472,19 @@ def sparsify(
         enforcer.detach()  # where the training was not attached yet
         raise
     return training
+
+
+def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSparsifier:
+    """Return a sparsifier at level 0, which the schedule raises."""
+    return ImportanceSparsifier(
+        sparsity_level=0.0,
+        sparse_block_shape=plan.block,
+        norm=plan.norm or "L2",
+        score=plan.score or "norm_accumulator",
+        decay=1.0 if plan.decay is None else plan.decay,
+        scope=plan.scope,
+        floors=floors,
+    )
 
 
 def _scheduler(
