@@ -450,11 +450,8 @@ class MaskEnforcer:
 
     def _find(self, walked: Walked) -> _Found:
         sources, located = self._sparsifier.packed_store.sources, walked.located
-        collections = list(
-            collections_of(
-                chain.from_iterable(modules.values() for modules in walked.modules.values())
-            )
-        )
+        modules = chain.from_iterable(each.values() for each in walked.modules.values())
+        collections = list(collections_of(modules))
         places = places_of(located)
         batches = []
         fused: set[Place] = set()

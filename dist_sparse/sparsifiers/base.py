@@ -30,7 +30,7 @@ from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
 from dist_sparse.sparsifiers.step import Enforcer, Rotation, masks_by_shard, update_masks
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import Block, ShardedData, Source, check_data
+from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 __all__ = ["BaseDataSparsifier"]
@@ -219,8 +219,6 @@ class BaseDataSparsifier(abc.ABC):
             # Not model_source(), which would walk the model once more.
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
-            for data in located:
-                check_data(data)
             self.packed_store.check_new(located, self.dense_store.tensors())
             # All is checked before anything is registered.
             rules = _rules(config or {}, self.defaults)

@@ -328,9 +328,9 @@ class ImportanceSparsifier(DataNormSparsifier):
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
-    exact = data.double()
-    # Not in place: float64 weights are their own double().
-    return (exact * exact).mul_(of_rows.add_(_TINY))
+    # A copy of float64 weights too, which would be their own double(): the squares are in place.
+    exact = data.to(torch.float64, copy=True)
+    return exact.mul_(exact).mul_(of_rows.add_(_TINY))
 
 
 def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:

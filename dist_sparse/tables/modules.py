@@ -92,8 +92,7 @@ def model_source(
             sparsified.
     """
     source = ModelTables(model, include=include, exclude=exclude, dense=dense)
-    for data in source.locate():
-        check_data(data)
+    source.locate()
     return source
 
 
@@ -131,6 +130,7 @@ class ModelTables:
         Raises:
             ValueError: as :func:`model_source`; the model may have changed since.
         """
+        first = self._names is None
         if self._names is None:
             selected = self._select()
             self._names = {found.fqn: name for name, found in selected}
@@ -142,7 +142,11 @@ class ModelTables:
             selected = [(name, found) for name, found in selected if name in wanted]
         # What the walk read of a collection, views of its weights too, must not outlive it.
         self._found = {name: replace(found, locate=found.find) for name, found in selected}
-        return [found.locate(name) for name, found in selected]
+        located = [found.locate(name) for name, found in selected]
+        if first:
+            for data in located:
+                check_data(data)
+        return located
 
     def find(self, name: str) -> ShardedData:
         """Return one table that was located before, as it is stored now. Does not walk the model.

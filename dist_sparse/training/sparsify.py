@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,7 @@ from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.lookups import removed_lookups
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ROW, Source, check_data
+from dist_sparse.tables.shards import ROW, ShardedData, Source
 from dist_sparse.text import block_shape_text, count, number_of, percent, shape_text, table_lines
 from dist_sparse.training.arguments import (
     BlockShape,
@@ -429,8 +429,6 @@ def sparsify(
         # Not model_source(), which would walk the model once more.
         source = ModelTables(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
-        for data in located:
-            check_data(data)
         # One walk for all that asks for modules below.
         modules = dict(model.named_modules())
         unpruned = left_dense(
@@ -445,9 +443,7 @@ def sparsify(
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
     # Nothing moves tables before this call returns: what was located is not looked up again.
-    walked = Walked(
-        {data.name: data for data in located if data.name not in unpruned}, {model: modules}
-    )
+    walked = Walked(_pruned(located, unpruned), {model: modules})
     scheduler = _scheduler(plan, sparsifier, final)
     training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
     # From here on hooks are attached, which an error on any rank must remove on all.
@@ -485,6 +481,10 @@ def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSp
         scope=plan.scope,
         floors=floors,
     )
+
+
+def _pruned(located: Iterable[ShardedData], unpruned: Collection[str]) -> dict[str, ShardedData]:
+    return {data.name: data for data in located if data.name not in unpruned}
 
 
 def _scheduler(
