@@ -34,7 +34,8 @@ from dist_sparse.enforcer.optimizers import (
     steps_itself,
     summed,
 )
-from dist_sparse.enforcer.rows import zero_rows
+from dist_sparse.enforcer.rows import Slot, zero_rows
+from dist_sparse.enforcer.sampled import SampledLookups
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import ShardedData, Source
@@ -52,6 +53,7 @@ class Target:
         mask: returns the current mask: packed bits, or dense for plain data.
         parameter: the model's tensor over that storage, if there is one.
         owner: the module that holds it, and its name there.
+        samples: returns the sums of sampled lookups of a table's shard, live; None for plain data.
 
     Attributes:
         aliases: tensors over that storage whose writes torch counts: the parameter, and the
@@ -65,6 +67,7 @@ class Target:
     mask: Callable[[], BlockMask | Tensor]
     parameter: Tensor | None = None
     owner: tuple[nn.Module, str] | None = None
+    samples: Callable[[], Tensor] | None = None
     aliases: list[Tensor] = field(default_factory=list)
     stepping: bool = False
     clean_at: int = 0
@@ -206,6 +209,10 @@ class DenseWeights:
         def stays_clean(*_: Any) -> None:
             target.clean_at = target.writes
 
+        # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
+        if type(module) in (nn.Embedding, nn.EmbeddingBag) and target.samples is not None:
+            look = Hook(partial(_sample, SampledLookups([0]), target))
+            self._handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
         self._handles += [
             module.register_forward_pre_hook(Hook(before)),
             module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
@@ -333,12 +340,33 @@ def _meet_new_optimizers() -> RemovableHandle:
     return register_optimizer_step_pre_hook(meet)
 
 
+def _sample(
+    lookups: SampledLookups,
+    target: Target,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    ids = args[0] if args else kwargs.get("input")
+    mask = target.mask()
+    if target.samples is None or not isinstance(ids, Tensor) or not isinstance(mask, BlockMask):
+        return
+    if not lookups.has(0, mask):
+        lookups.begin({0: Slot(target.weight, mask)}, {0: target.samples()})
+    # Evaluation is no traffic.
+    if torch.is_grad_enabled() and lookups.due():
+        with torch.no_grad():
+            lookups.add(ids.reshape(-1), [0, ids.numel()])
+
+
 def packed_targets(
     sources: Iterable[Source],
     modules: Mapping[nn.Module, Mapping[str, nn.Module]],
     located: Mapping[str, ShardedData],
     fused: set[Place],
     mask: Callable[[Place], BlockMask],
+    samples: Callable[[Place], Tensor],
 ) -> Iterator[Target]:
     """Yield the shards that no fused optimizer writes; ``modules`` by model and path."""
     held = [each for source in sources for each in _parameters(source, modules)]
@@ -350,7 +378,8 @@ def packed_targets(
                 continue
             found = holding(shard.tensor)
             parameter, owner = held[found[0]] if found else (None, None)
-            yield Target(name, shard.tensor, partial(mask, place), parameter, owner)
+            sampled = partial(samples, place)
+            yield Target(name, shard.tensor, partial(mask, place), parameter, owner, sampled)
 
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:

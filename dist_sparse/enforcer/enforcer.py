@@ -462,7 +462,7 @@ class MaskEnforcer:
                     batches.append((collection, batch, registered))
                     fused.update(registered.values())
         targets = [
-            *packed_targets(sources, walked.modules, located, fused, self._mask),
+            *packed_targets(sources, walked.modules, located, fused, self._mask, self._samples),
             *plain_targets(self._sparsifier),
         ]
         weights = [(target.name, target.weight) for target in targets]
@@ -505,6 +505,9 @@ class MaskEnforcer:
 
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier.packed_store.masks(place.name)[place.number]
+
+    def _samples(self, place: Place) -> Tensor:
+        return self._sparsifier.packed_store.samples(place.name)[place.number]
 
     def _drops(self) -> bool:
         """Whether ids of removed rows are dropped; a score that needs their gradients may be set at

@@ -13,12 +13,13 @@ from typing import Final
 from torch import Tensor
 
 from dist_sparse.enforcer.rows import Slot, ids_by_feature, in_table
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.stats import dead_flags
 
 __all__ = ["EVERY", "SampledLookups"]
 
 EVERY: Final = 16
-"""One forward in so many is counted, beginning with the first."""
+"""One forward in so many is counted, beginning with the first after a mask update."""
 
 
 class SampledLookups:
@@ -44,6 +45,12 @@ class SampledLookups:
         """
         self._slots, self._sums = slots, sums
         self._removed.clear()
+        self._forwards = 0
+
+    def has(self, table: int, mask: BlockMask) -> bool:
+        """Return whether this is the mask of a table since :meth:`begin`."""
+        slot = self._slots.get(table)
+        return slot is not None and slot.mask is mask
 
     def due(self) -> bool:
         """Whether this forward is counted."""

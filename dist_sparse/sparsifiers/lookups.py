@@ -70,7 +70,8 @@ def _counted_here(data: ShardedData) -> set[Rect]:
 
 def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     """Return the lookups of this rank's part of a table: counted ones where its score needs counts,
-    otherwise those that enforcers have sampled since the last mask update. Local.
+    otherwise those that enforcers have sampled since the last mask update, 0 where they see no
+    lookups. Local.
 
     Returns:
         None where they are not known, on every rank alike.
@@ -85,8 +86,6 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
         # Counts that decay have fractions; sums are rounded once.
         looked_up = sum(float(lookups.sum()) for _, lookups in rows)
         return round(looked_up), round(sum(float(lookups[dead].sum()) for dead, lookups in rows))
-    if data.kernel not in FUSED:
-        return None
     mine, sums = _counted_here(data), torch.zeros(2, dtype=torch.int64)
     for mask, sampled in zip(masks, packed.samples(data.name), strict=True):
         if mask.rect in mine:

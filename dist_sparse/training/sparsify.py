@@ -61,23 +61,22 @@ class SparseTraining:
         >>> from dist_sparse import sparsify
         >>> model = torch.nn.EmbeddingBag(100, 8)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with sparsify(model, optimizer, level=0.75, end=2, every=1) as sparse:
+        >>> with sparsify(model, optimizer, level=0.75, end=1, every=1) as sparse:
         ...     for _ in range(3):
         ...         optimizer.zero_grad()
-        ...         model(torch.arange(10).view(2, 5)).sum().backward()
+        ...         model(torch.arange(100).view(2, 50)).sum().backward()
         ...         optimizer.step()
         ...         sparse.step()
         >>> sparse
-        SparseTraining(step 3, schedule ended at 2, level 0.75 by norm, 1 table, detached)
+        SparseTraining(step 3, schedule ended at 1, level 0.75 by norm, 1 table, detached)
         >>> sparse.sparsity
         0.75
         >>> print(sparse.summary())
-        SparseTraining(step 3, schedule ended at 2, level 0.75 by norm, 1 table, detached)
+        SparseTraining(step 3, schedule ended at 1, level 0.75 by norm, 1 table, detached)
         table   shape    sharding    block  level  sparsity  removed blocks
         ------  -------  ----------  -----  -----  --------  --------------
         weight  100 x 8  replicated  row     0.75    0.7500              75
-        lookups of removed rows: not known (they are counted in training, in tables with a fused
-        optimizer)
+        lookups of removed rows: 75.0% (weight 75.0%)
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class SparseTraining:
                 all_counted += counted
                 all_removed += removed
         if not shares:
-            return "not known (they are counted in training, in tables with a fused optimizer)"
+            return "not known (no training forward was counted)"
         return f"{percent(all_removed / all_counted)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
