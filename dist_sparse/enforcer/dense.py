@@ -348,14 +348,16 @@ def _sample(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    # Evaluation is no traffic.
+    if target.samples is None or not torch.is_grad_enabled():
+        return
     ids = args[0] if args else kwargs.get("input")
     mask = target.mask()
-    if target.samples is None or not isinstance(ids, Tensor) or not isinstance(mask, BlockMask):
+    if not isinstance(ids, Tensor) or not isinstance(mask, BlockMask):
         return
     if not lookups.has(0, mask):
         lookups.begin({0: Slot(target.weight, mask)}, {0: target.samples()})
-    # Evaluation is no traffic.
-    if torch.is_grad_enabled() and lookups.due():
+    if lookups.due():
         with torch.no_grad():
             lookups.add(ids.reshape(-1), [0, ids.numel()])
 

@@ -42,7 +42,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     ]
     assert cells(text, stats.name) == [*row, "0.000", "0.000", "0.000"]
     assert cells(text, "all") == ["all", "20", "0.5000", "0.5000", "10", "0.000", "0.000", "0.000"]
-    assert "mask updates: 3\nlookups of removed rows: not known\n" in text
+    assert "mask updates: 3\nlookups of removed rows: 50.0%\n" in text
     assert '  block: [1, "ROW"]' in text and "  lr: 0.1" in text
     said = json.loads(json.dumps(inspect_json(run)))
     assert said["config"] == {"lr": 0.1, "block": [1, "ROW"]} and said["world"] == 1
