@@ -82,7 +82,7 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
 def _peer(
     peer: str, sparsifier: DataNormSparsifier, block: tuple[int, int], norm: str
 ) -> dict[str, Any]:
-    data = sparsifier.packed_store.locate()["table"]
+    data = sparsifier.masks.tables.locate()["table"]
     rect, weight = data.shards[0]
     if peer == "norm_pass":
         return {"norm_pass_s": best(lambda: norm_pass(weight), 7)}

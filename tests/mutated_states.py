@@ -110,11 +110,11 @@ def _everything(training: SparseTraining) -> list[Any]:
     sparsifier = training.sparsifier
     weights = [
         hash_tensor(shard.tensor)
-        for data in sparsifier.packed_store.locate().values()
+        for data in sparsifier.masks.tables.locate().values()
         for shard in data.shards
     ]
     counts = {
-        name: [*map(hash_tensor, sparsifier.packed_store.counts(name) or ())]
+        name: [*map(hash_tensor, sparsifier.masks.tables.counts(name) or ())]
         for name in sparsifier.data_groups
     }
     settings = [sparsifier.scored_by, sparsifier.scope, dict(sparsifier.floors)]
@@ -122,7 +122,7 @@ def _everything(training: SparseTraining) -> list[Any]:
         key: value for key, value in training.scheduler.state_dict().items() if key != "_last_param"
     }
     masks = {
-        name: [hash_tensor(mask.bits) for mask in sparsifier.packed_store.masks(name)]
+        name: [hash_tensor(mask.bits) for mask in sparsifier.masks.tables.masks(name)]
         for name in counts
     }
     return [weights, counts, settings, repr(schedule), repr(sparsifier.data_groups), masks]

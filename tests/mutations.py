@@ -123,7 +123,7 @@ MUTATIONS = [
     # ---------------------------------------------------------------------------------------------------------
     M("serving/export.py", "            consume(chunks)", "            consume(iter(list(chunks)))", "tests/serving/test_export_ranks.py -k no_rank_holds"),
     M("serving/export.py", "        check_zero(sparsifier, tables, registered)", "        pass", "tests/serving/test_export.py -k plain_data"),
-    M("serving/export.py", "            sparsifier.enforcer.settle()", "            pass", "tests/serving/test_export.py -k settled"),
+    M("serving/export.py", "            sparsifier.masks.enforcer.settle()", "            pass", "tests/serving/test_export.py -k settled"),
     M("serving/sources.py", "stored = stored & (torch.arange(len(stored)) < index.stored)", "pass", "tests/serving/test_export_ranks.py -k test_compact_tables"),
     M("serving/artifact.py", "os.rename(self.folder, check_new(self._path))", "os.rename(self.folder, self._path)", "tests/serving/test_artifact.py -k overwritten"),
     M("serving/artifact.py", "if _ones(held", "if False and _ones(held", "tests/serving/test_artifact.py -k bitmap"),

@@ -136,9 +136,9 @@ def compact(
         stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
         flags = kept_rows(sparsifier)
     with world.agreeing("compact()"):
-        if sparsifier.enforcer is not None:
+        if sparsifier.masks.enforcer is not None:
             # Removed columns up to a multiple of 4 stay: they must be zeros.
-            sparsifier.enforcer.settle()
+            sparsifier.masks.enforcer.settle()
         steppers = Steppers(optimizers or ())
         widths = _widths(sparsifier, stats)
         reductions = _reductions(model, sparsifier, set(stats), widths, flags)
@@ -209,9 +209,9 @@ def _sparsifier_of(sparse: Any) -> BaseDataSparsifier:
             f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
             " a sparsifier."
         )
-    if sparsifier.dense_store.names:
+    if sparsifier.masks.plain.names:
         raise ValueError(
-            f"Plain data can't be compacted: {sparsifier.dense_store.names} are no tables of a"
+            f"Plain data can't be compacted: {sparsifier.masks.plain.names} are no tables of a"
             " model. Delete them from the sparsifier first."
         )
     return sparsifier
@@ -221,7 +221,7 @@ def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[A
     """The optimizers that step tables themselves, None if they are unknown."""
     if optimizer is not None:
         return optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    enforcer = sparsifier.enforcer
+    enforcer = sparsifier.masks.enforcer
     return enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
 
 
@@ -240,7 +240,7 @@ def _arguments(
     # Ranks may hold different objects, but they must be of the same kinds.
     return {
         "model": type(model).__name__,
-        "tables": sparsifier.packed_store.names,
+        "tables": sparsifier.masks.tables.names,
         "optimizer": None if optimizers is None else Steppers(optimizers).kinds,
         "plan": plan is not None,
     }
@@ -248,7 +248,7 @@ def _arguments(
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
     """The columns that are left of each rotated table, a multiple of 4, as FBGEMM needs."""
-    rotation, store = sparsifier.rotation, sparsifier.packed_store
+    rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
 
     def left(name: str) -> int:
         # A table that has lost nothing keeps all columns, and so does its whole group.
@@ -274,7 +274,7 @@ def _reductions(
     flags: Mapping[str, Tensor],
 ) -> list[_Reduction]:
     """What each module loses that holds a table with removed rows or columns."""
-    store = sparsifier.packed_store
+    store = sparsifier.masks.tables
     located = store.locate()
     refuse_blocks(store, [located[name] for name in sorted(removed - set(widths))])
     if not removed:
@@ -446,10 +446,10 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     if isinstance(sparse, SparseTraining):
         sparse.detach()
     # A sparsifier may have an enforcer that was attached by hand.
-    if isinstance(sparsifier.enforcer, MaskEnforcer):
-        sparsifier.enforcer.detach()
-    for name in sparsifier.packed_store.names:
-        sparsifier.packed_store.drop(name)
+    if isinstance(sparsifier.masks.enforcer, MaskEnforcer):
+        sparsifier.masks.enforcer.detach()
+    for name in sparsifier.masks.tables.names:
+        sparsifier.masks.tables.drop(name)
         del sparsifier.data_groups[name]
 
 

@@ -20,7 +20,6 @@ from dist_sparse.groups import Parcels, group_over
 from dist_sparse.masking.masks import BlockMask, pack, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
-from dist_sparse.sparsifiers.stats import dead_flags
 from dist_sparse.tables.shards import Rect, ShardedData
 
 __all__ = ["gather_rows", "kept_rows", "move_rows"]
@@ -51,7 +50,7 @@ def kept_rows(
         >>> kept_rows(sparsifier)
         {'weight': tensor([False, False,  True,  True])}
     """
-    packed, dense = sparsifier.packed_store, sparsifier.dense_store
+    packed, dense = sparsifier.masks.tables, sparsifier.masks.plain
     if located is None:
         located = packed.current("kept_rows()")
     kept: dict[str, Tensor] = {}
@@ -68,7 +67,7 @@ def kept_rows(
 
 
 def _kept(masks: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
-    return ~dead_flags(masks[data.name][rect])
+    return ~masks[data.name][rect].dead_rows()
 
 
 def gather_rows(

@@ -386,7 +386,7 @@ def packed_targets(
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
     """Yield plain data that is not squashed."""
-    dense = sparsifier.dense_store
+    dense = sparsifier.masks.plain
     for name in dense.names:
         if dense.is_masked(name):
             weight = dense.weight(name)

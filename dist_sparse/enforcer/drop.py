@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.stats import dead_flags
 from dist_sparse.tables.port import torchrec_port
 
 __all__ = ["KeptIds", "kept_row_flags"]
@@ -28,7 +27,7 @@ at least one row in so many whole."""
 def kept_row_flags(mask: BlockMask) -> Tensor | None:
     """Return which rows of a shard are kept, in part at least: bool ``(rect.rows,)``, on the CPU;
     None for a mask that removes parts of rows, and too few whole rows to drop their ids."""
-    removed = dead_flags(mask)
+    removed = mask.dead_rows()
     enough = mask.grid.cols == 1 or int(removed.sum()) * _WORTH >= len(removed)
     return removed.logical_not_() if enough else None
 

@@ -206,7 +206,7 @@ class MaskEnforcer:
         """:meth:`attach` for a caller that has walked the models just now; None walks them."""
         if self.attached:
             raise ValueError("The enforcer is attached already: call detach() first.")
-        if self._sparsifier.enforcer is not None:
+        if self._sparsifier.masks.enforcer is not None:
             raise ValueError(
                 "Another enforcer is attached to this sparsifier: call its detach() first."
             )
@@ -225,7 +225,7 @@ class MaskEnforcer:
             self._remove_hooks(())
             self._optimizers = None
             raise
-        self._sparsifier.enforcer = self
+        self._sparsifier.masks.enforcer = self
         _attached.add(self)
         return self
 
@@ -239,7 +239,7 @@ class MaskEnforcer:
                 # Even on an error: a detach() that always fails would leave the hooks forever.
                 self._remove_hooks(())
                 self._optimizers = None
-                self._sparsifier.enforcer = None
+                self._sparsifier.masks.enforcer = None
                 _attached.discard(self)
 
     def __enter__(self) -> MaskEnforcer:
@@ -396,7 +396,7 @@ class MaskEnforcer:
         ):
             return False
         # To bring masks to shards that have moved is collective.
-        moved = self._sparsifier.packed_store.moved(self._sparsifier.packed_store.locate())
+        moved = self._sparsifier.masks.tables.moved(self._sparsifier.masks.tables.locate())
         if moved:
             raise ValueError(
                 f"The shards of the tables {moved} have moved since their masks were last used: run"
@@ -426,7 +426,7 @@ class MaskEnforcer:
         With ``check``, refuse what :meth:`attach` refuses: weights may have been replaced, also for
         a single forward.
         """
-        tables = self._sparsifier.packed_store
+        tables = self._sparsifier.masks.tables
         if walked is None:
             walked = Walked.of(tables)
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
@@ -449,7 +449,7 @@ class MaskEnforcer:
             self._reset_states(self._masks())
 
     def _find(self, walked: Walked) -> _Found:
-        sources, located = self._sparsifier.packed_store.sources, walked.located
+        sources, located = self._sparsifier.masks.tables.sources, walked.located
         modules = chain.from_iterable(each.values() for each in walked.modules.values())
         collections = list(collections_of(modules))
         places = places_of(located)
@@ -478,7 +478,7 @@ class MaskEnforcer:
         for collection, batch, places in found.batches:
             hooks = attached.get(id(batch.module))
             if hooks is None:
-                store = self._sparsifier.packed_store
+                store = self._sparsifier.masks.tables
                 hooks = TableBatchHooks(batch, collection, store, self.clock)
             hooks.drops = self._drops()
             hooks.moved_to(places)
@@ -504,10 +504,10 @@ class MaskEnforcer:
                     )
 
     def _mask(self, place: Place) -> BlockMask:
-        return self._sparsifier.packed_store.masks(place.name)[place.number]
+        return self._sparsifier.masks.tables.masks(place.name)[place.number]
 
     def _samples(self, place: Place) -> Tensor:
-        return self._sparsifier.packed_store.samples(place.name)[place.number]
+        return self._sparsifier.masks.tables.samples(place.name)[place.number]
 
     def _drops(self) -> bool:
         """Whether ids of removed rows are dropped; a score that needs their gradients may be set at

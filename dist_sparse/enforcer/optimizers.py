@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.stats import dead_flags
 from dist_sparse.tables.port import torchrec_port
 
 __all__ = [
@@ -224,7 +223,7 @@ def _one_for_each_row(state: Tensor, rows: int) -> bool:
 
 def _removed_rows(mask: BlockMask | Tensor) -> Tensor:
     """Return which rows are removed whole: bool ``(rows,)``."""
-    return dead_flags(mask) if isinstance(mask, BlockMask) else (mask == 0).flatten(1).all(1)
+    return mask.dead_rows() if isinstance(mask, BlockMask) else (mask == 0).flatten(1).all(1)
 
 
 def state_of(

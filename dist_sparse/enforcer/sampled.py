@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dist_sparse.enforcer.rows import Slot, ids_by_feature, in_table
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.stats import dead_flags
 
 __all__ = ["EVERY", "SampledLookups"]
 
@@ -77,5 +76,5 @@ class SampledLookups:
     def _flags(self, table: int, slot: Slot) -> Tensor:
         """Which rows of a table are removed whole, bool ``(rows,)``; made once for each mask."""
         if table not in self._removed:
-            self._removed[table] = dead_flags(slot.mask).to(slot.weight.device)
+            self._removed[table] = slot.mask.dead_rows().to(slot.weight.device)
         return self._removed[table]

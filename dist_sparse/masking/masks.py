@@ -432,6 +432,32 @@ class BlockMask:
             )
         return BlockMask(rect, block, pack(kept.flatten()))
 
+    def dead_rows(self) -> Tensor:
+        """Return which rows of the shard have nothing left in it: bool ``(rect.rows,)``, on the
+        CPU."""
+        if not self.blocks:
+            # Nothing of a row without columns is left.
+            return torch.ones(self.rect.rows, dtype=torch.bool)
+        dead, height = self._dead_block_rows().cpu(), self.block[0]
+        if height == 1:
+            return dead
+        # The first and the last row of blocks may have only some of their rows in this shard.
+        first, last = self.grid.row, self.grid.row + self.grid.rows
+        edges = torch.arange(first, last + 1) * height
+        return dead.repeat_interleave(edges.clamp(self.rect.row, self.rect.row_end).diff())
+
+    def _dead_block_rows(self) -> Tensor:
+        """Return which rows of blocks have nothing left: bool ``(grid.rows,)``."""
+        if self.grid.cols % 8:
+            return torch.cat([~self.flags(first, last).any(1) for first, last in self.row_chunks()])
+        # Rows of blocks begin at bytes, which need not be unpacked; as words they are compared at
+        # once.
+        size = self.grid.cols // 8
+        word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+        if word is not None:
+            return self.bits.view(word) == 0
+        return self.bits.view(-1, size).amax(1) == 0
+
 
 def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
     """:meth:`BlockMask.apply_changed_` of small masks: one search for all bits."""

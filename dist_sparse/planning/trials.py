@@ -148,7 +148,7 @@ def _remove_rows(
     # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
     for _, levels in sorted(by_kernel.items()):
         sparsifier = _Trained(model, levels)
-        unknown = sparsifier.unknown_tables(sparsifier.packed_store.locate())
+        unknown = sparsifier.unknown_tables(sparsifier.masks.tables.locate())
         if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         for name, level in levels.items():

@@ -334,7 +334,7 @@ class _MaskUpdates:
         self.sparsifier = sparsifier
         self.seconds = 0.0
         # A recorder of the user's stays when the log is closed.
-        self._attached = sparsifier.recorder is None
+        self._attached = sparsifier.masks.recorder is None
         self._recorder = sparsifier.record()
         self._before = self._seen = self._recorder.count
         # Counts of an update arrive with a later one: its step is kept until then.
@@ -387,7 +387,7 @@ def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
     """Return the state of all tables as JSON-able values. Collective."""
     stats, dead = sparsifier.table_stats(), sparsifier.dead_rows()
     traffic = _traffic(sparsifier)
-    looked_up = removed_lookups(sparsifier.packed_store, "RunLog.close()")
+    looked_up = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
     tables = []
     for one in stats:
         table = table_json(one) | {"dead_rows": dead[one.name]}
@@ -401,7 +401,7 @@ def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
 def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
     """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
     removed as a whole. Collective: one small all-reduce per table."""
-    packed = sparsifier.packed_store
+    packed = sparsifier.masks.tables
     # The same on every rank, so all or none communicate.
     if not sparsifier.counts_lookups:
         return {}

@@ -67,14 +67,14 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         ...     torch.allclose(table(ids), pooled, atol=1e-5), torch.equal(table.weight, before)
         (True, False)
     """
-    packed = sparsifier.packed_store
+    packed = sparsifier.masks.tables
     with group_over(world_ranks()).agreeing("rotate()") as facts:
         groups = _groups(tables, sparsifier)
         names = _names(groups)
         facts["tables"] = groups
         located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
-        if sparsifier.enforcer is not None:
+        if sparsifier.masks.enforcer is not None:
             _enforcer(sparsifier).check_rotation(names)
         models = [source.model for source in packed.sources if hasattr(source, "model")]
         alone = [group[0] for group in groups if len(group) == 1]
@@ -84,7 +84,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     for name in alone:
         turn_back(*lookups[name], located[name])
         turned[name] = lookups[name].root
-    sparsifier.rotation = _Rotation(sparsifier, groups, turned)
+    sparsifier.masks.rotation = _Rotation(sparsifier, groups, turned)
 
 
 class _Rotation:
@@ -111,12 +111,12 @@ class _Rotation:
     @property
     def groups(self) -> list[Sequence[str]]:
         """The groups whose tables are all registered still: others can't be rotated any more."""
-        registered = set(self._sparsifier.packed_store.names)
+        registered = set(self._sparsifier.masks.tables.names)
         return [group for group in self._groups if registered.issuperset(group)]
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed, groups = self._sparsifier.packed_store, self.groups
+        packed, groups = self._sparsifier.masks.tables, self.groups
         with packed.agreeing("step()"):
             located = packed.locate()
         packed.reshard(located)
@@ -149,7 +149,7 @@ class _Rotation:
         """Return the rotated tables of each set of ranks, in one order on all of them."""
         chosen = set(self.names)
         found = {}
-        for ranks, names in self._sparsifier.packed_store.groups.items():
+        for ranks, names in self._sparsifier.masks.tables.groups.items():
             found[ranks] = [name for name in names if name in chosen]
         return found
 
@@ -160,7 +160,7 @@ class _Rotation:
         for ranks, names in self._by_ranks().items():
             lookups = None
             if self._sparsifier.counts_lookups:
-                lookups = {name: self._sparsifier.packed_store.counts(name) or () for name in names}
+                lookups = {name: self._sparsifier.masks.tables.counts(name) or () for name in names}
             tables = [located[name] for name in names]
             grams = gram_matrices(tables, group_over(ranks), lookups)
             found.update(zip(names, grams, strict=True))
@@ -180,7 +180,7 @@ class _Rotation:
 
 def _groups(tables: Any, sparsifier: BaseDataSparsifier) -> list[list[str]]:
     """The names of ``tables``, checked."""
-    names, plain = sparsifier.packed_store.names, sparsifier.dense_store.names
+    names, plain = sparsifier.masks.tables.names, sparsifier.masks.plain.names
     if plain:
         raise ValueError(
             f"Plain data can't be rotated, but {list(plain)} was given to add_data(): use"
@@ -268,9 +268,9 @@ def _refuse_unfit(
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
-    if not isinstance(sparsifier.enforcer, MaskEnforcer):
+    if not isinstance(sparsifier.masks.enforcer, MaskEnforcer):
         raise ValueError(
             "Tables can't be rotated without an attached MaskEnforcer, which knows the state of"
             " their optimizers."
         )
-    return sparsifier.enforcer
+    return sparsifier.masks.enforcer

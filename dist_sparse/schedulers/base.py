@@ -300,14 +300,14 @@ class BaseDataScheduler:
         # that has reached its end would stay in force for good.
         sparsifier.enable_mask_update = any(
             scheduler._updates_masks()
-            for scheduler, notes in list(sparsifier.schedulers.items())
+            for scheduler, notes in list(sparsifier.masks.schedulers.items())
             if notes.stepped == sparsifier.step_count
         )
 
     def _noted(self) -> _Notes:
         """Return the notes on this scheduler. They are stored with the sparsifier, so that states
         and copies have none."""
-        notes: _Notes = self.data_sparsifier.schedulers.setdefault(self, _Notes())
+        notes: _Notes = self.data_sparsifier.masks.schedulers.setdefault(self, _Notes())
         return notes
 
     def _updates_masks(self) -> bool:
@@ -324,7 +324,7 @@ class BaseDataScheduler:
         """Warn at the second step ever if the sparsifier has not stepped since the first."""
         sparsifier = self.data_sparsifier
         # A copy has none.
-        notes = sparsifier.schedulers.get(self)
+        notes = sparsifier.masks.schedulers.get(self)
         # An instance attribute hides the method that counts.
         if "step" in vars(sparsifier):
             warnings.warn(

@@ -154,12 +154,12 @@ def export(
                 raise ImportError("export() needs safetensors: pip install safetensors.")
     if sparsifier is not None:
         # Masks follow shards that have moved since the last update.
-        sparsifier.packed_store.reshard(registered)
+        sparsifier.masks.tables.reshard(registered)
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
-        if sparsifier is not None and sparsifier.enforcer is not None:
+        if sparsifier is not None and sparsifier.masks.enforcer is not None:
             # It may owe zeros to rows that no forward has read since a step.
-            sparsifier.enforcer.settle()
+            sparsifier.masks.enforcer.settle()
         check_range(located, chosen)
     if sparsifier is not None:
         check_zero(sparsifier, tables, registered)

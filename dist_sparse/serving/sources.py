@@ -230,11 +230,11 @@ def registered_tables(
         _refuse_strangers(model, sparsifier, tables)
     found = {}
     for name in sparsifier.data_groups:
-        if name in sparsifier.packed_store:
-            found[name] = sparsifier.packed_store.find(name)
+        if name in sparsifier.masks.tables:
+            found[name] = sparsifier.masks.tables.find(name)
             held = [shard.tensor for shard in found[name].shards]
         else:
-            held = [sparsifier.dense_store.held(name)]
+            held = [sparsifier.masks.plain.held(name)]
         if name not in tables:
             continue
         # Equal names prove nothing: the storage must be the same.
@@ -273,7 +273,7 @@ def served_tables(
     kept: dict[str, Tensor] = {}
     if sparsifier is not None:
         kept = kept_rows(sparsifier, registered)
-        packed = sparsifier.packed_store
+        packed = sparsifier.masks.tables
         # Plain data is masked element by element.
         blocks = {name: packed.block(name) if name in packed else (1, 1) for name in kept}
     found = {}
@@ -335,7 +335,7 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    revived = count_revived(sparsifier.packed_store, sparsifier.dense_store, registered)
+    revived = count_revived(sparsifier.masks, registered)
     with group_over(world_ranks()).agreeing("export()"):
         for name, number in revived.items():
             if number and name in tables:

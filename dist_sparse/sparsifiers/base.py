@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +24,11 @@ from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer_name, check_name
+from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import Enforcer, Rotation, masks_by_shard, update_masks
+from dist_sparse.sparsifiers.step import masks_by_shard, update_masks
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
@@ -39,7 +39,7 @@ __all__ = ["BaseDataSparsifier"]
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
-_UNSAVED = {"dense_store", "packed_store", "enforcer", "rotation", "recorder", "schedulers", "step"}
+_UNSAVED = {"masks", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound
 to the original."""
 
@@ -65,12 +65,7 @@ class BaseDataSparsifier(abc.ABC):
         state: name -> ``{"mask": the live mask}`` of plain data.
         enable_mask_update: ``step()`` does nothing while False.
         step_count: calls of ``step()`` so far, also of those that did nothing.
-        dense_store, packed_store: the masks of plain data and of sharded tables, for the rest of
-            the package.
-        enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any; it sets this.
-        rotation, recorder: those of :func:`~dist_sparse.rotate` and of :meth:`record`, if any.
-        schedulers: those that have stepped on this sparsifier and are still alive, with their
-            notes.
+        masks: all masks, and what is attached. For the rest of the package.
         counts_lookups: whether an enforcer counts lookups of the rows of fused tables; set before
             ``add_model``.
         trains_removed: whether scores need the gradients of removed rows, whose ids an enforcer
@@ -101,23 +96,19 @@ class BaseDataSparsifier(abc.ABC):
         self.defaults: dict[str, Any] = defaults
         self.data_groups: dict[str, dict[str, Any]] = {}
         self.enable_mask_update = True
-        self.dense_store, self.packed_store = DenseStore(), PackedStore()
         self.step_count = 0
-        self.enforcer: Enforcer | None = None
-        self.rotation: Rotation | None = None
-        self.recorder: Recorder | None = None
-        self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.masks = Masks()
         # Last: registering uses all of the above, in subclasses too.
         for name, data in data_list or ():
             self.add_data(name, data)
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        return self.dense_store.state
+        return self.masks.plain.state
 
     @property
     def _container(self) -> nn.Module:  # the ancestor's name
-        return self.dense_store.container
+        return self.masks.plain.container
 
     def prepare(self, model: Any, config: Any) -> None:
         """Raise NotImplementedError, as in the ancestor."""
@@ -154,9 +145,9 @@ class BaseDataSparsifier(abc.ABC):
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
         check_buffer_name(name)
-        if name in self.packed_store:
+        if name in self.masks.tables:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
-        if name in self.dense_store:
+        if name in self.masks.plain:
             # What the caller does not pass stays as it was.
             group = self._overlaid(self.data_groups[name], config)
             warnings.warn(
@@ -169,7 +160,7 @@ class BaseDataSparsifier(abc.ABC):
         mask = self._fitting_mask(name, weight) if reuse_mask else group.get("mask")
         if mask is None:
             mask = torch.ones_like(weight)
-        masked = self.dense_store.add(name, weight, mask, group.get("parametrization", Masked))
+        masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
         # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
         self.data_groups[name] = group
@@ -219,7 +210,7 @@ class BaseDataSparsifier(abc.ABC):
             # Not model_source(), which would walk the model once more.
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
-            self.packed_store.check_new(located, self.dense_store.tensors())
+            self.masks.tables.check_new(located, self.masks.plain.tensors())
             # All is checked before anything is registered.
             rules = _rules(config or {}, self.defaults)
             for glob in rules:
@@ -241,12 +232,12 @@ class BaseDataSparsifier(abc.ABC):
         Raises:
             ValueError: the name is not that of plain data.
         """
-        if name not in self.dense_store:
+        if name not in self.masks.plain:
             raise ValueError(
                 f"data with specified name does not exist: {name!r}; known are"
-                f" {self.dense_store.names}"
+                f" {self.masks.plain.names}"
             )
-        self.dense_store.drop(name)
+        self.masks.plain.drop(name)
         del self.data_groups[name]
 
     _delete_data = delete_data  # the ancestor's name
@@ -308,7 +299,7 @@ class BaseDataSparsifier(abc.ABC):
             located: the sharded tables as they are stored now, by name.
             configs: name -> configuration.
         """
-        return masks_by_shard(self.packed_store, self.update_mask, located, configs)
+        return masks_by_shard(self.masks.tables, self.update_mask, located, configs)
 
     def select_masks(
         self, scored: Any, names: list[str], group: Group, rider: Rider | None
@@ -331,8 +322,8 @@ class BaseDataSparsifier(abc.ABC):
             ValueError: a registered table is not in ``to``, or is sharded otherwise there; nothing
                 was written.
         """
-        located = self.packed_store.current()
-        self.packed_store.apply(located if to is None else self.packed_store.found_in(to, located))
+        located = self.masks.tables.current()
+        self.masks.tables.apply(located if to is None else self.masks.tables.found_in(to, located))
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
     # ranks make the same call.
@@ -366,21 +357,21 @@ class BaseDataSparsifier(abc.ABC):
             ValueError: unknown name, the mask would take more than ``max_bytes``, or another rank
                 asks for another.
         """
-        if name in self.packed_store:
-            return stats.full_mask(self.packed_store, name, max_bytes)
+        if name in self.masks.tables:
+            return stats.full_mask(self.masks.tables, name, max_bytes)
         return self.get_mask(name).to(torch.int8)
 
     def table_stats(self) -> list[TableStats]:
         """Return counts of every registered name, the same on every rank. Collective if sharded
         tables are registered: one all-reduce after an exchange of status."""
-        found = stats.table_stats(self.packed_store, self.dense_store, self.data_groups)
+        found = stats.table_stats(self.masks, self.data_groups)
         return list(self._in_order(found).values())
 
     def dead_rows(self) -> dict[str, int]:
         """Return the number of rows with nothing left, by name, the same on every rank. Exact for
         tables cut by columns too. Collective as :meth:`table_stats`, with an all-to-all more where
         tables are cut by columns."""
-        return self._in_order(stats.dead_rows(self.packed_store, self.dense_store))
+        return self._in_order(stats.dead_rows(self.masks))
 
     def count_revived(self) -> dict[str, int]:
         """Return how many removed weights are not zero, by name, all replicas counted; squashed
@@ -389,12 +380,12 @@ class BaseDataSparsifier(abc.ABC):
         Weights are read as they are stored. With an enforcer attached, what optimizers have revived
         since the last forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
         """
-        return self._in_order(stats.count_revived(self.packed_store, self.dense_store))
+        return self._in_order(stats.count_revived(self.masks))
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
         blocks or ranks. Collective as :meth:`table_stats`."""
-        found = stats.fingerprints(self.packed_store, self.dense_store, "fingerprint()")
+        found = stats.fingerprints(self.masks, "fingerprint()")
         return self._in_order(found)
 
     def audit(self) -> dict[str, str]:
@@ -424,21 +415,19 @@ class BaseDataSparsifier(abc.ABC):
             >>> list(sparsifier.audit())
             ['weight']
         """
-        # Without an enforcer, revived weights are a warning rather than an error.
-        settle = None if self.enforcer is None else self.enforcer.settle
-        return self._in_order(stats.audit(self.packed_store, self.dense_store, settle))
+        return self._in_order(stats.audit(self.masks))
 
     def record(self) -> Recorder:
         """Return a recorder of what mask updates change in sharded tables, from now on: one a
         sparsifier, made at the first call. Every rank must call it, or none; does not
         communicate."""
-        self.recorder = self.recorder or Recorder()
-        return self.recorder
+        self.masks.recorder = self.masks.recorder or Recorder()
+        return self.masks.recorder
 
     def stop_recording(self) -> None:
         """Forget :meth:`record`'s recorder. Every rank must call it, or none; does not
         communicate."""
-        self.recorder = None
+        self.masks.recorder = None
 
     # The end of masks, and their states.
 
@@ -462,21 +451,21 @@ class BaseDataSparsifier(abc.ABC):
                 nothing is squashed.
         """
         chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
-        plain = [name for name in chosen if self._store(name) is self.dense_store]
-        sharded = [name for name in chosen if name in self.packed_store]
+        plain = [name for name in chosen if self._store(name) is self.masks.plain]
+        sharded = [name for name in chosen if name in self.masks.tables]
         # All are checked before any is squashed.
         if leave_parametrized:
             for name in plain:
-                self.dense_store.check_squash(name)
+                self.masks.plain.check_squash(name)
         # Collective only if a sharded table is squashed.
-        located = self.packed_store.current() if sharded else {}
+        located = self.masks.tables.current() if sharded else {}
         if leave_parametrized:
-            self.packed_store.apply({name: located[name] for name in sharded})
+            self.masks.tables.apply({name: located[name] for name in sharded})
         for name in sharded:
-            self.packed_store.drop(name)
+            self.masks.tables.drop(name)
             del self.data_groups[name]
         for name in plain:
-            self.dense_store.squash(name, write=leave_parametrized)
+            self.masks.plain.squash(name, write=leave_parametrized)
         self._renew()
 
     def state_dict(self) -> dict[str, Any]:
@@ -490,7 +479,7 @@ class BaseDataSparsifier(abc.ABC):
         different shards: then collective.
         """
         # Masks with their shards, and weights as a forward would read them.
-        self.packed_store.current()
+        self.masks.tables.current()
         self._settle()
         return save(self)
 
@@ -533,14 +522,14 @@ class BaseDataSparsifier(abc.ABC):
             TypeError: sharded tables are registered: they belong to a model that lives on many
                 ranks.
         """
-        if self.packed_store:
+        if self.masks.tables:
             raise TypeError(
                 "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and"
                 " register the model in a new sparsifier."
             )
         kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
         # Tensors without their graph, which can't be copied.
-        plain = self.dense_store.state_dict()
+        plain = self.masks.plain.state_dict()
         return {
             **kept,
             **plain,
@@ -551,11 +540,9 @@ class BaseDataSparsifier(abc.ABC):
         self.__dict__.update(
             {key: value for key, value in state.items() if key not in ("state", "_container")}
         )
-        self.dense_store, self.packed_store = DenseStore(), PackedStore()
         # Nothing that is attached to the original is attached to the copy.
-        self.enforcer = self.rotation = self.recorder = None
-        self.schedulers = WeakKeyDictionary()
-        self.dense_store.prepare(state, self.data_groups, strict=True)()
+        self.masks = Masks()
+        self.masks.plain.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
         groups = list(self.data_groups.items())
@@ -585,7 +572,7 @@ class BaseDataSparsifier(abc.ABC):
                 f"data with specified name does not exist: {name!r}; known are"
                 f" {list(self.data_groups)}"
             )
-        return self.packed_store if name in self.packed_store else self.dense_store
+        return self.masks.tables if name in self.masks.tables else self.masks.plain
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
         # As registered, plain data and sharded tables mixed.
@@ -593,18 +580,18 @@ class BaseDataSparsifier(abc.ABC):
 
     def _settle(self) -> None:
         """Zero revived weights before weights are returned."""
-        if self.enforcer is not None:
-            self.enforcer.settle()
+        if self.masks.enforcer is not None:
+            self.masks.enforcer.settle()
 
     def _renew(self) -> None:
         """Have the enforcer look masks up again: they were replaced by other means than a mask
         update."""
-        if self.enforcer is not None:
-            self.enforcer.renew()
+        if self.masks.enforcer is not None:
+            self.masks.enforcer.renew()
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer knows no optimizer of new data.
-        if self.enforcer is not None:
+        if self.masks.enforcer is not None:
             raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:
@@ -622,7 +609,7 @@ class BaseDataSparsifier(abc.ABC):
         located = source.locate()
         group = self._overlaid(self.defaults, config)
         self.check_config(located[0], group)
-        self.packed_store.check_new(located, self.dense_store.tensors())
+        self.masks.tables.check_new(located, self.masks.plain.tensors())
         self._register(source, located, {name: group})
         kept: Tensor = data
         return kept
@@ -632,7 +619,7 @@ class BaseDataSparsifier(abc.ABC):
     ) -> None:
         blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
         counted = self.count_dtype if self.counts_lookups else None
-        self.packed_store.add(source, located, blocks, counted=counted)
+        self.masks.tables.add(source, located, blocks, counted=counted)
         for data in located:
             self.data_groups[data.name] = configs[data.name]
 

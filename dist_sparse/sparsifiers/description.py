@@ -37,7 +37,7 @@ def describe(sparsifier: BaseDataSparsifier) -> str:
         ----  ------  -------  --------  -------------  -----  -----------  -----  -----------------
         user  10 x 4  float32  plain     1 (1)          1x4    all          0.5    160
     """
-    located = sparsifier.packed_store.locate()
+    located = sparsifier.masks.tables.locate()
     rows = []
     for name, config in sparsifier.data_groups.items():
         if name in located:
@@ -52,13 +52,13 @@ def describe(sparsifier: BaseDataSparsifier) -> str:
 
 
 def _sharded_cells(sparsifier: BaseDataSparsifier, data: ShardedData) -> list[str]:
-    size = sum(mask.bits.numel() for mask in sparsifier.packed_store.masks(data.name))
+    size = sum(mask.bits.numel() for mask in sparsifier.masks.tables.masks(data.name))
     shards = f"{len(data.rects)} ({len(data.shards)})"
     return [shape_text(data.shape), _dtype_text(data.dtype), data.sharding, shards, f"{size:,}"]
 
 
 def _plain_cells(sparsifier: BaseDataSparsifier, name: str) -> list[str]:
-    weight, mask = sparsifier.dense_store.held(name), sparsifier.dense_store.mask(name)
+    weight, mask = sparsifier.masks.plain.held(name), sparsifier.masks.plain.mask(name)
     size = mask.numel() * mask.element_size()
     return [shape_text(weight.shape), _dtype_text(weight.dtype), "plain", "1 (1)", f"{size:,}"]
 

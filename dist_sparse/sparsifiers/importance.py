@@ -208,9 +208,9 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _age_counts(self) -> None:
         """Multiply all counts by the decay."""
-        for name in self.packed_store.names:
+        for name in self.masks.tables.names:
             # In place: the enforcer's hooks hold the same tensors.
-            for counts in self.packed_store.counts(name) or ():
+            for counts in self.masks.tables.counts(name) or ():
                 counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
     def audit(self) -> dict[str, str]:
@@ -280,7 +280,7 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _counted(self, data: ShardedData) -> list[_Known]:
         # A lookup is of a whole row: each element has its share, so that blocks compare by bytes.
-        counts = self.packed_store.counts(data.name) or ()
+        counts = self.masks.tables.counts(data.name) or ()
         return [
             _Known(shard.rect, count, share=data.shape[1], most=MOST_COUNTED)
             for shard, count in zip(data.shards, counts, strict=True)
@@ -293,13 +293,13 @@ class ImportanceSparsifier(DataNormSparsifier):
         Raises:
             ValueError: no enforcer is attached.
         """
-        if self.enforcer is None:
+        if self.masks.enforcer is None:
             raise ValueError(
                 f"score={self.scored_by!r} needs an attached MaskEnforcer, which knows the"
                 " optimizers and sees the ids: call MaskEnforcer(sparsifier).attach(optimizer), or"
                 " use sparsify()."
             )
-        return self.enforcer.accumulators()
+        return self.masks.enforcer.accumulators()
 
     def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
         """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
@@ -310,7 +310,7 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
         """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
-        if name not in self.dense_store:
+        if name not in self.masks.plain:
             # Chunks are of one shard: its first element tells which.
             here = Rect(*offset, 1, 1)
             return next(
@@ -322,7 +322,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 " add_model()."
             )
         # Plain data is one shard, whatever its shape.
-        whole = self.dense_store.weight(name)
+        whole = self.masks.plain.weight(name)
         rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
         return _summed(name, Shard(rect, whole), self.sums())
 

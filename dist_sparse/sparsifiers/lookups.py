@@ -16,7 +16,6 @@ from torch import Tensor
 from dist_sparse.groups import group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.stats import dead_flags
 from dist_sparse.tables.shards import Block, Rect, ShardedData
 
 __all__ = ["FUSED", "Lookups", "counted_rows", "lookups_here", "removed_lookups"]
@@ -51,7 +50,7 @@ def counted_rows(
         return None
     mine = _counted_here(data)
     return [
-        (dead_flags(mask), rows.cpu().double())
+        (mask.dead_rows(), rows.cpu().double())
         for mask, rows in zip(masks, counts, strict=True)
         if mask.rect in mine
     ]

@@ -8,6 +8,7 @@ is pruned; a user's own ``update_mask``) sends them in one. Without a recorder n
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +24,9 @@ from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.masking.thresholds import Threshold
 from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
 from dist_sparse.sparsifiers.lookups import Lookups
-from dist_sparse.sparsifiers.stats import dead_flags, target_of
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "configured_level"]
 
 Ranks = tuple[int, ...] | None
 
@@ -197,7 +197,7 @@ class Recorder:
         change = partial(
             _change,
             name=data.name,
-            target=target_of(config),
+            target=configured_level(config),
             threshold=None if made.threshold is None else made.threshold.score,
             scores=_scores(made.threshold),
             blocks=grid.blocks,
@@ -257,7 +257,7 @@ def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:
     if new.block[0] == 1 and new.grid.cols == 1:
         # A block is a row.
         return [*counts, counts[0]]
-    return [*counts, int(dead_flags(new).sum())]
+    return [*counts, int(new.dead_rows().sum())]
 
 
 def _whole_changes(old: BlockMask, new: BlockMask) -> list[int]:
@@ -283,3 +283,13 @@ def _cut_changes(old: BlockMask, new: BlockMask, top: bool, left: bool) -> list[
             counts[1] += int((before ^ kept).sum())
             counts[2] += int((kept & ~before).sum())
     return counts
+
+
+def configured_level(config: Mapping[str, Any]) -> float | None:
+    """Return the configured sparsity_level, where there is one and a float can hold it."""
+    level = config.get("sparsity_level")
+    # Ints beyond float64 are refused by scores, but a user's own sparsifier may hold one.
+    try:
+        return float(level) if isinstance(level, numbers.Real) else None
+    except OverflowError:
+        return None

@@ -23,7 +23,7 @@ __all__ = ["prepare_load", "save", "saved_configs"]
 
 def save(sparsifier: MaskMaker) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
-    dense, packed, configs = sparsifier.dense_store, sparsifier.packed_store, sparsifier.data_groups
+    dense, packed, configs = sparsifier.masks.plain, sparsifier.masks.tables, sparsifier.data_groups
     plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
     saved = {**dense.state_dict(), "data_groups": plain}
     if not packed:
@@ -54,7 +54,7 @@ def prepare_load(
     Collective over the groups of the sharded tables; the function itself is local. See
     :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
     """
-    dense, packed = sparsifier.dense_store, sparsifier.packed_store
+    dense, packed = sparsifier.masks.plain, sparsifier.masks.tables
     loaded: dict[str, Loaded] = {}
     with packed.agreeing("load_state_dict()") as noted:
         configs, saved = saved_configs(saved), _whole(saved)
@@ -86,13 +86,13 @@ def prepare_load(
 
 
 def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
-    if state and sparsifier.enforcer is not None:
+    if state and sparsifier.masks.enforcer is not None:
         raise ValueError(
             f"The state holds copies of the plain data {sorted(state)}, which would take the place"
             " of the tensors that train: detach() the enforcer, load, add_data() the tensors again,"
             " and attach it."
         )
-    if both := [name for name in state if name in sparsifier.packed_store]:
+    if both := [name for name in state if name in sparsifier.masks.tables]:
         raise ValueError(
             f"The state has plain data of the names {both}, which belong to sharded tables here."
         )

@@ -173,12 +173,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
-        if self.enforcer is None:
+        if self.masks.enforcer is None:
             # Nothing tracks writes any more.
             self._keeper = None
         elif integer("full_every", self.full_every, least=1) > 1:
             self._keeper = self._keeper or Keeper()
-            written, masks = self.enforcer.written(), self.packed_store.masks
+            written, masks = self.masks.enforcer.written(), self.masks.tables.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
@@ -203,10 +203,10 @@ class ScoreSparsifier(BaseDataSparsifier):
             ValueError: on every rank; names table and row, even if a weight was written in a way
                 that torch does not count, such as through ``.data``.
         """
-        if self.enforcer is not None:
-            with self.packed_store.agreeing("audit()"):
-                self.enforcer.settle()
-                located = self.packed_store.locate()
+        if self.masks.enforcer is not None:
+            with self.masks.tables.agreeing("audit()"):
+                self.masks.enforcer.settle()
+                located = self.masks.tables.locate()
                 kept = self.score_tables(located, self.data_groups).values()
                 fresh = _scored_by_goal(replace(table.goal, keeping=None) for table in kept)
                 for one, other in zip(kept, fresh, strict=True):
@@ -246,15 +246,15 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {}
         for name, level in levels.items():
             config = {**self.data_groups[name], "sparsity_level": level}
-            goals[name] = self._goal(self.packed_store.find(name), config)
+            goals[name] = self._goal(self.masks.tables.find(name), config)
         self._check_pool(goals)
 
     def _check_pool(self, goals: Mapping[str, Goal]) -> None:
         """Refuse tables that can't be selected from together. The same on every rank."""
         if self.scope != "global":
             return
-        if len(self.packed_store.groups) > 1:
-            groups = list(self.packed_store.groups.values())
+        if len(self.masks.tables.groups) > 1:
+            groups = list(self.masks.tables.groups.values())
             raise ValueError(
                 f"scope='global' needs tables over the same ranks; these are apart: {groups}."
             )
@@ -266,7 +266,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 f"The levels remove {need} bytes in total, but at most {most} may be removed: each"
                 f" table keeps one block, and its floor in {dict(self.floors)}."
             )
-        if self.rotation is not None:
+        if self.masks.rotation is not None:
             raise ValueError(
                 "scope='global' can't compare rotated columns, which are removed by position."
             )
@@ -333,7 +333,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if self.rotation is not None and data.name in self.rotation.names:
+        if self.masks.rotation is not None and data.name in self.masks.rotation.names:
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
         return self.measure or self.element_measure(data.name, config)

@@ -7,7 +7,6 @@ same call.
 from __future__ import annotations
 
 import itertools
-import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,27 +19,28 @@ from dist_sparse.masking.masks import BlockMask, count_bits, pack
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
 from dist_sparse.sparsifiers.digest import element_counts, mask_hash, shape_hash, shared_bits
+from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Tiling, assembled, send_masks
+from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.tables.shards import Rect, ShardedData, grid_of
 
 __all__ = [
     "audit",
     "count_removed",
     "count_revived",
-    "dead_flags",
     "dead_rows",
     "fingerprints",
     "full_mask",
     "table_stats",
-    "target_of",
 ]
 
 Configs = Mapping[str, Mapping[str, Any]]
 
 
-def table_stats(packed: PackedStore, dense: DenseStore, configs: Configs) -> dict[str, TableStats]:
+def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
     """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
+    packed, dense = masks.tables, masks.plain
     located = packed.current("table_stats()")
     # A rank that runs out of memory here would leave the others waiting.
     with packed.agreeing("table_stats()"):
@@ -58,7 +58,7 @@ def table_stats(packed: PackedStore, dense: DenseStore, configs: Configs) -> dic
             sharding=data.sharding,
             shards=len(data.rects),
             sparse_block_shape=configs[name].get("sparse_block_shape"),
-            target=target_of(configs[name]),
+            target=configured_level(configs[name]),
             blocks=grid.blocks,
             removed_blocks=removed,
             mask_bytes=size,
@@ -81,7 +81,7 @@ def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> Tab
         sharding="plain",
         shards=1,
         sparse_block_shape=config.get("sparse_block_shape"),
-        target=target_of(config),
+        target=configured_level(config),
         blocks=mask.numel(),
         removed_blocks=removed,
         # As stored: a mask of the ancestor's may be float32.
@@ -89,16 +89,6 @@ def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> Tab
         table_bytes=mask.numel() * dtype.itemsize,
         kept_bytes=(mask.numel() - removed) * dtype.itemsize,
     )
-
-
-def target_of(config: Mapping[str, Any]) -> float | None:
-    """Return the configured sparsity_level, where there is one and a float can hold it."""
-    level = config.get("sparsity_level")
-    # Ints beyond float64 are refused by scores, but a user's own sparsifier may hold one.
-    try:
-        return float(level) if isinstance(level, numbers.Real) else None
-    except OverflowError:
-        return None
 
 
 def count_removed(
@@ -109,13 +99,11 @@ def count_removed(
     return _sum(packed, {name: _count(masks, data)[0] for name, (data, masks) in tables.items()})
 
 
-def count_revived(
-    packed: PackedStore, dense: DenseStore, located: Mapping[str, ShardedData] | None = None
-) -> dict[str, int]:
+def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`; ``located`` spares a walk."""
     if located is None:
-        located = packed.current("count_revived()")
-    return _revived(packed, located) | _revived_plain(dense)
+        located = masks.tables.current("count_revived()")
+    return _revived(masks.tables, located) | _revived_plain(masks.plain)
 
 
 def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[str, int]:
@@ -155,9 +143,10 @@ def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
     return assembled(whole, block, read(), cpu).dense()
 
 
-def fingerprints(packed: PackedStore, dense: DenseStore, action: str) -> dict[str, str]:
+def fingerprints(masks: Masks, action: str) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call, for
     messages."""
+    packed, dense = masks.tables, masks.plain
     located = packed.current(action)
     shapes = {name: data.shape for name, data in located.items()}
     hashes = {name: 0 for name in located}
@@ -177,29 +166,24 @@ def fingerprints(packed: PackedStore, dense: DenseStore, action: str) -> dict[st
     }
 
 
-def audit(
-    packed: PackedStore, dense: DenseStore, settle: Callable[[], None] | None
-) -> dict[str, str]:
-    """See :meth:`dist_sparse.BaseDataSparsifier.audit`.
-
-    Args:
-        settle: of the attached enforcer, if any: zeroes revived weights.
-    """
+def audit(masks: Masks) -> dict[str, str]:
+    """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
+    packed, enforcer = masks.tables, masks.enforcer
     located = packed.current("audit()")
     with packed.agreeing("audit()") as noted:
         for facts, names in noted:
             _note_shared_bits(facts, packed, [located[name] for name in names])
-        if settle is not None:
+        if enforcer is not None:
             # Dirty rows are zeroed before a forward reads them: they are no errors.
-            settle()
+            enforcer.settle()
     revived = _revived(packed, located)
-    if settle is not None:
+    if enforcer is not None:
         # Without an enforcer, plain data keeps the weights that it removes.
-        revived |= _revived_plain(dense)
+        revived |= _revived_plain(masks.plain)
     # Of all groups: ranks that hold none of a table must not go on alone.
     with packed.agreeing("audit()"):
-        _report_revived(revived, enforced=settle is not None)
-    return fingerprints(packed, dense, "audit()")
+        _report_revived(revived, enforced=enforcer is not None)
+    return fingerprints(masks, "audit()")
 
 
 def _note_shared_bits(facts: Facts, packed: PackedStore, tables: Sequence[ShardedData]) -> None:
@@ -239,19 +223,20 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     )
 
 
-def dead_rows(packed: PackedStore, dense: DenseStore) -> dict[str, int]:
+def dead_rows(masks: Masks) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`."""
+    packed, dense = masks.tables, masks.plain
     located = packed.current("dead_rows()")
     counts = {}
     for ranks, names in packed.groups.items():
         # One all-to-all for the tables of a group that are cut by columns; none without them.
         parcels, arriving = Parcels(group_over(ranks)), {}
         for name in names:
-            data, masks = located[name], packed.masks(name)
+            data, mine = located[name], packed.masks(name)
             if all(rect.cols == data.shape[1] for rect in data.rects):
-                counts[name] = sum(int(dead_flags(mask).sum()) for mask in _owned(masks, data))
+                counts[name] = sum(int(mask.dead_rows().sum()) for mask in _owned(mine, data))
             else:
-                arriving[name] = _send_kept_rows(parcels, data, masks)
+                arriving[name] = _send_kept_rows(parcels, data, mine)
         if arriving:
             parcels.exchange(torch.device("cpu"))
         for name, count in arriving.items():
@@ -279,7 +264,7 @@ def _send_kept_rows(
     whole_row = (1, cols)
     kept = []
     for mask in masks:
-        bits = pack(~dead_flags(mask)) if mask.blocks else mask.bits.cpu()
+        bits = pack(~mask.dead_rows()) if mask.blocks else mask.bits.cpu()
         kept.append(BlockMask(mask.rect, whole_row, bits))
     read = send_masks(parcels, group.rank, kept, whole_row, data.tiling, shares)
 
@@ -293,33 +278,6 @@ def _send_kept_rows(
         return int(dead.sum())
 
     return count
-
-
-def dead_flags(mask: BlockMask) -> Tensor:
-    """Return which rows of a shard have nothing left in it: bool ``(mask.rect.rows,)``, on the
-    CPU."""
-    if not mask.blocks:
-        # Nothing of a row without columns is left.
-        return torch.ones(mask.rect.rows, dtype=torch.bool)
-    dead, height = _dead_block_rows(mask).cpu(), mask.block[0]
-    if height == 1:
-        return dead
-    # The first and the last row of blocks may have only some of their rows in this shard.
-    first, last = mask.grid.row, mask.grid.row + mask.grid.rows
-    edges = torch.arange(first, last + 1) * height
-    return dead.repeat_interleave(edges.clamp(mask.rect.row, mask.rect.row_end).diff())
-
-
-def _dead_block_rows(mask: BlockMask) -> Tensor:
-    """Return which rows of blocks have nothing left: bool ``(grid.rows,)``."""
-    if mask.grid.cols % 8:
-        return torch.cat([~mask.flags(first, last).any(1) for first, last in mask.row_chunks()])
-    # Rows of blocks begin at bytes, which need not be unpacked; as words they are compared at once.
-    size = mask.grid.cols // 8
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
-    if word is not None:
-        return mask.bits.view(word) == 0
-    return mask.bits.view(-1, size).amax(1) == 0
 
 
 def _sum(packed: PackedStore, values: Mapping[str, int]) -> dict[str, int]:

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from dist_sparse.groups import Facts, Group, Parcels, Rider, group_over
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.thresholds import NewMask
-from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.lookups import lookups_here
+from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Tiling, send_masks
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import ShardedData, check_writable, owners
 
-__all__ = ["Enforcer", "MaskMaker", "Rotation", "make_masks", "masks_by_shard", "update_masks"]
+__all__ = ["MaskMaker", "make_masks", "masks_by_shard", "update_masks"]
 
 Ranks = tuple[int, ...] | None
 Located = Mapping[str, ShardedData]
@@ -37,67 +36,12 @@ Noted = Sequence[tuple[Facts, list[str]]]
 _WAITING = "the list of unsent counts of earlier mask updates"
 
 
-class Enforcer(Protocol):
-    """The methods of an attached enforcer that a sparsifier calls. None of them communicates."""
-
-    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
-        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
-        address of the weights: live, one for each weight, or one for each row of a shard:
-        ``(rows,)`` or ``(rows, 1)``."""
-        ...
-
-    def written(self) -> Mapping[int, Written]:
-        """Map weight addresses to live sets of possibly written rows, for shards whose writes are
-        all tracked."""
-        ...
-
-    def settle(self) -> None:
-        """Zero revived weights, before weights are scored, read or saved."""
-        ...
-
-    def begin_step(self) -> None:
-        """Called before a mask update."""
-        ...
-
-    def end_step(self) -> None:
-        """Called after a mask update, which has zeroed what it removes in sharded tables, but not
-        in plain data."""
-        ...
-
-    def renew(self) -> None:
-        """Called after masks were replaced or squashed: look everything up again and zero it."""
-        ...
-
-
-class Rotation(Protocol):
-    """What rotates tables before each mask update, if anything does."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The tables whose columns hold less and less in a mask update, so that the last ones are
-        removed."""
-        ...
-
-    @property
-    def groups(self) -> Sequence[Sequence[str]]:
-        """The same tables, grouped as they are rotated together."""
-        ...
-
-    def update(self) -> None:
-        """Rotate them. Collective over the groups of the sharded tables."""
-        ...
-
-
 class MaskMaker(Protocol):
     """The attributes and methods of a sparsifier that mask updates and loads use."""
 
     defaults: dict[str, Any]
-    dense_store: DenseStore
-    packed_store: PackedStore
     data_groups: dict[str, dict[str, Any]]
-    enforcer: Enforcer | None
-    rotation: Rotation | None
-    recorder: Recorder | None
+    masks: Masks
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
         """Note what else must be equal on all ranks of the group of ``located``, once they are
@@ -133,11 +77,11 @@ def update_masks(sparsifier: MaskMaker) -> None:
         ValueError: on every rank; no mask and no weight has changed, but that tables may be
             rotated.
     """
-    packed, enforcer = sparsifier.packed_store, sparsifier.enforcer
-    if sparsifier.rotation is not None:
+    packed, enforcer = sparsifier.masks.tables, sparsifier.masks.enforcer
+    if sparsifier.masks.rotation is not None:
         # Before anything is scored: it moves the norm of a table into its first columns.
-        sparsifier.rotation.update()
-    recorder = sparsifier.recorder if packed else None
+        sparsifier.masks.rotation.update()
+    recorder = sparsifier.masks.recorder if packed else None
     undo: list[tuple[Tensor, Tensor]] = []
 
     def update_plain() -> None:
@@ -170,7 +114,7 @@ def make_masks(
         first: local work before scoring; an error in it is raised on every rank.
         recorder: whose waiting counts travel along.
     """
-    packed = sparsifier.packed_store
+    packed = sparsifier.masks.tables
     noted: Noted = []
     try:
         # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops
@@ -209,7 +153,7 @@ def make_masks(
 def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
     """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
     zeroes weights by them."""
-    return sparsifier.edits_masks or sparsifier.enforcer is not None
+    return sparsifier.edits_masks or sparsifier.masks.enforcer is not None
 
 
 def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
@@ -253,7 +197,7 @@ def masks_by_shard(
 def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may
     change."""
-    dense = sparsifier.dense_store
+    dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
         # A user's update_mask may edit it in place.
@@ -289,10 +233,10 @@ def _note_facts(
     noted: Noted, located: Located, sparsifier: MaskMaker, recorder: Recorder | None
 ) -> None:
     """Note what must be equal on all ranks."""
-    moved = set(sparsifier.packed_store.moved(located))
+    moved = set(sparsifier.masks.tables.moved(located))
     for facts, names in noted:
         facts["whether steps are recorded"] = recorder is not None
-        facts["whether an enforcer is attached"] = sparsifier.enforcer is not None
+        facts["whether an enforcer is attached"] = sparsifier.masks.enforcer is not None
         if recorder is not None:
             # They are summed position by position.
             facts[_WAITING] = recorder.waiting_for(located[names[0]].ranks)

@@ -177,7 +177,7 @@ def _prepared_masks(
     sparsifier: ImportanceSparsifier, masks: Mapping[str, Any], together: Group
 ) -> Callable[[], None]:
     # prepare_state_dict() agrees over the groups of tables, one of which is then the world.
-    if together.size == 1 or world_ranks() in sparsifier.packed_store.groups:
+    if together.size == 1 or world_ranks() in sparsifier.masks.tables.groups:
         return sparsifier.prepare_state_dict(masks)
     # No table is held by all ranks, so an error of one rank would not reach the others.
     with together.agreeing(_ACTION):
@@ -205,7 +205,7 @@ def _check_next_updates(
     sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
 ) -> None:
     """Refuse settings that no later mask update could follow."""
-    tables = [name for name in sparsifier.data_groups if name in sparsifier.packed_store]
+    tables = [name for name in sparsifier.data_groups if name in sparsifier.masks.tables]
     if isinstance(final, (list, tuple)):
         final = dict(final)  # a state has globs as pairs
     finals = {} if final is None else by_name(final, tables)
@@ -214,5 +214,5 @@ def _check_next_updates(
     for reached in (levels, finals):
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
     # Norms are always known: no walk for them.
-    if sparsifier.enforcer is not None and sparsifier.scored_by != "norm":
-        sparsifier.check_known(sparsifier.packed_store.locate())
+    if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
+        sparsifier.check_known(sparsifier.masks.tables.locate())

@@ -164,7 +164,7 @@ class SparseTraining:
     def _lookups_text(self) -> str:
         shares = []
         all_counted = all_removed = 0.0
-        known = removed_lookups(self.sparsifier.packed_store, "summary()")
+        known = removed_lookups(self.sparsifier.masks.tables, "summary()")
         for name, (counted, removed) in known.items():
             # A table that no forward has looked up has no share.
             if counted:

@@ -62,13 +62,13 @@ class Unwrapped:
         with self._world.agreeing("step()") as facts:
             # Replicas by now: a difference is an error.
             facts.on_drift = _refuse
-            if self._sparsifier.enforcer is not None:
+            if self._sparsifier.masks.enforcer is not None:
                 # Removed weights that a batch has written differ until they are masked.
-                self._sparsifier.enforcer.settle()
+                self._sparsifier.masks.enforcer.settle()
             self._sparsifier.note(facts, [])
             for name in self._names:
                 facts[f"the config of table {name!r}"] = self._sparsifier.data_groups.get(name)
-            facts.replicas |= self._replicas(self._sparsifier.packed_store.locate())
+            facts.replicas |= self._replicas(self._sparsifier.masks.tables.locate())
 
     def _replicas(self, located: Mapping[str, ShardedData]) -> dict[str, Replica]:
         """Hashes of the tables as if each rank held one replica of them. Local."""
@@ -85,7 +85,7 @@ class Unwrapped:
 
     def _sums(self, data: ShardedData) -> dict[str, Replica]:
         """Hashes of Adagrad's sums of a table, if scores read them."""
-        enforcer, scored_by = self._sparsifier.enforcer, self._sparsifier.scored_by
+        enforcer, scored_by = self._sparsifier.masks.enforcer, self._sparsifier.scored_by
         if enforcer is None or scored_by not in ("accumulator", "norm_accumulator"):
             return {}
         totals = enforcer.accumulators()

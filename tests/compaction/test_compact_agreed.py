@@ -21,6 +21,7 @@ import dist_sparse.compaction.moving as moving
 from dist_sparse import compact, sparsify
 from dist_sparse.compaction import kept_rows
 from dist_sparse.compaction.sites import CollectionSite
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import stats
 from dist_sparse.torchrec import models
 from tests.compaction.test_compact_sharded import Run, cell_of
@@ -80,7 +81,7 @@ def failing(real: Any, times: int) -> Any:
 
 PLACES = {
     "counting blocks": (stats, "_count", 1),
-    "counting rows": (kept_rows, "dead_flags", 1),
+    "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
     "in place": (compacting, "replace_modules", 1),
     "sharding": (models, "ShardingPlan", 1),

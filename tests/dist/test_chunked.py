@@ -253,7 +253,7 @@ def learn(model: nn.Module, sparse: SparseTraining, cell: Cell, step: int) -> No
 
 def counts(sparse: SparseTraining) -> dict[str, Tensor]:
     """Lookups of every row, by table. Collective."""
-    store = sparse.sparsifier.packed_store
+    store = sparse.sparsifier.masks.tables
     mine = [
         (name, shard.rect.row, count.clone())
         for name, data in store.locate().items()

@@ -158,8 +158,8 @@ def test_lookups_are_counted(world: int, name: str) -> None:
 def check_counts(sparsifier: ImportanceSparsifier, counts: Mapping[str, Tensor]) -> None:
     """The counts of this rank's shards are those parts of the global ones."""
     for name, count in counts.items():
-        parts = sparsifier.packed_store.counts(name) or ()
-        for mask, part in zip(sparsifier.packed_store.masks(name), parts, strict=True):
+        parts = sparsifier.masks.tables.counts(name) or ()
+        for mask, part in zip(sparsifier.masks.tables.masks(name), parts, strict=True):
             assert part.dtype == sparsifier.count_dtype
             assert torch.equal(part.double(), count[mask.rect.row : mask.rect.row_end].double()), (
                 name
@@ -200,7 +200,7 @@ def test_counts_follow_their_rows(world: int, kind: str, decay: float) -> None:
         counts = {name: decay * count for name, count in counts.items()}
         state = sparsifier.state_dict()
         for name in counts:
-            for part in sparsifier.packed_store.counts(name) or ():
+            for part in sparsifier.masks.tables.counts(name) or ():
                 part.zero_()
         sparsifier.load_state_dict(state)
         check_counts(sparsifier, counts)
@@ -248,7 +248,9 @@ def test_replicas_of_the_state_must_be_equal() -> None:
     with MaskEnforcer(sparsifier).attach(optimizer):
         sparsifier.step()
         before = sparsifier.audit()
-        for total, _ in sparsifier.enforcer.accumulators().values() if dist.get_rank() else ():
+        for total, _ in (
+            sparsifier.masks.enforcer.accumulators().values() if dist.get_rank() else ()
+        ):
             total[: len(total) // 2] += 1
         with pytest.raises(
             ValueError, match=r"optimizer state of \w+ rows .* on ranks \[1\].*state from the first"
@@ -298,7 +300,7 @@ def test_counts_are_integers(world: int) -> None:
     optimizer = optimizer_of(model)
     sparsifier = ImportanceSparsifier(sparsity_level=0.5, score="frequency")
     sparsifier.add_model(model)
-    [counts] = sparsifier.packed_store.counts("user") or ()
+    [counts] = sparsifier.masks.tables.counts("user") or ()
     rows = torch.arange(len(counts), dtype=torch.int32)
     with MaskEnforcer(sparsifier).attach(optimizer):
         counts.copy_((1 << 24) + 1 + 2 * rows)
@@ -315,6 +317,6 @@ def test_counts_are_integers(world: int) -> None:
         sparsifier.load_state_dict(state)
         for step in range(2):
             learn(model, optimizer, cell, step)
-        [counts] = sparsifier.packed_store.counts("user") or ()
+        [counts] = sparsifier.masks.tables.counts("user") or ()
         assert int(counts.min()) >= 1 << 30
         sparsifier.step()

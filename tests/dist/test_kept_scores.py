@@ -96,13 +96,13 @@ def step_checked(sparsifier: ScoreSparsifier) -> None:
     """A mask update, equal to one that scores all rows."""
     every, sparsifier.full_every = sparsifier.full_every, 1
     with torch.no_grad():
-        assert sparsifier.enforcer is not None
-        _, fresh = make_masks(sparsifier, sparsifier.enforcer.settle)
+        assert sparsifier.masks.enforcer is not None
+        _, fresh = make_masks(sparsifier, sparsifier.masks.enforcer.settle)
     sparsifier.full_every = every
     sparsifier.step()
     for name, made in fresh.items():
         masks = [mask for mask, _ in made.masks]
-        for mask, expected in zip(sparsifier.packed_store.masks(name), masks, strict=True):
+        for mask, expected in zip(sparsifier.masks.tables.masks(name), masks, strict=True):
             assert torch.equal(mask.bits, expected.bits), name
     sparsifier.audit()
 

@@ -259,12 +259,12 @@ def test_a_late_error_of_one_rank() -> None:
     cell = cells(2)["row_wise"]
     model = build(cell)
     sparsifier, recorder = stepped(model)
-    commit = sparsifier.packed_store.replace
+    commit = sparsifier.masks.tables.replace
     if torch.distributed.get_rank() == 1:
-        sparsifier.packed_store.replace = lambda *args: 1 / 0  # type: ignore[method-assign]
+        sparsifier.masks.tables.replace = lambda *args: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             sparsifier.step()
-        sparsifier.packed_store.replace = commit  # type: ignore[method-assign]
+        sparsifier.masks.tables.replace = commit  # type: ignore[method-assign]
     else:
         sparsifier.step()
     with pytest.raises(ValueError, match="the list of unsent counts of earlier mask updates is"):

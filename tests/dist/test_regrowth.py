@@ -21,9 +21,9 @@ def test_rows_come_back_by_their_traffic() -> None:
     with MaskEnforcer(sparsifier).attach(optimizer_of(model)):
         for hot in (slice(0, None, 2), slice(1, None, 2)):
             for name in sparsifier.data_groups:
-                masks = sparsifier.packed_store.masks(name)
+                masks = sparsifier.masks.tables.masks(name)
                 for mask, counts in zip(
-                    masks, sparsifier.packed_store.counts(name) or (), strict=True
+                    masks, sparsifier.masks.tables.counts(name) or (), strict=True
                 ):
                     rows = torch.zeros(64, dtype=torch.int32)
                     rows[hot] = 5

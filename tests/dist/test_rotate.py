@@ -348,7 +348,7 @@ def test_refused_on_every_rank() -> None:
             sparsify(model, optimizer_of(model), level=0.5, block="col", end=2, **mine)
     pair: dict[str, Any] = {"rotate": [["user", "tiny"]], "optimizer_state": "reset", "min_rows": 0}
     broken = sparsify(model, optimizer_of(model), level=0.5, block="col", end=2, **pair)
-    for shard in broken.sparsifier.packed_store.locate()["user"].shards:
+    for shard in broken.sparsifier.masks.tables.locate()["user"].shards:
         if dist.get_rank() == 1:
             shard.tensor[0, 0] = torch.inf
     before = gathered(model)

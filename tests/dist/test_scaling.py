@@ -82,7 +82,7 @@ def test_counts_are_those_of_real_ranks(
         most = max(every, key=lambda counts: int(counts[1])).tolist()
         assert collectives - 2 * bool(spare) <= most[0] <= collectives
         assert sent - spare <= most[1] <= sent, (most, predicted)
-    located = sparsifier.packed_store.locate()
+    located = sparsifier.masks.tables.locate()
     mine = sum(shard.tensor.nbytes for data in located.values() for shard in data.shards)
-    bits = sum(mask.bits.nbytes for name in located for mask in sparsifier.packed_store.masks(name))
+    bits = sum(mask.bits.nbytes for name in located for mask in sparsifier.masks.tables.masks(name))
     assert mine <= held and bits <= masks

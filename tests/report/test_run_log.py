@@ -182,7 +182,7 @@ def test_what_sparsify_returned_is_logged_with_its_enforcer(tmp_path: Path) -> N
             optimizer.step()
             sparse.step()
             log.step(step, loss=1.0)
-    assert sparse.sparsifier.recorder is None
+    assert sparse.sparsifier.masks.recorder is None
     [end] = [line for line in lines_of(tmp_path) if line["kind"] == "end"]
     assert end["tables"][0]["removed_blocks"] == 10
     assert end["seconds"]["enforcement"] > 0 and end["seconds"]["masks"] > 0
@@ -218,7 +218,7 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
     with pytest.raises(KeyError), RunLog(tmp_path / "failed", sparsifier) as log:
         sparsifier.step()
         raise KeyError
-    assert sparsifier.recorder is None, "nothing would read its counts"
+    assert sparsifier.masks.recorder is None, "nothing would read its counts"
     sparsifier.step()
     own = sparsifier.record()
     sparsifier.step()
@@ -232,10 +232,10 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
         if line["kind"] == "masks"
     ]
     assert masks == [(0, 2), (1, 3)]
-    assert sparsifier.recorder is own, "it was there before the log"
+    assert sparsifier.masks.recorder is own, "it was there before the log"
     sparsifier.stop_recording()
     RunLog(tmp_path / "third", sparsifier).close()
-    assert sparsifier.recorder is None
+    assert sparsifier.masks.recorder is None
 
 
 def test_nothing_more_is_closed_twice(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_dense_tables_have_no_bitmap(tmp_path: Path) -> None:
         and tables["item"].kept == 301
     )
     for sparse in (None, pruned(model_of(), level=0.0)):
-        unpruned = model_of() if sparse is None else sparse.packed_store.sources[0].model
+        unpruned = model_of() if sparse is None else sparse.masks.tables.sources[0].model
         exported = export(unpruned, sparse, tmp_path / str(sparse is None))
         assert {name: table.bytes.after for name, table in exported.manifest.tables.items()} == {
             name: module.weight.nbytes for name, module in unpruned.items()

@@ -60,7 +60,7 @@ def test_a_squashed_table_may_leave_the_model() -> None:
     sparsifier.step()
     assert sparsifier.table_stats()[0].removed_blocks == 4
     sparsifier.squash_mask()
-    assert sparsifier.packed_store.sources == [], "nothing holds the model any more"
+    assert sparsifier.masks.tables.sources == [], "nothing holds the model any more"
 
 
 def test_reads_of_one_table_do_not_walk_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
