@@ -1,8 +1,9 @@
 """What an artifact serves, compared with the model before it gets its name, and checked on its own
 at any later time.
 
-Every removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16) or within
-half a step of their row's grid (8 and 4 bits), where zeros are exactly 0. Lookups read the mapped
+Every removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16), within
+half a step of their row's grid, or at the nearest step of their column's, where zeros are exactly
+0. Lookups read the mapped
 file in pure torch: no table is loaded.
 """
 
@@ -40,12 +41,14 @@ class MappedTable:
         tensors = artifact.tensors(name)
         self.index = RowIndex(tensors["kept"], self.entry.rows) if "kept" in tensors else None
         self.rotation = tensors.get("rotation")
+        self.scales = tensors.get("scales")
         self._stored, self._scale_bias = tensors["rows"], tensors.get("scale_bias")
 
     def rows(self, first: int, last: int) -> Rows:
         """Return the stored rows ``[first, last)`` as they are stored."""
         tail = self._scale_bias
-        return Rows(self._stored[first:last], None if tail is None else tail[first:last])
+        part = None if tail is None else tail[first:last]
+        return Rows(self._stored[first:last], part, self.scales)
 
 
 class TableCheck:
@@ -106,17 +109,21 @@ class TableCheck:
         stored = self._table.rows(first, self._at)
         dim, dtype = self._table.entry.dim, self._table.entry.dtype
         found, weight = decode(stored, dim), weight.cpu()
-        if stored.scale_bias is None:
-            # Bytes are compared: -0.0 is not 0.0.
-            exact = encode(weight, dtype).rows
-            wrong = stored.rows.view(torch.uint8) != exact.view(torch.uint8)
-            wrong = wrong.view(len(weight), dim, exact.element_size()).any(2)
-        else:
+        error = (found.double() - weight.double()).abs()
+        if stored.scale_bias is not None:
             step = stored.scale_bias[:, :1].double()
-            error = (found.double() - weight.double()).abs()
             wrong = (error > step / 2 * _ROUNDING) | ((weight == 0) & (found != 0))
-            self._error = max(self._error, float(error.max()))
-            self._step = max(self._step, float(step.max()))
+            self._note(error, step)
+        elif stored.scales is not None:
+            # The grid of a column need not reach its largest weights: codes are compared.
+            exact = decode(encode(weight, dtype, stored.scales), dim)
+            wrong = (found != exact) | ((weight == 0) & (found != 0))
+            self._note(error, stored.scales)
+        else:
+            # Bytes are compared: -0.0 is not 0.0.
+            bits = encode(weight, dtype).rows
+            wrong = stored.rows.view(torch.uint8) != bits.view(torch.uint8)
+            wrong = wrong.view(len(weight), dim, bits.element_size()).any(2)
         if len(places := wrong.nonzero()):
             row, column = places[0].tolist()
             raise ValueError(
@@ -124,6 +131,10 @@ class TableCheck:
                 f" {float(found[row, column])} in column {column}, and the model has"
                 f" {float(weight[row, column])}."
             )
+
+    def _note(self, error: Tensor, step: Tensor) -> None:
+        self._error = max(self._error, float(error.max()))
+        self._step = max(self._step, float(step.max()))
 
     def result(self) -> dict[str, int | float]:
         """Return how many rows were compared and how many ids serve 0; of 8 and 4 bits the largest
@@ -162,6 +173,10 @@ def check_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
         table = MappedTable(artifact, name)
         if table.rotation is not None and not bool(table.rotation.isfinite().all()):
             raise ValueError(f"{artifact.path}: the rotation of table {name!r} is not finite.")
+        if table.scales is not None and not bool(
+            (table.scales.isfinite() & (table.scales > 0)).all()
+        ):
+            raise ValueError(f"{artifact.path}: a scale of table {name!r} is not positive.")
         for some in chunks(entry.stored, entry.dim):
             wrong = _invalid(table.rows(some.start, some.stop), entry)
             if len(places := wrong.nonzero()):

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from dist_sparse.serving.column_grid import books_of, decode_books, encode_columns
 from dist_sparse.serving.manifest import Dtype
 
 __all__ = ["BITS", "LARGEST", "Rows", "chunks", "decode", "encode", "half_grid", "out_of_range"]
@@ -35,11 +36,12 @@ _LEAST_HALF: Final = 2.0**-24
 
 
 class Rows(NamedTuple):
-    """Encoded rows: weights or codes, and of 8 and 4 bits their scales and biases, float16
-    ``(rows, 2)``."""
+    """Encoded rows: weights or codes; of 8 and 4 bits their scales and biases, float16
+    ``(rows, 2)``, or the scales of the table's columns, float16 ``(columns,)``."""
 
     rows: Tensor
-    scale_bias: Tensor | None
+    scale_bias: Tensor | None = None
+    scales: Tensor | None = None
 
 
 def out_of_range(weight: Tensor, dtype: Dtype) -> float | None:
@@ -53,8 +55,11 @@ def out_of_range(weight: Tensor, dtype: Dtype) -> float | None:
     return None
 
 
-def encode(weight: Tensor, dtype: Dtype) -> Rows:
+def encode(weight: Tensor, dtype: Dtype, scales: Tensor | None = None) -> Rows:
     """Encode rows ``(n, columns)`` of any floating dtype, whose values :func:`out_of_range` allows.
+
+    Args:
+        scales: of the columns, for 4 bits on grids of columns in the place of rows.
 
     Returns:
         float32 or float16 ``(n, columns)``; 8-bit codes, uint8 ``(n, columns)``; or 4-bit codes,
@@ -62,7 +67,9 @@ def encode(weight: Tensor, dtype: Dtype) -> Rows:
         is nearest.
     """
     if dtype == "fp32" or dtype == "fp16":
-        return Rows(weight.to(torch.float32 if dtype == "fp32" else torch.float16), None)
+        return Rows(weight.to(torch.float32 if dtype == "fp32" else torch.float16))
+    if scales is not None:
+        return Rows(encode_columns(weight, scales), scales=scales)
     tail = half_grid(weight, BITS[dtype])
     scale, bias = tail.double().unsqueeze(-1).unbind(1)
     # In float64: a float32 division could round to the next code.
@@ -74,6 +81,8 @@ def encode(weight: Tensor, dtype: Dtype) -> Rows:
 def decode(stored: Rows, columns: int) -> Tensor:
     """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read
     them."""
+    if stored.scales is not None:
+        return decode_books(stored.rows, books_of(stored.scales), columns)
     if stored.scale_bias is None:
         return stored.rows.float()
     # Of one column, a byte with a 4-bit code is the code.

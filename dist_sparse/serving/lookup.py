@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.serving.column_grid import ENTRIES, books_of
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
@@ -178,7 +179,9 @@ class LibtorchLookup(RowLookup):
         by_width: dict[int, list[str]] = {}
         for name, table in tables.items():
             by_width.setdefault(table.entry.dim, []).append(name)
-        self.groups = nn.ModuleList(_Group(tables, names, features) for names in by_width.values())
+        by_column = tables[features[0]].entry.scale == "column"
+        kind = _BookGroup if by_column else _Group
+        self.groups = nn.ModuleList(kind(tables, names, features) for names in by_width.values())
         self.group_of = [list(by_width).index(dim) for dim in self.dims]
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
@@ -234,7 +237,7 @@ class _Group(nn.Module):
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
         rows, weights = ids.rows, ids.weights
-        features = self.firsts.size(0)
+        features, feature = self.firsts.size(0), None
         if features > 1:
             feature = torch.repeat_interleave(ids.counts, output_size=rows.size(0))
             first = self.firsts.index_select(0, feature)
@@ -243,11 +246,11 @@ class _Group(nn.Module):
             # A graph of one feature is spared the counts.
             here = torch.where(rows < 0, self.count, rows)
         if pooling == "none":
-            return self._vectors(here)
+            return self._vectors(here, feature)
         matrix = self.rows
         if self.dtype != "fp32":
             # The rows of these ids alone are decoded.
-            matrix = self._vectors(here)
+            matrix = self._vectors(here, feature)
             here = torch.arange(here.size(0), dtype=torch.int32, device=here.device)
         # torch weights sums only.
         bags = F.embedding_bag(
@@ -263,8 +266,8 @@ class _Group(nn.Module):
             bags = bags / ids.offsets.diff().clamp(min=1).unsqueeze(1)
         return bags.view(features, -1, self.width)
 
-    def _vectors(self, here: Tensor) -> Tensor:
-        """The rows at ``here``, float32 ``(n, width)``."""
+    def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
+        """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
         found = self.rows.index_select(0, here)
         if self.dtype in ("fp32", "fp16"):
             return found.float()
@@ -273,6 +276,38 @@ class _Group(nn.Module):
             found = torch.stack((found & 15, found >> 4), 2).flatten(1)[:, : self.width]
         scale, bias = self.scale_bias.index_select(0, here).float().chunk(2, 1)
         return found * scale + bias
+
+
+class _BookGroup(_Group):
+    """Tables whose rows are bytes, decoded by the books of their table.
+
+    The row of zeros behind the last is of bytes 0, which all books decode to 0.
+    """
+
+    books: Tensor
+    groups: Tensor
+    tables: Tensor
+
+    def __init__(
+        self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
+    ) -> None:
+        super().__init__(tables, mine, features)
+        books = [books_of(tables[name].tensors["scales"]) for name in mine]
+        # All books behind one another: where each group of columns starts, and each table.
+        size = books[0].shape[0] * ENTRIES
+        starts = torch.arange(0, size, ENTRIES, dtype=torch.int32)
+        # Ids of tables in another group read zeros, in any book.
+        at = {name: size * number for number, name in enumerate(mine)}
+        first = torch.tensor([at.get(name, 0) for name in features], dtype=torch.int32)
+        self.register_buffer("books", torch.cat(books).flatten(0, 1))
+        self.register_buffer("groups", starts)
+        self.register_buffer("tables", first)
+
+    def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
+        places = self.rows.index_select(0, here) + self.groups
+        if feature is not None:
+            places = places + self.tables.index_select(0, feature).unsqueeze(1)
+        return F.embedding(places, self.books).flatten(1)[:, : self.width].float()
 
 
 class TurnedLookup(nn.Module):

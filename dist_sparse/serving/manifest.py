@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Manifest",
     "Pooling",
+    "Scale",
     "Table",
     "TableBytes",
     "layout_of",
@@ -40,6 +41,7 @@ TABLES: Final = "tables.safetensors"
 Dtype = Literal["fp32", "fp16", "int8", "int4"]
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
+Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 ROW_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -99,7 +101,7 @@ class TableBytes:
         before: of the dense table, in the dtype that it was trained in.
         after: of all of its tensors in the file.
         index: of the bitmap of kept rows.
-        scales: of the rows' scales and biases.
+        scales: of the rows' scales and biases, or of the columns' scales.
         dense_int4: what the whole table would take in 4 bits with no mask at all.
         rotation: of the matrix that turns outputs back.
     """
@@ -122,6 +124,7 @@ class Table:
         dim: columns that are stored.
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
+        scale: of 8 and 4 bits: whether each row or each column has a grid.
         block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
         default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
@@ -137,6 +140,7 @@ class Table:
     pooling: Pooling
     dtype: Dtype
     block: tuple[int, int] | None
+    scale: Scale = "row"
     default_row: bool = False
     turned: int | None = None
     bytes: TableBytes
@@ -153,13 +157,16 @@ class Table:
 
         ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows:
         weights, 8-bit codes, or two 4-bit codes a byte, the lower half first. ``scale_bias``
-        holds the factor of the codes and the summand, ``rotation`` the matrix that outputs of
+        holds each row's factor of the codes and summand, ``scales`` each column's factor,
+        ``rotation`` the matrix that outputs of
         rotated tables are multiplied by.
         """
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.kept < self.rows:
             found["kept"] = torch.int32, (-(-self.rows // 32),)
-        if self.dtype in ("int8", "int4"):
+        if self.scale == "column":
+            found["scales"] = torch.float16, (self.dim,)
+        elif self.dtype in ("int8", "int4"):
             found["scale_bias"] = torch.float16, (self.stored, 2)
         # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
         columns = -(-self.dim // 2) if self.dtype == "int4" else self.dim
@@ -274,6 +281,10 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         )
     if not isinstance(entry["default_row"], bool):
         raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
+    # Artifacts until 2026-11-23 had grids per row alone.
+    scale = entry.get("scale", "row")
+    if scale != "row" and (scale != "column" or entry["dtype"] != "int4"):
+        raise ValueError(f"table {name!r} has scale {scale!r} and dtype {entry['dtype']!r}")
     rows = integer("rows", entry["rows"], least=1, of=name)
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
     block, turned = entry["block"], entry["turned"]
@@ -290,6 +301,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         pooling=entry["pooling"],
         dtype=entry["dtype"],
         block=block,
+        scale=scale,
         default_row=entry["default_row"],
         turned=turned,
         bytes=TableBytes(**taken),

@@ -423,8 +423,8 @@ def _served(
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        if entry.dtype == "int4" and entry.dim % 2:
-            # FBGEMM has no rows of half a byte.
+        if entry.scale == "column" or (entry.dtype == "int4" and entry.dim % 2):
+            # FBGEMM has neither grids of columns nor rows of half a byte.
             native = False
         tables[name] = StoredTable(entry, artifact.tensors(name))
     features = [feature.table for feature in collection.features] or list(collection.tables)

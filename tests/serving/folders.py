@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import ArtifactWriter
-from dist_sparse.serving.codes import decode, encode
+from dist_sparse.serving.codes import Rows, decode, encode
+from dist_sparse.serving.column_grid import ColumnSpread
 from dist_sparse.serving.manifest import (
     Collection,
     Dtype,
@@ -19,6 +20,7 @@ from dist_sparse.serving.manifest import (
     Kind,
     Manifest,
     Pooling,
+    Scale,
     Table,
     TableBytes,
 )
@@ -35,6 +37,7 @@ class Source:
     features: Sequence[str] = ()
     pooling: Pooling = "sum"
     dtype: Dtype = "fp32"
+    scale: Scale = "row"
 
     @property
     def kept(self) -> Tensor:
@@ -43,18 +46,27 @@ class Source:
     def decoded(self) -> Tensor:
         """What lookups should read: float32 ``(rows, columns)``, removed rows zero."""
         found = torch.zeros(self.weight.shape)
-        found[self.kept] = decode(encode(self.weight[self.kept], self.dtype), self.weight.shape[1])
+        found[self.kept] = decode(self.encoded(), self.weight.shape[1])
         return found
+
+    def encoded(self) -> Rows:
+        rows, scales = self.weight[self.kept], None
+        if self.scale == "column":
+            spread = ColumnSpread(rows.shape[1])
+            spread.add(rows)
+            scales = spread.scales()
+        return encode(rows, self.dtype, scales)
 
     def stored(self) -> tuple[Table, dict[str, Tensor]]:
         kept = self.kept
-        rows = encode(self.weight[kept], self.dtype)
+        rows = self.encoded()
         entry = Table(
             rows=len(kept),
             kept=int(kept.sum()),
             dim=self.weight.shape[1],
             pooling=self.pooling,
             dtype=self.dtype,
+            scale=self.scale,
             block=(1, self.weight.shape[1]),
             bytes=NO_BYTES,
         )
@@ -63,6 +75,8 @@ class Source:
             tensors["kept"] = RowIndex.of(kept).words
         if rows.scale_bias is not None:
             tensors["scale_bias"] = rows.scale_bias
+        if rows.scales is not None:
+            tensors["scales"] = rows.scales
         tensors["rows"] = rows.rows
         return entry, tensors
 

@@ -89,8 +89,8 @@ def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
 def test_an_export_that_wrote_something_else_is_refused(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(weight: torch.Tensor, dtype: Any) -> Rows:
-        found = encode(weight, dtype)
+    def wrong(weight: torch.Tensor, dtype: Any, scales: Any) -> Rows:
+        found = encode(weight, dtype, scales)
         found.rows.view(torch.uint8)[3, -1] ^= 0x33
         return found
 

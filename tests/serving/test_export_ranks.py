@@ -37,7 +37,7 @@ from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 from tests.serving.stored import crcs, dense
 
-KINDS: dict[str, tuple[Any, str, dict[str, dict[str, float]]]] = {
+KINDS: dict[str, tuple[Any, Any, dict[str, dict[str, float]]]] = {
     "rows": (
         (1, "ROW"),
         "fp32",
@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[Any, str, dict[str, dict[str, float]]]] = {
     ),
     "small blocks": ((1, 4), "int4", {"user": {"sparsity_level": 0.9}}),
     "blocks cut by borders": ((3, 5), "int8", {}),
+    "scales of columns": ((1, "ROW"), "int4/column", {}),
 }
 CELLS = {
     1: ("row_wise", "ec_column_wise"),
@@ -82,7 +83,8 @@ def exported(model: torch.nn.Module, path: Path, kind: str) -> None:
         model, config={name: entry for name, entry in config.items() if name in located} or None
     )
     sparsifier.step()
-    export(model, sparsifier, path / kind, dtype)
+    chosen, _, scale = dtype.partition("/")
+    export(model, sparsifier, path / kind, chosen, scale or "row")
 
 
 @pytest.fixture(scope="module")

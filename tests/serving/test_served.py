@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,32 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dist_sparse import DataNormSparsifier, export
-from dist_sparse.serving.manifest import Dtype
 from dist_sparse.serving.served import Served, ServedModel, load_served
 from tests.serving.folders import Source, bags, table, write
 
 FBGEMM = pytest.mark.parametrize("fbgemm", [True, False], ids=["fbgemm", "torch"])
-DTYPES = pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "int4"])
+DTYPES = pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "int4", "int4/column"])
 
 
 def sources(
-    dtype: Dtype = "fp32", *, block: int = 0, means: bool = False, whole: bool = False
+    dtype: str = "fp32", *, block: int = 0, means: bool = False, whole: bool = False
 ) -> list[Source]:
     """A table with two features, one that keeps all rows, one with nothing left; two widths."""
     how: dict[str, Any] = {"block": block, "whole": whole}
-    return [
-        Source("two", table(100, 8, 0.4, **how), ["a", "b"], "sum", dtype),
-        Source("dense", table(33, 4, 1.0, whole=whole), ["c"], "mean" if means else "sum", dtype),
-        Source("none", table(70, 8, 0.0, **how), ["d"], "sum", dtype),
+    tables = [
+        Source("two", table(100, 8, 0.4, **how), ["a", "b"]),
+        Source("dense", table(33, 4, 1.0, whole=whole), ["c"], "mean" if means else "sum"),
+        Source("none", table(70, 8, 0.0, **how), ["d"]),
     ]
+    return of_kind(dtype, *tables)
+
+
+def of_kind(dtype: str, *tables: Source) -> list[Source]:
+    """The tables in a dtype, which may name its scale: ``"int4/column"``."""
+    kind: Any
+    scale: Any
+    kind, _, scale = dtype.partition("/")
+    return [replace(each, dtype=kind, scale=scale or "row") for each in tables]
 
 
 def batch(
@@ -73,7 +82,7 @@ def one(path: Path, **options: Any) -> Served:
 
 @FBGEMM
 @DTYPES
-def test_pooled(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+def test_pooled(tmp_path: Path, dtype: str, fbgemm: bool) -> None:
     """Sums in the order of the ids are equal bit for bit; ids are as they were."""
     of = sources(dtype)
     served = one(write(tmp_path / "served", ("", "bag", of)), fbgemm=fbgemm)
@@ -125,10 +134,13 @@ def test_means_beside_sums(tmp_path: Path, fbgemm: bool, weighted: bool) -> None
 
 @FBGEMM
 @DTYPES
-def test_zeros_within_rows(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+def test_zeros_within_rows(tmp_path: Path, dtype: str, fbgemm: bool) -> None:
     """Removed blocks are stored as zeros, and are exactly 0 in every dtype; odd columns, ragged
     blocks."""
-    of = [*sources(dtype, block=4), Source("odd", table(50, 7, 0.6, block=2), ["e"], "sum", dtype)]
+    of = [
+        *sources(dtype, block=4),
+        *of_kind(dtype, Source("odd", table(50, 7, 0.6, block=2), ["e"])),
+    ]
     path = write(tmp_path / "served", ("", "bag", of))
     ids, lengths = batch(5, 6)
     want = pooled(of, ids, lengths)
@@ -203,12 +215,13 @@ def test_a_weighted_keyed_jagged_tensor(tmp_path: Path) -> None:
 
 @FBGEMM
 @DTYPES
-def test_sequences(tmp_path: Path, dtype: Dtype, fbgemm: bool) -> None:
+def test_sequences(tmp_path: Path, dtype: str, fbgemm: bool) -> None:
     """A row for each id, zeros for removed ones."""
-    of = [
-        Source("two", table(100, 8, 0.4), ["a", "b"], "none", dtype),
-        Source("c", table(40, 8, 1.0), ["c"], "none", dtype),
-    ]
+    of = of_kind(
+        dtype,
+        Source("two", table(100, 8, 0.4), ["a", "b"], "none"),
+        Source("c", table(40, 8, 1.0), ["c"], "none"),
+    )
     served = one(write(tmp_path / "served", ("", "sequence", of)), fbgemm=fbgemm)
     configs = [
         EmbeddingConfig(
