@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.quality_kernel import Floats, Model, rotated
 from dist_sparse.serving.codes import decode, encode
+from dist_sparse.serving.column_grid import ColumnSpread
 from two_tower.data import Interactions, Test, load
 from two_tower.quality import measure
 
@@ -35,7 +36,10 @@ DIM = 64
 FULL = 4 * DIM
 """Bytes of a row of it."""
 
-_BITS = {"fp32": 32, "int8": 8, "int4": 4}
+BY_COLUMN = "int4 by column"
+"""4 bits on a grid for each column: ``export(dtype="int4", scale="column")``."""
+
+_BITS = {"fp32": 32, "int8": 8, "int4": 4, BY_COLUMN: 4}
 _SHARED = ("mod hash", "double hash", "frequency cut-off")
 _FINE = {"elements": 1, "soft threshold": 1, "1x4 blocks": 4}
 CUT_METHODS = ("narrowed", *_FINE, "rows")
@@ -44,8 +48,9 @@ METHODS = ("narrowed", *_SMALL, *_FINE, "rows", *_SHARED)
 
 
 def _row_bytes(dim: int, dtype: str) -> float:
-    """Bytes of a row of values; a scale and a bias of 2 bytes each are those of 8 and 4 bits."""
-    return dim * _BITS[dtype] / 8 + (0 if dtype == "fp32" else 4)
+    """Bytes of a row of values; in 8 and 4 bits with a scale and a bias of 2 bytes each. Scales of
+    columns are 2 bytes a column for the whole table: less than 0.001 bytes a row of this data."""
+    return dim * _BITS[dtype] / 8 + (4 if dtype in ("int8", "int4") else 0)
 
 
 def forms(method: str, budget: float) -> list[Case]:
@@ -53,20 +58,20 @@ def forms(method: str, budget: float) -> list[Case]:
     kept.
 
     ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8
-    and in 4 bits, small dense ones in float32 too, as a method of its own. The others have 8 bits,
+    and in 4 bits, the latter with a scale for each row and for each column, small dense ones in float32 too, as a method of its own. The others have 8 bits,
     and less than twice the columns that would fit: the more of a table must go, the worse they are.
     """
     if method == "small dense float32":
         return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]
     if method in ("narrowed", "small dense"):
-        bits = {"int8": 8, "int4": 4}
         widths = {
-            dtype: int((budget - _row_bytes(0, dtype)) * 8 / bits[dtype]) // 4 * 4 for dtype in bits
+            dtype: int((budget - _row_bytes(0, dtype)) * 8 / _BITS[dtype]) // 4 * 4
+            for dtype in ("int8", "int4", BY_COLUMN)
         }
         return [
             {"dim": DIM if method == "narrowed" else width, "dtype": dtype, "kept": width}
             for dtype, width in widths.items()
-            if width < DIM
+            if 0 < width < DIM
         ]
     dim = next(dim for dim in (8, 16, 32, DIM) if _row_bytes(dim, "int8") > budget)
     if method in _FINE:
@@ -100,10 +105,7 @@ def run(case: Case) -> Case:
     data, tests = read(case["file"], case["split_seed"])
     mapped = _places(case, data) if case["method"] in _SHARED else None
     model = _trained(case, data, mapped)
-    stored = [encode(torch.from_numpy(weight), case["dtype"]) for weight in model.weights]
-    served = [
-        decode(rows, weight.shape[1]) for rows, weight in zip(stored, model.weights, strict=True)
-    ]
+    served = [_served(torch.from_numpy(weight), case["dtype"]) for weight in model.weights]
     if mapped is not None:
         served = [table[rows].sum(1) for table, rows in zip(served, mapped, strict=True)]
     found: dict[str, Any] = {}
@@ -113,6 +115,15 @@ def run(case: Case) -> Case:
         if not case["recall"]:
             del found[part]["recall"]
     return {"bytes": _bytes(case), **found}
+
+
+def _served(weight: Tensor, dtype: Any) -> Tensor:
+    """The weights as lookups of an artifact return them."""
+    if dtype != BY_COLUMN:
+        return decode(encode(weight, dtype), weight.shape[1])
+    spread = ColumnSpread(weight.shape[1])
+    spread.add(weight)
+    return decode(encode(weight, "int4", spread.scales()), weight.shape[1])
 
 
 @cache
