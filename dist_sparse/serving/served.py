@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -28,6 +29,7 @@ from dist_sparse.serving.lookup import (
     TurnedLookup,
 )
 from dist_sparse.serving.manifest import Collection
+from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
 __all__ = ["Served", "ServedModel", "load_served"]
@@ -199,6 +201,7 @@ class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
     Args:
+        artifact: the folder that it was loaded from.
         collection: of the manifest.
         lookup: of its tables.
         dims: columns of each feature; an embedding module has one.
@@ -211,8 +214,11 @@ class Served(nn.Module):
         dims: columns of the results, likewise.
     """
 
-    def __init__(self, collection: Collection, lookup: _Lookup, dims: list[int]) -> None:
+    def __init__(
+        self, artifact: Path, collection: Collection, lookup: _Lookup, dims: list[int]
+    ) -> None:
         super().__init__()
+        self._artifact, self._collection = artifact, collection
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
         self.features = [feature.name for feature in collection.features]
@@ -308,6 +314,40 @@ class Served(nn.Module):
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             program = torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args))
             torch.export.save(program, str(file))
+
+    def to_fbgemm(self) -> nn.Module:
+        """Return FBGEMM's own module over the stored rows, on the CPU:
+        ``IntNBitTableBatchedEmbeddingBagsCodegen``, with its remap of ids.
+
+        It takes ids, int64 ``(n,)``, and offsets, int64 ``(features * bags + 1,)``, of the features
+        in the order of :attr:`features`, and gives what the artifact serves, bit for bit: removed
+        ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
+        caller's ids. Of pruned tables with several features each feature has a copy. Columns with a
+        scale each become float16. Reads the artifact again.
+
+        Raises:
+            ValueError: the collection has sums and means, a table was rotated alone, or it has 4
+                bits and an odd number of columns; or the artifact is gone or damaged.
+            ImportError: FBGEMM is not installed.
+        """
+        return to_fbgemm(self._collection, _tables(open_artifact(self._artifact), self._collection))
+
+    def to_torchrec(self) -> QuantizedCollection:
+        """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
+        rows, behind an index from ids to rows; on the CPU.
+
+        It takes and returns what the collection did, bit for bit as the artifact serves it.
+        ``torchrec.inference.modules.shard_quant_model`` shards tables of 8 and 4 bits; its model
+        loads the state of this one. Reads the artifact again.
+
+        Raises:
+            ValueError: the collection looks up sequences or is a module of torch's, a table was
+                rotated alone, or it has 4 bits and an odd number of columns; or the artifact is
+                gone or damaged.
+            ImportError: TorchRec is not installed.
+        """
+        tables = _tables(open_artifact(self._artifact), self._collection)
+        return to_torchrec(self._collection, tables, self.lookup.index)
 
     def extra_repr(self) -> str:
         """Return the arguments shown by ``repr``."""
@@ -414,24 +454,32 @@ def load_served(
     return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
 
 
-def _served(
-    artifact: VerifiedArtifact, collection: Collection, native: bool, unknown: str
-) -> Served:
+def _tables(artifact: VerifiedArtifact, collection: Collection) -> dict[str, StoredTable]:
+    """The tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
         entry = artifact.manifest.tables[name]
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
+        tables[name] = StoredTable(entry, artifact.tensors(name))
+    return tables
+
+
+def _served(
+    artifact: VerifiedArtifact, collection: Collection, native: bool, unknown: str
+) -> Served:
+    tables = _tables(artifact, collection)
+    for table in tables.values():
+        entry = table.entry
         if entry.scale == "column" or (entry.dtype == "int4" and entry.dim % 2):
             # FBGEMM has neither grids of columns nor rows of half a byte.
             native = False
-        tables[name] = StoredTable(entry, artifact.tensors(name))
     features = [feature.table for feature in collection.features] or list(collection.tables)
     kind = _LOOKUPS.get(collection.kind, CollectionLookup)
     lookup = kind(tables, features, native, unknown, collection.include_last_offset)
     dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
-    return Served(collection, lookup, dims)
+    return Served(artifact.path, collection, lookup, dims)
 
 
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["give", "reordered", "take"]
+__all__ = ["give", "keyed", "reordered", "take"]
 
 
 def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
@@ -30,6 +30,13 @@ def take(
     if list(ids.keys()) != list(features):
         ids = reordered(ids, features)
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
+
+
+def keyed(
+    keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None
+) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor of ids, feature after feature."""
+    return KeyedJaggedTensor(list(keys), values, weights=weights, lengths=lengths)
 
 
 def _refuse_unfit(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> None:

@@ -1,0 +1,172 @@
+"""Tables of an artifact in modules that others load: FBGEMM's table batch with its remap of ids,
+and TorchRec's quantized collection.
+
+Both hold rows of the artifact bit for bit, and removed ids are exactly 0. Columns with a scale each
+are stored in float16, which holds each of their steps exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dist_sparse.compaction.row_index import RowIndex, RowIndexes
+from dist_sparse.serving.codes import Rows, decode
+from dist_sparse.serving.lookup import StoredTable
+from dist_sparse.serving.manifest import Collection
+
+__all__ = ["QuantizedCollection", "to_fbgemm", "to_torchrec"]
+
+_FEW: Final = 0.01
+"""Share of kept ids below which FBGEMM's hash map of them (45 bytes each) is used in the place of
+its array of all ids (4 bytes each)."""
+
+
+def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
+    """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
+    from dist_sparse.torchrec.inference import table_batch
+
+    entries = [tables[name].entry for name in collection.tables]
+    if len({entry.pooling for entry in entries}) > 1:
+        raise ValueError(
+            f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
+            " pools in one way: use to_torchrec()."
+        )
+    pruned = any(entry.kept < entry.rows for entry in entries)
+    features = [feature.table for feature in collection.features] or list(collection.tables)
+    # FBGEMM's remap counts tables where it should count features: a table with two features and a
+    # remap serves other rows. So each feature has a table of its own.
+    names = features if pruned else list(collection.tables)
+    stored = [
+        _stored(tables[name], f"{name}.{place}" if pruned else name)
+        for place, name in enumerate(names)
+    ]
+    if pruned:
+        remaps = [_remap(tables[name]) for name in names]
+        stored = [replace(one, remap=some) for one, some in zip(stored, remaps, strict=True)]
+    else:
+        stored = [
+            replace(one, features=(name,) * features.count(name))
+            for one, name in zip(stored, names, strict=True)
+        ]
+    ids = sum(entry.rows for entry in entries)
+    kept = sum(entry.kept for entry in entries)
+    # A default row is the row of all removed ids, which a map of kept ids can't hold.
+    shared = any(entry.default_row for entry in entries)
+    return table_batch(stored, as_array=shared or kept >= _FEW * ids)
+
+
+def to_torchrec(
+    collection: Collection, tables: Mapping[str, StoredTable], index: RowIndexes
+) -> QuantizedCollection:
+    """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
+    from dist_sparse.torchrec.inference import bag_collection
+
+    if collection.kind != "bag":
+        raise ValueError(
+            f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
+            " EmbeddingBagCollection looks up bags: use to_fbgemm()."
+        )
+    # A feature of two tables has other rows in each: its outputs' names tell them apart.
+    keys: dict[str, list[str]] = {name: [] for name in collection.tables}
+    for feature, key in zip(collection.features, collection.outputs, strict=True):
+        keys[feature.table].append(key)
+    stored = []
+    for name in collection.tables:
+        one = _stored(tables[name], name)
+        # Behind the last row one of zeros: for removed ids, and for ids out of range.
+        tail = None if one.scale_bias is None else F.pad(one.scale_bias, (0, 0, 0, 1))
+        rows = F.pad(one.rows, (0, 0, 0, 1))
+        stored.append(replace(one, rows=rows, scale_bias=tail, features=tuple(keys[name])))
+    zeros = [tables[feature.table].entry.stored for feature in collection.features]
+    return QuantizedCollection(
+        bag_collection(stored, collection.weighted),
+        index,
+        [feature.name for feature in collection.features],
+        list(collection.outputs),
+        zeros,
+        collection.weighted,
+    )
+
+
+class QuantizedCollection(nn.Module):
+    """TorchRec's quantized EmbeddingBagCollection behind an index from ids to rows.
+
+    Args:
+        collection: takes rows.
+        index: from ids to rows.
+        features: of the ids, in the order of the index.
+        keys: of the rows, likewise, and of the results.
+        zeros: the row of zeros of each feature's table.
+        weighted: whether ids have weights.
+    """
+
+    zeros: Tensor
+
+    def __init__(
+        self,
+        collection: nn.Module,
+        index: RowIndexes,
+        features: Sequence[str],
+        keys: Sequence[str],
+        zeros: Sequence[int],
+        weighted: bool,
+    ) -> None:
+        super().__init__()
+        self.collection, self.index = collection, index
+        self.features, self.keys, self.weighted = list(features), list(keys), weighted
+        self.register_buffer("zeros", torch.tensor(zeros, dtype=torch.int32), persistent=False)
+
+    def forward(self, ids: Any) -> Any:
+        """Return the pooled rows of a KeyedJaggedTensor as a KeyedTensor. Removed ids, and ids out
+        of range, count as zeros."""
+        from dist_sparse.torchrec import jagged
+
+        values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+        counts = lengths.view(len(self.features), -1).sum(1)
+        rows = self.index(values, counts)
+        zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
+        rows = torch.where(rows < 0, zeros, rows)
+        return self.collection(jagged.keyed(self.keys, rows, lengths, weights))
+
+
+def _stored(table: StoredTable, name: str) -> Any:
+    """The stored rows of a table in FBGEMM's format."""
+    from dist_sparse.torchrec.inference import StoredRows
+
+    entry, tensors = table.entry, table.tensors
+    if entry.turned is not None:
+        raise ValueError(
+            f"Table {name!r} was rotated alone: its outputs are turned back by a matrix, for which"
+            " other libraries have no place. Rotate its group instead, or serve it by this one."
+        )
+    if entry.dtype == "int4" and entry.dim % 2:
+        raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
+    dtype, rows = entry.dtype, tensors["rows"]
+    if entry.scale == "column":
+        dtype, rows = "fp16", decode(Rows(rows, scales=tensors["scales"]), entry.dim).half()
+    tail = tensors.get("scale_bias")
+    return StoredRows(
+        name=name,
+        features=(name,),
+        columns=entry.dim,
+        dtype=dtype,
+        pooling=entry.pooling,
+        rows=rows.view(torch.uint8),
+        scale_bias=None if tail is None else tail.view(torch.uint8),
+    )
+
+
+def _remap(table: StoredTable) -> Tensor:
+    """The row of each id, -1 where there is none: int32 ``(ids,)``."""
+    entry = table.entry
+    ids = torch.arange(entry.rows, dtype=torch.int32)
+    if "kept" not in table.tensors:
+        return ids
+    found: Tensor = RowIndex(table.tensors["kept"], entry.rows, entry.default_row)(ids)
+    return found.int()
