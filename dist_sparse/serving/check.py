@@ -117,7 +117,7 @@ class TableCheck:
         elif stored.scales is not None:
             # The grid of a column need not reach its largest weights: codes are compared.
             exact = decode(encode(weight, dtype, stored.scales), dim)
-            wrong = (found != exact) | ((weight == 0) & (found != 0))
+            wrong = found != exact
             self._note(error, stored.scales)
         else:
             # Bytes are compared: -0.0 is not 0.0.

@@ -140,12 +140,7 @@ def export(
     """
     world = group_over(world_ranks())
     with world.agreeing("export()") as facts:
-        chosen: Any = choice("dtype", dtype, LARGEST)
-        by: Any = choice("scale", scale, ("row", "column"))
-        if by == "column" and chosen != "int4":
-            raise ValueError(
-                f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
-            )
+        chosen, by = _checked(dtype, scale)
         sparsifier = _sparsifier_of(sparse)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
@@ -189,6 +184,14 @@ def export(
             "dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names)
         )
     return Exported(target, manifest)
+
+
+def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
+    chosen: Any = choice("dtype", dtype, LARGEST)
+    by: Any = choice("scale", scale, ("row", "column"))
+    if by == "column" and chosen != "int4":
+        raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
+    return chosen, by
 
 
 def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:

@@ -31,34 +31,33 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.inference import table_batch
 
-    entries = [tables[name].entry for name in collection.tables]
-    if len({entry.pooling for entry in entries}) > 1:
+    if len({table.entry.pooling for table in tables.values()}) > 1:
         raise ValueError(
             f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
             " pools in one way: use to_torchrec()."
         )
-    pruned = any(entry.kept < entry.rows for entry in entries)
     features = [feature.table for feature in collection.features] or list(collection.tables)
+    if all(table.entry.kept == table.entry.rows for table in tables.values()):
+        stored = [
+            replace(_stored(table, name), features=(name,) * features.count(name))
+            for name, table in tables.items()
+        ]
+        return table_batch(stored, as_array=True)
     # FBGEMM's remap counts tables where it should count features: a table with two features and a
     # remap serves other rows. So each feature has a table of its own.
-    names = features if pruned else list(collection.tables)
     stored = [
-        _stored(tables[name], f"{name}.{place}" if pruned else name)
-        for place, name in enumerate(names)
+        replace(_stored(tables[name], f"{name}.{place}"), remap=_remap(tables[name]))
+        for place, name in enumerate(features)
     ]
-    if pruned:
-        remaps = [_remap(tables[name]) for name in names]
-        stored = [replace(one, remap=some) for one, some in zip(stored, remaps, strict=True)]
-    else:
-        stored = [
-            replace(one, features=(name,) * features.count(name))
-            for one, name in zip(stored, names, strict=True)
-        ]
-    ids = sum(entry.rows for entry in entries)
-    kept = sum(entry.kept for entry in entries)
+    return table_batch(stored, as_array=_array_is_smaller(tables))
+
+
+def _array_is_smaller(tables: Mapping[str, StoredTable]) -> bool:
+    entries = [table.entry for table in tables.values()]
     # A default row is the row of all removed ids, which a map of kept ids can't hold.
-    shared = any(entry.default_row for entry in entries)
-    return table_batch(stored, as_array=shared or kept >= _FEW * ids)
+    if any(entry.default_row for entry in entries):
+        return True
+    return sum(entry.kept for entry in entries) >= _FEW * sum(entry.rows for entry in entries)
 
 
 def to_torchrec(
