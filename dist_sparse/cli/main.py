@@ -13,9 +13,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from dist_sparse.cli.completion import add_completion
 from dist_sparse.cli.output import fail, flush, interrupted, progress, show, use_colors
 from dist_sparse.cli.parsing import (
     STATUS,
@@ -29,7 +28,7 @@ from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
 from dist_sparse.launch.parsing import closest
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
 
@@ -90,7 +89,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return interrupted()
 
 
-def _main(words: Sequence[str] | None) -> int:
+def parser() -> Parser:
+    """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
     parser = Parser(
         prog="dist-sparse",
         description=_DESCRIPTION,
@@ -103,27 +103,21 @@ def _main(words: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(
         metavar="COMMAND", title="commands", required=True, parser_class=Subcommand
     )
-    for add in (
-        _add_launch,
-        add_inspect,
-        add_report,
-        add_plan,
-        add_frontier,
-        _add_serve_check,
-        _add_doctor,
-    ):
+    for add in _COMMANDS.values():
         add(commands)
-    # Last: its script has the options of all others.
-    add_completion(commands, parser)
+    return parser
+
+
+def _main(words: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if not words:
-        return show(parser.format_help().rstrip())
+        return show(parser().format_help().rstrip())
     # argparse would list all commands, and name no close one.
-    if words[0] not in (*commands.choices, "-h", "--help", "-V", "--version"):
+    if words[0] not in (*_COMMANDS, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
-        meant = closest(words[0], [*commands.choices, "--help", "--version"])
-        parser.error(f"there is no {kind} {words[0]}{meant}")
-    options = parser.parse_args(words)
+        meant = closest(words[0], [*_COMMANDS, "--help", "--version"])
+        parser().error(f"there is no {kind} {words[0]}{meant}")
+    options = parser().parse_args(words)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
@@ -221,5 +215,13 @@ def _add_doctor(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+_COMMANDS: Final = {
+    "launch": _add_launch,
+    "inspect": add_inspect,
+    "report": add_report,
+    "plan": add_plan,
+    "frontier": add_frontier,
+    "serve-check": _add_serve_check,
+    "doctor": _add_doctor,
+}
+"""What adds the parser of each subcommand, in the order of the help."""

@@ -15,7 +15,7 @@ from dist_sparse import RunLog
 from dist_sparse.checkpoint.folders import MARKER
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
-from dist_sparse.cli.main import main
+from dist_sparse.cli.main import main, parser
 from dist_sparse.report.run_log import RUN
 from tests.report.test_run_log import train
 
@@ -90,7 +90,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "completion", "launch"],
+    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "launch"],
 )
 def test_each_has_a_help_of_its_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -103,9 +103,9 @@ def test_each_has_a_help_of_its_own(
     assert (
         f"usage: dist-sparse {name}" in out and f"  dist-sparse {name}" in out.split("example")[1]
     )
-    assert [line for line in out.splitlines() if len(line) > 80 and "~/.local" not in line] == []
+    assert [line for line in out.splitlines() if len(line) > 80] == []
     assert name == "launch" or "exit status: 0" in out
-    assert name in ("launch", "completion") or "--json" in out
+    assert name == "launch" or "--json" in out
 
 
 WRONG = [
@@ -379,43 +379,15 @@ def test_doctor_as_a_module(tmp_path: Path) -> None:
     assert done.returncode == (0 if said["can_train"] else 1), done.stderr
 
 
-def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    (tmp_path / "train.py").touch()
-    typed = [
-        "dist-sparse serve",
-        "dist-sparse launch --npr",
-        "dist-sparse plan --budg",
-        "dist-sparse launch tra",
-    ]
-    lines = ["source ./script", "complete -p dist-sparse > /dev/null"]
-    for line in typed:
-        lines += [
-            f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}",
-            "_shtab_dist_sparse; echo ${COMPREPLY[*]}",
-        ]
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout.splitlines() == [
+def test_completion_finds_the_commands() -> None:
+    """shtab imports the parser, and reads its subcommands."""
+    choices = [action.choices for action in parser()._actions if action.metavar == "COMMAND"]
+    assert [*choices[0]] == [
+        "launch",
+        "inspect",
+        "report",
+        "plan",
+        "frontier",
         "serve-check",
-        "--nproc",
-        "--budget",
-        "train.py",
-    ], done.stderr
-
-
-def test_completion_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 1
-    expected = "dist-sparse completion: needs shtab: pip install shtab.\n"
-    assert capsys.readouterr().err == expected
+        "doctor",
+    ]
