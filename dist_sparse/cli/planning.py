@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.cli.arguments import (
@@ -53,23 +52,8 @@ are those that would be served, indexes, scales and bases counted.
 {STATUS}
 """
 
-
 _OF_MEASURE: Final = ("--metric", "--less", "--tolerance", "--out")
 """Options of `plan` that are read with `--measure` only: refused without it."""
-
-_OPTIONS: Final = {
-    "entry": "FUNCTION",
-    "budgets": "--budget",
-    "methods": "--method",
-    "dtypes": "--dtype",
-    "lower_is_better": "--less",
-    **{
-        name: f"--{name}"
-        for name in ("budget", "cold", "exclude", "include", "metric", "protect", "rotate")
-    },
-    "tolerance": "--tolerance",
-}
-"""What a user typed, by the argument that it becomes."""
 
 
 def add_plan(commands: Commands) -> None:
@@ -80,11 +64,7 @@ def add_plan(commands: Commands) -> None:
                 parser.error(f"{option} is for --measure.")
         quiet()
         try:
-            return (
-                _measured_plan(options)
-                if options.measure
-                else _plan(options, model_from(options.function))
-            )
+            return _measured_plan(options) if options.measure else _plan(options)
         except (ValueError, OSError) as error:
             return _failed("plan", error)
 
@@ -106,7 +86,7 @@ def add_plan(commands: Commands) -> None:
     )
     parser.add_argument(
         "--rotate",
-        type=lambda names: names.split(","),
+        type=_names,
         action="append",
         metavar="A,B",
         help="tables that only dot products between them read; may be repeated",
@@ -125,8 +105,8 @@ def add_plan(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _plan(options: argparse.Namespace, model: Any) -> int:
-    answer = _planned(options, model)
+def _plan(options: argparse.Namespace) -> int:
+    answer = _planned(options, model_from(options.function))
     return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
 
@@ -187,7 +167,7 @@ def add_frontier(commands: Commands) -> None:
     )
     add(
         "--rotate",
-        type=lambda names: names.split(","),
+        type=_names,
         action="append",
         metavar="A,B",
         help=(
@@ -203,6 +183,10 @@ def add_frontier(commands: Commands) -> None:
     _add_measuring(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
@@ -228,18 +212,8 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 
 def _failed(command: str, error: Exception) -> int:
-    """Print an error, with the option that was typed in the place of the argument that it
-    becomes."""
-
-    def typed(found: re.Match[str]) -> str:
-        return f"Invalid {_OPTIONS.get(found[1], found[1])}"
-
-    # At the beginning alone: the rest may quote a user's own words.
-    message = re.sub(r"^Invalid (\w+)", typed, str(error))
-    # Another failure is not about the command line.
-    if isinstance(error, EntryError):
-        message += f"\nUsage and options: dist-sparse {command} --help"
-    return fail(command, message)
+    hint = f"\nUsage and options: dist-sparse {command} --help"
+    return fail(command, f"{error}{hint if isinstance(error, EntryError) else ''}")
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:
@@ -248,7 +222,6 @@ def _measuring(options: argparse.Namespace) -> dict[str, Any]:
         "metric": options.metric,
         "lower_is_better": options.less,
         "tolerance": options.tolerance,
+        "out": options.out,
     }
-    return {
-        name: value for name, value in {**given, "out": options.out}.items() if value is not None
-    }
+    return {name: value for name, value in given.items() if value is not None}

@@ -207,9 +207,9 @@ def test_plan_of_a_module(
     [
         (
             ["plan", "{model}:two", "--budget", "1%", "--include", "x"],
-            "Invalid --include pattern 'x'",
+            "Invalid include pattern 'x'",
         ),
-        (["plan", "{model}:two", "--budget", "101%"], "Invalid --budget='101%'"),
+        (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
         (
             ["plan", "{model}:driving", "--budget", "1%", "--include", "x"],
             "none of the tables a\\x1b[2J (",
@@ -247,10 +247,8 @@ def test_a_failure_is_one_line_and_1(
         ("{model}x.py:one", "there is no file"),
         ("no_such_module.at_all:one", "there is no module 'no_such_module' here."),
         ("one", "must be package.module:function or file.py:function."),
-        (".near:one", "must be package.module:function or file.py:function."),
         ("json:dumps", "missing a required argument: 'obj'; must take no arguments."),
         ("json:JSONEncoder", "returned JSONEncoder; must return "),
-        ("builtins:dict", "returned dict; must return "),
         ("{folder}/typo.py:one", "it failed with SyntaxError: "),
         (
             "{folder}/fails.py:one",
