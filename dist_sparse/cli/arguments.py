@@ -32,6 +32,9 @@ _UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 class EntryError(ValueError):
     """There is no such function, it failed or returns something else. The message is for users."""
 
+    def __init__(self, entry: str, why: str) -> None:
+        super().__init__(f"Invalid FUNCTION={entry!r}: {why}")
+
 
 def model_from(entry: str) -> Any:
     """Call the function that ``entry`` names, without arguments, and return its model.
@@ -51,10 +54,9 @@ def model_from(entry: str) -> Any:
     # What `plan` and `frontier` read: one function serves both.
     model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if not hasattr(model, "named_modules"):  # torch need not be there to say so
-        raise EntryError(
-            f"Invalid FUNCTION={entry!r}: returned {type(returned).__name__}; must return a torch.nn.Module,"
-            " or (model, evaluate)."
-        )
+        kind = type(returned).__name__
+        why = f"returned {kind}; must return a torch.nn.Module, or (model, evaluate)."
+        raise EntryError(entry, why)
     return model
 
 
@@ -77,9 +79,7 @@ def model_and_evaluate(
         with _users_code(entry):
             returned = function(**part)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
-            raise EntryError(
-                f"Invalid FUNCTION={entry!r}: must return (model, evaluate), where evaluate is a function."
-            )
+            raise EntryError(entry, "must return (model, evaluate), where evaluate is a function.")
         return returned
 
     smaller = {
@@ -129,12 +129,12 @@ def _function(entry: str) -> Callable[..., Any]:
     """
     where, _, name = entry.rpartition(":")
     if not where or not name:
-        raise EntryError(f"Invalid FUNCTION={entry!r}: must be package.module:function or file.py:function.")
+        raise EntryError(entry, "must be package.module:function or file.py:function.")
     with _users_code(entry):
         names = _names_of_file(entry, where) if where.endswith(".py") else _names_of(entry, where)
     function: Callable[..., Any] | None = names.get(name)
     if not callable(function):
-        raise EntryError(f"Invalid FUNCTION={entry!r}: {where} has no function {name!r}.")
+        raise EntryError(entry, f"{where} has no function {name!r}.")
     _parameters(entry, function)
     return function
 
@@ -142,7 +142,7 @@ def _function(entry: str) -> Callable[..., Any]:
 def _names_of_file(entry: str, where: str) -> dict[str, Any]:
     file = Path(where)
     if not file.is_file():
-        raise EntryError(f"Invalid FUNCTION={entry!r}: there is no file {where}.")
+        raise EntryError(entry, f"there is no file {where}.")
     sys.path.insert(0, str(file.resolve().parent))
     # Not `__main__`: a training script would start to train.
     return runpy.run_path(where, run_name=file.stem)
@@ -158,7 +158,7 @@ def _names_of(entry: str, where: str) -> dict[str, Any]:
         missing = error.name
         if missing is None or not f"{where}.".startswith(f"{missing}."):
             raise
-        raise EntryError(f"Invalid FUNCTION={entry!r}: there is no module {missing!r} here.") from error
+        raise EntryError(entry, f"there is no module {missing!r} here.") from error
 
 
 def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
@@ -172,7 +172,7 @@ def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
     try:
         signature.bind()
     except TypeError as error:
-        raise EntryError(f"Invalid FUNCTION={entry!r}: {error}; must take no arguments.") from None
+        raise EntryError(entry, f"{error}; must take no arguments.") from None
     return list(signature.parameters)
 
 
@@ -188,7 +188,7 @@ def _users_code(entry: str) -> Iterator[None]:
             raise  # `dist-sparse` says how to install it
         # One line: messages of torch have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise EntryError(f"Invalid FUNCTION={entry!r}: it failed{_place(error)} with {what}") from error
+        raise EntryError(entry, f"it failed{_place(error)} with {what}") from error
 
 
 def _place(error: BaseException) -> str:

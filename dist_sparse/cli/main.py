@@ -51,9 +51,8 @@ _SERVE_CHECK = f"""examples:
   dist-sparse serve-check served/
   dist-sparse serve-check runs/latest/served/int8
 
-ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified by
-checksums; bitmaps, grids and weights are checked to be valid, and that every
-table was compared with its model. Needs torch and safetensors, no model.
+ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified.
+Needs torch and safetensors, no model.
 
 {STATUS}
 """
@@ -63,9 +62,8 @@ _DOCTOR = """examples:
   dist-sparse doctor --json
   dist-sparse doctor --verbose
 
-Checks Python, torch, TorchRec and FBGEMM and communication backends, and prints
-the conclusion, what is wrong and the commands
-that fix it. Changes nothing; takes as long as TorchRec needs to load.
+Prints the conclusion, what is wrong and the commands that fix it. Changes
+nothing; takes as long as TorchRec needs to load.
 
 exit status: 0 this machine can train TorchRec models, 1 something needed is
 missing or wrong, 2 invalid command line
@@ -120,16 +118,16 @@ def _main(words: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if not words:
         return show(parser().format_help().rstrip())
-    if words[0] in ("-V", "--version"):
-        return show(f"dist-sparse {dist_sparse.__version__}")
     # argparse would list all commands, and name no close one.
-    if words[0] not in (*_COMMANDS, "-h", "--help"):
+    if words[0] not in (*_COMMANDS, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
         meant = closest(words[0], [*_COMMANDS, "--help", "--version"])
         parser().error(f"there is no {kind} {words[0]}{meant}")
-    options = parser().parse_args(words)
-    run: Callable[[argparse.Namespace], int] = options.run
     try:
+        if words[0] in ("-V", "--version"):
+            return show(f"dist-sparse {dist_sparse.__version__}")
+        options = parser().parse_args(words)
+        run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except ModuleNotFoundError as error:
         # Commands load what they need when they run: most of them need no torch.

@@ -28,12 +28,8 @@ _PLAN = f"""examples:
   dist-sparse plan model.py:measured --budget 10% --measure
 
 FUNCTION takes no arguments and returns a trained model, which is not changed.
-
-Shows the dtypes, widths and rows that fit, what they take, and which to use;
---rotate and --cold say what may be done to which tables.
---measure tries what fits on the trained model, for which FUNCTION returns
-(model, evaluate), as for `dist-sparse frontier`; --metric, --less, --tolerance
-and --out belong to it.
+With --measure, to which --metric, --less, --tolerance and --out belong, it
+returns (model, evaluate).
 
 {STATUS}
 """
@@ -42,12 +38,10 @@ _FRONTIER = f"""examples:
   dist-sparse frontier model.py:measured --out runs/frontier
   dist-sparse frontier my.package:measured --rotate user,item --budget 10%
 
-FUNCTION takes no arguments and returns (model, evaluate); evaluate(model)
-returns metrics by name, on data that the model was not trained on. If it has
-the parameters columns and rows, it is called again with fractions of them, and
-returns a model trained with smaller tables, and one with hashed ids, to compare
-with. A run that is interrupted goes on where it was if --out is the same. Bytes
-are those that would be served, indexes, scales and bases counted.
+FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
+data that the model was not trained on. If it has the parameters columns and
+rows, it is called again with fractions of them, for models with smaller tables
+and with hashed ids. With the same --out, an interrupted run goes on.
 
 {STATUS}
 """
