@@ -78,8 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     # None: closed by the shell (>&-).
     if sys.stdout is None:
-        print("dist-sparse: standard output is closed", file=sys.stderr)
-        return 1
+        sys.exit("dist-sparse: standard output is closed")
     # In a C locale a name may have no encoding.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
