@@ -13,10 +13,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from io import TextIOWrapper
+from typing import Final
 
-from dist_sparse.cli.completion import add_completion
-from dist_sparse.cli.output import fail, flush, interrupted, progress, show, use_colors
+import dist_sparse
+from dist_sparse.cli.output import fail, flush, has_colors, interrupted, progress, show
 from dist_sparse.cli.parsing import (
     STATUS,
     Commands,
@@ -29,7 +30,7 @@ from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
 from dist_sparse.launch.parsing import closest
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
 
@@ -50,9 +51,8 @@ _SERVE_CHECK = f"""examples:
   dist-sparse serve-check served/
   dist-sparse serve-check runs/latest/served/int8
 
-ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified by
-checksums; bitmaps, grids and weights are checked to be valid, and that every
-table was compared with its model. Needs torch and safetensors, no model.
+ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified.
+Needs torch and safetensors, no model.
 
 {STATUS}
 """
@@ -60,12 +60,10 @@ table was compared with its model. Needs torch and safetensors, no model.
 _DOCTOR = """examples:
   dist-sparse doctor
   dist-sparse doctor --json
-  dist-sparse doctor --color never
+  dist-sparse doctor --verbose
 
-Checks Python, torch, TorchRec and FBGEMM, communication backends, addresses and
-environment variables, and prints the conclusion, what is wrong and the commands
-that fix it. Changes nothing; takes as long as TorchRec needs to load. NO_COLOR
-is respected.
+Prints the conclusion, what is wrong and the commands that fix it. Changes
+nothing; takes as long as TorchRec needs to load.
 
 exit status: 0 this machine can train TorchRec models, 1 something needed is
 missing or wrong, 2 invalid command line
@@ -78,6 +76,12 @@ def main(words: Sequence[str] | None = None) -> int:
     0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 130
     Ctrl-C, 141 a closed pipe; `launch` has others.
     """
+    # None: closed by the shell (>&-).
+    if sys.stdout is None:
+        sys.exit("dist-sparse: standard output is closed")
+    # In a C locale a name may have no encoding.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _main(words)
     except SystemExit:  # of argparse, which may have printed a help
@@ -90,7 +94,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return interrupted()
 
 
-def _main(words: Sequence[str] | None) -> int:
+def parser() -> Parser:
+    """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
     parser = Parser(
         prog="dist-sparse",
         description=_DESCRIPTION,
@@ -98,57 +103,35 @@ def _main(words: Sequence[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-V", "--version", action=_Version, nargs=0, help="show the version of the package and exit"
+        "-V", "--version", action="store_true", help="show the version of the package and exit"
     )
     commands = parser.add_subparsers(
         metavar="COMMAND", title="commands", required=True, parser_class=Subcommand
     )
-    for add in (
-        _add_launch,
-        add_inspect,
-        add_report,
-        add_plan,
-        add_frontier,
-        _add_serve_check,
-        _add_doctor,
-    ):
+    for add in _COMMANDS.values():
         add(commands)
-    # Last: its script has the options of all others.
-    add_completion(commands, parser)
+    return parser
+
+
+def _main(words: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if not words:
-        return show(parser.format_help().rstrip())
+        return show(parser().format_help().rstrip())
     # argparse would list all commands, and name no close one.
-    if words[0] not in (*commands.choices, "-h", "--help", "-V", "--version"):
+    if words[0] not in (*_COMMANDS, "-h", "--help", "-V", "--version"):
         kind = "option" if words[0].startswith("-") else "command"
-        meant = closest(words[0], [*commands.choices, "--help", "--version"])
-        parser.error(f"there is no {kind} {words[0]}{meant}")
-    options = parser.parse_args(words)
-    run: Callable[[argparse.Namespace], int] = options.run
+        meant = closest(words[0], [*_COMMANDS, "--help", "--version"])
+        parser().error(f"there is no {kind} {words[0]}{meant}")
     try:
+        if words[0] in ("-V", "--version"):
+            return show(f"dist-sparse {dist_sparse.__version__}")
+        options = parser().parse_args(words)
+        run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except ModuleNotFoundError as error:
-        # Both are dependencies, but a clone can be run without installing it.
-        if error.name == "packaging":
-            return fail(words[0], "needs packaging, which is not installed: pip install packaging")
-        if error.name != "torch":
-            raise
-        return fail(
-            words[0],
-            "needs torch, which is not installed; dist-sparse doctor prints how to install it.",
-        )
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from importlib.metadata import PackageNotFoundError, version  # slow to load
-
-        # Metadata, so that no torch is imported.
-        try:
-            text = f"dist-sparse {version('dist_sparse')}"
-        except PackageNotFoundError:
-            text = "dist-sparse, not installed: its version is in pyproject.toml"
-        parser.exit(show(text))
+        # Commands load what they need when they run: most of them need no torch.
+        how = "; dist-sparse doctor prints how to install it." if error.name == "torch" else "."
+        return fail(words[0], f"needs {error.name}, which is not installed{how}")
 
 
 def _add_launch(commands: Commands) -> None:
@@ -199,12 +182,8 @@ def _add_doctor(commands: Commands) -> None:
 
         found = examine(progress=progress)
         progress("")
-        colors = use_colors(options.color)
-        status = show(
-            json.dumps(found.to_json(), indent=2)
-            if options.json
-            else found.text(colors, options.verbose)
-        )
+        text = found.text(has_colors(), options.verbose)
+        status = show(json.dumps(found.to_json(), indent=2) if options.json else text)
         # Output that could not be written comes first.
         return status or (0 if found.can_train else 1)
 
@@ -214,12 +193,17 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="shows every finding, optional packages too"
     )
-    parser.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="default: on terminals"
-    )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+_COMMANDS: Final = {
+    "launch": _add_launch,
+    "inspect": add_inspect,
+    "report": add_report,
+    "plan": add_plan,
+    "frontier": add_frontier,
+    "serve-check": _add_serve_check,
+    "doctor": _add_doctor,
+}
+"""What adds the parser of each subcommand, in the order of the help."""

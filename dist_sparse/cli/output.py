@@ -1,8 +1,7 @@
 """Output of `dist-sparse`: text on stdout, one line per failure on stderr, and the exit status of
 either.
 
-What the encoding can't represent is escaped. A full disk is a failure; a reader that closed the
-pipe ends the command as it ends other programs.
+A full disk is a failure; a reader that closed the pipe ends the command as it ends other programs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 
 from dist_sparse.text import printable
 
-__all__ = ["fail", "flush", "interrupted", "progress", "show", "use_colors"]
+__all__ = ["fail", "flush", "has_colors", "interrupted", "progress", "show"]
 
 
 def fail(command: str, why: Exception | str) -> int:
@@ -30,30 +29,20 @@ def interrupted() -> int:
 def progress(what: str) -> None:
     """Say on a terminal what is checked, in one line that the next call replaces; nothing
     elsewhere."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(
-            f"\r\x1b[K{f'checking {what} ...' if what else ''}", end="", file=sys.stderr, flush=True
-        )
+    if sys.stderr.isatty():
+        text = f"checking {what} ..." if what else ""
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def use_colors(choice: str) -> bool:
-    """Return whether to color stdout; ``auto`` does on a terminal, unless NO_COLOR is set
-    (https://no-color.org)."""
-    # pythonw and services have no stdout.
-    terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return choice == "always" or (choice == "auto" and terminal and not os.environ.get("NO_COLOR"))
+def has_colors() -> bool:
+    """Return whether stdout is a terminal and NO_COLOR is not set (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def show(text: str) -> int:
-    """Print, escaping what the encoding can't represent; return the exit status."""
-    # As `>&-` leaves it.
-    if sys.stdout is None:
-        print("dist-sparse: can't write: standard output is closed", file=sys.stderr)
-        return 1
-    # In a C locale a name may not be representable.
-    encoding = sys.stdout.encoding or "utf-8"
+    """Print; return the exit status."""
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding))
+        print(text)
     except OSError as error:
         return _unwritten(error)
     # Now: at exit, Python would report a full disk with a traceback.
@@ -62,8 +51,7 @@ def show(text: str) -> int:
 
 def flush() -> int:
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         return _unwritten(error)
     return 0

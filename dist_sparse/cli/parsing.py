@@ -27,21 +27,10 @@ class Subcommand(Parser):
     """Parser of one subcommand. An unknown option is reported first, with the closest known one:
     argparse alone reports it last, with the usage of `dist-sparse`. Options are not abbreviated,
     since more options would change what they stand for.
-
-    Attributes:
-        paths: arguments that are files or folders, by their metavar; shells complete them.
     """
 
     def __init__(self, **options: Any) -> None:
-        self.paths: list[argparse.Action] = []
         super().__init__(allow_abbrev=False, **options)
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        # Known by their metavars: a list beside the parsers would fall behind.
-        action = super().add_argument(*names, **options)
-        if action.metavar in ("ARTIFACT", "DIR", "FILE", "FUNCTION", "RUN", "SCRIPT"):
-            self.paths.append(action)
-        return action
 
     def parse_known_args(  # type: ignore[override]  # which has four overloads
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.cli.arguments import (
@@ -29,12 +28,8 @@ _PLAN = f"""examples:
   dist-sparse plan model.py:measured --budget 10% --measure
 
 FUNCTION takes no arguments and returns a trained model, which is not changed.
-
-Shows the dtypes, widths and rows that fit, what they take, and which to use;
---rotate and --cold say what may be done to which tables.
---measure tries what fits on the trained model, for which FUNCTION returns
-(model, evaluate), as for `dist-sparse frontier`; --metric, --less, --tolerance
-and --out belong to it.
+With --measure, to which --metric, --less, --tolerance and --out belong, it
+returns (model, evaluate).
 
 {STATUS}
 """
@@ -43,33 +38,16 @@ _FRONTIER = f"""examples:
   dist-sparse frontier model.py:measured --out runs/frontier
   dist-sparse frontier my.package:measured --rotate user,item --budget 10%
 
-FUNCTION takes no arguments and returns (model, evaluate); evaluate(model)
-returns metrics by name, on data that the model was not trained on. If it has
-the parameters columns and rows, it is called again with fractions of them, and
-returns a model trained with smaller tables, and one with hashed ids, to compare
-with. A run that is interrupted goes on where it was if --out is the same. Bytes
-are those that would be served, indexes, scales and bases counted.
+FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
+data that the model was not trained on. If it has the parameters columns and
+rows, it is called again with fractions of them, for models with smaller tables
+and with hashed ids. With the same --out, an interrupted run goes on.
 
 {STATUS}
 """
 
-
 _OF_MEASURE: Final = ("--metric", "--less", "--tolerance", "--out")
 """Options of `plan` that are read with `--measure` only: refused without it."""
-
-_OPTIONS: Final = {
-    "entry": "FUNCTION",
-    "budgets": "--budget",
-    "methods": "--method",
-    "dtypes": "--dtype",
-    "lower_is_better": "--less",
-    **{
-        name: f"--{name}"
-        for name in ("budget", "cold", "exclude", "include", "metric", "protect", "rotate")
-    },
-    "tolerance": "--tolerance",
-}
-"""What a user typed, by the argument that it becomes."""
 
 
 def add_plan(commands: Commands) -> None:
@@ -80,11 +58,7 @@ def add_plan(commands: Commands) -> None:
                 parser.error(f"{option} is for --measure.")
         quiet()
         try:
-            return (
-                _measured_plan(options)
-                if options.measure
-                else _plan(options, model_from(options.function))
-            )
+            return _measured_plan(options) if options.measure else _plan(options)
         except (ValueError, OSError) as error:
             return _failed("plan", error)
 
@@ -106,7 +80,7 @@ def add_plan(commands: Commands) -> None:
     )
     parser.add_argument(
         "--rotate",
-        type=lambda names: names.split(","),
+        type=_names,
         action="append",
         metavar="A,B",
         help="tables that only dot products between them read; may be repeated",
@@ -125,8 +99,8 @@ def add_plan(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _plan(options: argparse.Namespace, model: Any) -> int:
-    answer = _planned(options, model)
+def _plan(options: argparse.Namespace) -> int:
+    answer = _planned(options, model_from(options.function))
     return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
 
@@ -187,7 +161,7 @@ def add_frontier(commands: Commands) -> None:
     )
     add(
         "--rotate",
-        type=lambda names: names.split(","),
+        type=_names,
         action="append",
         metavar="A,B",
         help=(
@@ -203,6 +177,10 @@ def add_frontier(commands: Commands) -> None:
     _add_measuring(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
@@ -228,18 +206,8 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 
 def _failed(command: str, error: Exception) -> int:
-    """Print an error, with the option that was typed in the place of the argument that it
-    becomes."""
-
-    def typed(found: re.Match[str]) -> str:
-        return f"Invalid {_OPTIONS.get(found[1], found[1])}"
-
-    # At the beginning alone: the rest may quote a user's own words.
-    message = re.sub(r"^Invalid (\w+)", typed, str(error))
-    # Another failure is not about the command line.
-    if isinstance(error, EntryError):
-        message += f"\nUsage and options: dist-sparse {command} --help"
-    return fail(command, message)
+    hint = f"\nUsage and options: dist-sparse {command} --help"
+    return fail(command, f"{error}{hint if isinstance(error, EntryError) else ''}")
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:
@@ -248,7 +216,6 @@ def _measuring(options: argparse.Namespace) -> dict[str, Any]:
         "metric": options.metric,
         "lower_is_better": options.less,
         "tolerance": options.tolerance,
+        "out": options.out,
     }
-    return {
-        name: value for name, value in {**given, "out": options.out}.items() if value is not None
-    }
+    return {name: value for name, value in given.items() if value is not None}

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,10 +20,9 @@ __all__ = ["GLOO", "LOOKUP", "Torch", "ask_torch", "fails"]
 _SECONDS: Final = 120.0
 
 _ASK: Final = """
-import json, torch, torch.distributed as dist
-nccl = dist.is_available() and dist.is_nccl_available()
+import json, torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-found = {"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda, "nccl": nccl}
+found = {"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda}
 print(json.dumps(found))
 """
 
@@ -54,39 +52,35 @@ class Torch:
     version: str = ""
     gpus: int = 0
     cuda: str | None = None
-    nccl: bool = False
 
 
-def ask_torch(environment: Mapping[str, str]) -> Torch:
-    """Load torch in a process with these variables and return facts about it."""
-    fault, printed = _probe(_ASK, environment)
+def ask_torch() -> Torch:
+    """Load torch in a process of its own and return facts about it."""
+    fault, printed = _probe(_ASK)
     # The last line: packages may print when they are imported.
     return Torch(**json.loads(printed.splitlines()[-1])) if fault is None else Torch(fault=fault)
 
 
-def fails(code: str, environment: Mapping[str, str]) -> str | None:
+def fails(code: str) -> str | None:
     """Run ``code`` in a process of its own; return its error, None if there is none."""
-    return _probe(code, environment)[0]
+    return _probe(code)[0]
 
 
-def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
+def _probe(code: str) -> tuple[str | None, str]:
     """Run ``code`` in a process of its own; return its error, if any, and its output."""
-    others = environment.get("PYTHONPATH", "").split(os.pathsep)
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     # An empty folder in PYTHONPATH is the current one too.
-    path = os.pathsep.join(
-        [str(Path(__file__).parents[2]), *(folder for folder in others if folder not in ("", "."))]
-    )
+    path = [
+        str(Path(__file__).parents[2]),
+        *(folder for folder in others if folder not in ("", ".")),
+    ]
+    # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would
+    # run.
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     try:
         done = subprocess.run(
-            # -P: without it the current folder comes first on sys.path, and its json.py or torch.py
-            # would run.
-            [sys.executable, "-P", "-W", "ignore", "-c", code],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-            env={**environment, "PYTHONPATH": path},
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {_SECONDS:.0f} s", ""
@@ -96,5 +90,4 @@ def _probe(code: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
     if done.returncode < 0:
         return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
     # A traceback ends with the error.
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"ended with status {done.returncode}", ""
+    return (done.stderr.strip() or f"ended with status {done.returncode}").splitlines()[-1], ""

@@ -14,10 +14,8 @@ _INSPECT = f"""examples:
   dist-sparse inspect runs/latest
   dist-sparse inspect saved/step-00001000
 
-RUN is a folder that RunLog wrote; runs/latest is a link to the run in runs that
-was started last. A run that crashed or still runs is shown as far as it went. A
-folder of Checkpoints is listed; of one step, every byte is verified and each
-tensor is shown, for which torch is needed.
+RUN is a folder that RunLog wrote, or one of Checkpoints: all steps are listed;
+of one step, every byte is verified and each tensor is shown.
 
 {STATUS}
 """
@@ -27,10 +25,9 @@ _REPORT = f"""examples:
   dist-sparse report runs/latest --open
   dist-sparse report runs/a runs/b runs/c --out comparison.html --svg charts
 
-RUN is a folder that RunLog wrote; runs/latest is a link to the run in runs that
-was started last. The first RUN is compared with the others; one alone with the
-runs in folders inside its own. The page needs no network. A run that crashed or
-still runs is shown as far as it went. jinja2 is needed, which torch brings.
+RUN is a folder that RunLog wrote; runs/latest is the one in runs that was
+started last. The first RUN is compared with the others; one alone with the runs
+in folders inside its own. jinja2 is needed, which torch brings.
 
 {STATUS}
 """

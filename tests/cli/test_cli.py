@@ -15,7 +15,7 @@ from dist_sparse import RunLog
 from dist_sparse.checkpoint.folders import MARKER
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
-from dist_sparse.cli.main import main
+from dist_sparse.cli.main import main, parser
 from dist_sparse.report.run_log import RUN
 from tests.report.test_run_log import train
 
@@ -81,16 +81,14 @@ def test_an_option_with_a_short_form_is_known(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["--version"])
-    assert leaving.value.code == 0
+    assert main(["--version"]) == 0
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"dist-sparse {project['version']}\n"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "completion", "launch"],
+    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "launch"],
 )
 def test_each_has_a_help_of_its_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -103,9 +101,9 @@ def test_each_has_a_help_of_its_own(
     assert (
         f"usage: dist-sparse {name}" in out and f"  dist-sparse {name}" in out.split("example")[1]
     )
-    assert [line for line in out.splitlines() if len(line) > 80 and "~/.local" not in line] == []
+    assert [line for line in out.splitlines() if len(line) > 80] == []
     assert name == "launch" or "exit status: 0" in out
-    assert name in ("launch", "completion") or "--json" in out
+    assert name == "launch" or "--json" in out
 
 
 WRONG = [
@@ -209,9 +207,9 @@ def test_plan_of_a_module(
     [
         (
             ["plan", "{model}:two", "--budget", "1%", "--include", "x"],
-            "Invalid --include pattern 'x'",
+            "Invalid include pattern 'x'",
         ),
-        (["plan", "{model}:two", "--budget", "101%"], "Invalid --budget='101%'"),
+        (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
         (
             ["plan", "{model}:driving", "--budget", "1%", "--include", "x"],
             "none of the tables a\\x1b[2J (",
@@ -249,10 +247,8 @@ def test_a_failure_is_one_line_and_1(
         ("{model}x.py:one", "there is no file"),
         ("no_such_module.at_all:one", "there is no module 'no_such_module' here."),
         ("one", "must be package.module:function or file.py:function."),
-        (".near:one", "must be package.module:function or file.py:function."),
         ("json:dumps", "missing a required argument: 'obj'; must take no arguments."),
         ("json:JSONEncoder", "returned JSONEncoder; must return "),
-        ("builtins:dict", "returned dict; must return "),
         ("{folder}/typo.py:one", "it failed with SyntaxError: "),
         (
             "{folder}/fails.py:one",
@@ -379,43 +375,15 @@ def test_doctor_as_a_module(tmp_path: Path) -> None:
     assert done.returncode == (0 if said["can_train"] else 1), done.stderr
 
 
-def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    (tmp_path / "train.py").touch()
-    typed = [
-        "dist-sparse serve",
-        "dist-sparse launch --npr",
-        "dist-sparse plan --budg",
-        "dist-sparse launch tra",
-    ]
-    lines = ["source ./script", "complete -p dist-sparse > /dev/null"]
-    for line in typed:
-        lines += [
-            f"COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}",
-            "_shtab_dist_sparse; echo ${COMPREPLY[*]}",
-        ]
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout.splitlines() == [
+def test_completion_finds_the_commands() -> None:
+    """shtab imports the parser, and reads its subcommands."""
+    choices = [action.choices for action in parser()._actions if action.metavar == "COMMAND"]
+    assert [*choices[0]] == [
+        "launch",
+        "inspect",
+        "report",
+        "plan",
+        "frontier",
         "serve-check",
-        "--nproc",
-        "--budget",
-        "train.py",
-    ], done.stderr
-
-
-def test_completion_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 1
-    expected = "dist-sparse completion: needs shtab: pip install shtab.\n"
-    assert capsys.readouterr().err == expected
+        "doctor",
+    ]
