@@ -113,7 +113,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         # The copy takes the state first; this scheduler takes the copy's once all ranks agree.
         loaded = copy.copy(self)
         try:
-            BaseDataScheduler.load_state_dict(loaded, self._translated(state_dict))
+            BaseDataScheduler.load_state_dict(loaded, state_dict)
             # The state may name data that was squashed since.
             names = {**loaded.base_param, **loaded.data_sparsifier.data_groups}
         except Exception as error:
@@ -138,10 +138,6 @@ class ReadyDataScheduler(BaseDataScheduler):
                 )
 
         return values, commit
-
-    def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state of another class as one of this class."""
-        return state_dict
 
     def _next_values(self) -> Mapping[str, Any]:
         """Return the values of this step. Collective at construction; later local, because ranks
