@@ -88,7 +88,7 @@ def test_rank_0_is_written_everywhere_with_one_warning() -> None:
     assert len(caught) == (dist.get_rank() == 0)
     if caught:
         assert caught[0].filename == __file__
-        assert "'sparsity_level' of 'a' is 0.9 on rank 1 and 0.2 on rank 0. rank 1 differs" in str(
+        assert "'sparsity_level' of 'a' is 0.9 on rank 1 and 0.2 on rank 0, whose" in str(
             caught[0].message
         )
 
@@ -114,7 +114,7 @@ def test_the_warning_names_all_ranks_that_are_overruled() -> None:
     found = [str(each.message) for each in caught if "LambdaDataScheduler" in str(each.message)]
     assert len(found) == (rank == 0)
     for said in found:
-        assert "is 0.1 on rank 1 and 0.5 on rank 0. ranks 1, 3 differ in 1 of 1 name." in said
+        assert "is 0.1 on rank 1 and 0.5 on rank 0, whose" in said and "ranks 1, 3." in said
     assert sparse.sparsity == 0.5
 
 
