@@ -34,8 +34,6 @@ from dist_sparse.schedulers.ready import ExponentialDataScheduler as Exponential
 from dist_sparse.schedulers.ready import LambdaDataScheduler as LambdaDataScheduler
 from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataScheduler
 from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
-from dist_sparse.schedulers.torch_ao import CubicSL as CubicSL
-from dist_sparse.schedulers.torch_ao import LambdaSL as LambdaSL
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier

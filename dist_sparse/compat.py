@@ -1,10 +1,5 @@
-"""Schedules of torch.ao and SpeeChain under their original names, for scripts that move from there.
-
-CubicSL, LambdaSL           torch.ao's sparsity schedules
-Noamlr, ExponentDecayLr     SpeeChain's learning rates
-"""
+"""SpeeChain's learning rates under their original names, for scripts that move from there."""
 
 from dist_sparse.optim.schedules import ExponentDecayLr, Noamlr
-from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 
-__all__ = ["CubicSL", "ExponentDecayLr", "LambdaSL", "Noamlr"]
+__all__ = ["ExponentDecayLr", "Noamlr"]

@@ -53,7 +53,7 @@ NO_EXAMPLE = {
 
 # Their modules list them now; ``from dist_sparse import ...`` works as before.
 MOVED = {
-    "compat": ["CubicSL", "LambdaSL", "Noamlr", "ExponentDecayLr"],
+    "compat": ["Noamlr", "ExponentDecayLr"],
     "extend": ["BaseDataScheduler", "BaseDataSparsifier", "ScoreSparsifier"],
     "optim": ["OptimScheduler", "Noamlr", "ExponentDecayLr"],
     "schedulers": [
@@ -108,7 +108,7 @@ def test_old_imports_still_work() -> None:
             assert name == "CubicDataScheduler" or name not in dist_sparse.__all__
             assert f"`{name}`" in page or path == "compat"
     within = imported(
-        "from dist_sparse import BaseDataScheduler, CubicSL, LinearDataScheduler, OptimScheduler"
+        "from dist_sparse import BaseDataScheduler, LinearDataScheduler, OptimScheduler"
     )
     assert "dist_sparse.extend" not in within and "dist_sparse.compat" not in within
 

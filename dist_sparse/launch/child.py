@@ -32,26 +32,17 @@ def torchrun(shown: str, words: list[str]) -> int:
 
     That is the code of the rank that failed first, or 128 + n if signal n killed it or was sent to
     this process. The last line on standard error names the rank, its exception and the line of the
-    script. Without torch the code is 1.
+    script.
 
     Args:
         shown: local ranks whose output is shown, as in `0,1`; empty for all. The traceback of any
             other is printed.
         words: torchrun's arguments.
     """
-    try:
-        from torch.distributed import run
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        sys.exit(
-            f"launch: {sys.executable} does not have torch; dist-sparse doctor prints how to"
-            " install it."
-        )
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         run.main(words)
     except ChildFailedError as error:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import shlex
-import signal
-import stat
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +51,7 @@ _EXAMPLES = """\
   {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
       --time 02:00:00 train.py > job.sh
   {prog} kubeflow --nnodes 2 --nproc 8 --gpus 8 \\
-      --image registry/me/train:1 train.py > job.yaml
+      --image registry/me/train:1 train.py > job.json
 """
 
 _ENVIRONMENT = """\
@@ -70,8 +67,8 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     """Run the command line `words` (the process's own by default) and return the exit code of the
     job.
 
-    It is 2 for wrong words, 1 with one line of error where a file or the output can't be written,
-    and 141 where no process reads the output.
+    It is 2 for wrong words, and 1 with one line of error where something can't be written or
+    started.
     """
     words = list(sys.argv[1:] if words is None else words)
     # `launch train.py` is `launch local train.py`.
@@ -81,12 +78,9 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     options = parser.parse_args(words)
     try:
         return _do(options)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         message = re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error))
         of_command[options.command].error(message)
-    # As a program that a signal ends: no message.
-    except BrokenPipeError:
-        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -99,17 +93,20 @@ def _do(options: argparse.Namespace) -> int:
             return run(spec, ranks=options.ranks)
         added = additions(spec, os.environ)
         assignments = [f"{key}={shlex.quote(value)}" for key, value in added.items()]
-        _print(" ".join([*assignments, shlex.join(argv(spec))]) + "\n")
+        print(" ".join([*assignments, shlex.join(argv(spec))]), flush=True)
         return 0
     if options.command == "sbatch":
-        text, encoding = sbatch.render(spec, port=options.rdzv_port), sys.getfilesystemencoding()
+        text = sbatch.render(spec, port=options.rdzv_port)
     else:
-        text = kubeflow.render(spec, runtime=options.runtime, namespace=options.namespace)
-        encoding = "utf-8"  # YAML is, in every locale
+        text = kubeflow.render(spec, runtime=options.runtime)
     if options.output is None:
-        _print(text, encoding)
+        print(text, end="", flush=True)
     else:
-        _write(text.encode(encoding, "surrogateescape"), options.output)
+        # A new file is for its owner alone: it may hold secrets of --env.
+        with open(
+            options.output, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)
+        ) as out:
+            out.write(text)
     return 0
 
 
@@ -117,41 +114,12 @@ def _typed(field: re.Match[str]) -> str:
     return _TYPED.get(field[0], f"--{field[0].replace('_', '-')}")
 
 
-def _print(text: str, encoding: str = sys.getfilesystemencoding()) -> None:
-    """Print words as the bytes in which the shell passed them."""
-    if sys.stdout is None:
-        raise OSError("Standard output is closed: send it to a file, or to /dev/null.")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding=encoding, errors="surrogateescape")
-    try:
-        print(text, end="", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would flush once more when it exits
-        raise
-
-
-def _write(data: bytes, file: Path) -> None:
-    """Replace `file`, readable by its owner alone: it may hold secrets of `--env`. Links are not
-    followed."""
-    if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
-        raise OSError(f"Can't write {file}: it exists and is not a regular file.")
-    number, part = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # with mode 0600
-    try:
-        with open(number, "wb") as output:
-            output.write(data)
-        # A job that starts now reads the old file or the new one.
-        os.replace(part, file)
-    except BaseException:
-        os.unlink(part)
-        raise
-
-
 def _spec(options: argparse.Namespace) -> LaunchSpec:
     # Options that a command does not have are as if they were not given.
     given = defaultdict(lambda: None, vars(options))
     args = options.args[1:] if options.args[:1] == ["--"] else options.args
     this = "python" if options.command == "kubeflow" else sys.executable
-    needs = ("cpu", "gpu", "memory_gib", "walltime", "partition", "account", "image")
+    needs = ("cpu", "gpu", "memory_gib", "walltime", "image")
     return LaunchSpec(
         **{"module" if options.module else "script": options.script},
         args=tuple(args),
@@ -180,9 +148,10 @@ def _endpoint(given: Mapping[str, Any]) -> str | None:
 
 def _name(target: str) -> str:
     """A job's name from its script or module."""
-    # 53: with the suffixes of pods, Kubernetes takes 63.
     stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
-    return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:53].rstrip("-") or "train"
+    # A name begins with a letter.
+    name = re.sub("[^a-z0-9]+", "-", stem.lower()).lstrip("0123456789-")
+    return name[:53].rstrip("-") or "train"
 
 
 def _env(pairs: Sequence[str]) -> dict[str, str]:
@@ -338,11 +307,9 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         add("--cpus", dest="cpu", type=int, metavar="N", help="cores of a node")
         add("--gpus", dest="gpu", type=int, metavar="N", help="GPUs of a node")
         add("--memory-gib", type=int, metavar="N", help="memory of a node")
-        add("--time", dest="walltime", metavar="[D-]HH:MM:SS", help="time limit of the job")
         add("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
     if command == "sbatch":
-        add("--partition", help="Slurm's partition")
-        add("--account", help="Slurm's account")
+        add("--time", dest="walltime", metavar="[D-]HH:MM:SS", help="time limit of the job")
     if command == "kubeflow":
         add("--image", help="the container image (default: the runtime's)")
         add(
@@ -350,4 +317,3 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
             default="torch-distributed",
             help="ClusterTrainingRuntime (default: torch-distributed)",
         )
-        add("--namespace", help="namespace of the job (default: kubectl's)")

@@ -83,11 +83,6 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     else:
         _refuse_missing(spec, "endpoint", " and reach the same store from every node")
         _refuse_missing(spec, "id", ", the same on all nodes")
-        if str(endpoint).endswith(":0"):
-            raise ValueError(
-                f"Invalid rendezvous.endpoint={endpoint!r}: several nodes need a port that all"
-                " know."
-            )
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
     words += ["--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     return words if local_addr is None else [*words, "--local-addr", local_addr]

@@ -6,7 +6,6 @@ script's own.
 
 from __future__ import annotations
 
-import re
 import shlex
 
 from dist_sparse.launch.command import argv, new_id, plain_variables, threads
@@ -30,13 +29,6 @@ _MEETING = """
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """  # noqa: E501
 
-# bash refuses to assign to some of these, computes others itself, and reads IFS; so do all whose
-# names begin with BASH.
-_BASH = re.compile(
-    "BASH.*|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|IFS|LINENO|PIPESTATUS"
-    "|PPID|RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|_"
-)
-
 
 def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     """Return the text of the script.
@@ -44,16 +36,7 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     Args:
         spec: its rendezvous.endpoint and local_addr are not used: Slurm knows the nodes.
         port: on the first node; free there when the job starts.
-
-    Raises:
-        ValueError: the port is out of range, or bash sets a variable of `spec.env` itself.
     """
-    if not 1 <= port <= 65535:
-        raise ValueError(f"Invalid {port=}: must be in [1, 65535].")
-    for key in spec.env:
-        if _BASH.fullmatch(key):
-            rule = "bash sets this variable itself. Set it in the training script"
-            raise ValueError(f"Invalid env={key!r}: {rule}.")
     meeting = _meeting(spec, port) if spec.max_nodes > 1 else []
     words = argv(spec, rendezvous=meeting, quote=shlex.quote)
     directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
@@ -91,8 +74,6 @@ def _directives(spec: LaunchSpec) -> list[str]:
         "gpus-per-node": needs.gpu,
         "mem": None if needs.memory_gib is None else f"{needs.memory_gib}G",
         "time": needs.walltime,
-        "partition": needs.partition,
-        "account": needs.account,
         "output": "%x-%j.log",
     }
     return [f"--{key}={value}" for key, value in given.items() if value is not None]

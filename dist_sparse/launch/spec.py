@@ -15,22 +15,17 @@ from types import MappingProxyType
 
 __all__ = ["LaunchSpec", "Rendezvous", "Resources"]
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,52}")
+# As Kubernetes names pods, with room for its suffixes.
+_NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,51}[a-z0-9])?")
 _ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NNODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
-_HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\]"
-_PORT = (  # up to 65535
-    "[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
-)
-_ENDPOINT = re.compile(rf"(?:{_HOST}):(?:{_PORT})")
-_ADDRESS = re.compile(rf"(?:{_HOST}|[0-9A-Fa-f:.]+)")
+_ENDPOINT = re.compile(r"[^-\s]\S*:[1-9][0-9]{0,4}")
+_ADDRESS = re.compile(r"[^-\s]\S*")
 _ID = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
 _WALLTIME = re.compile(r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]")
-_WORD = re.compile(r"[A-Za-z0-9_.,-]+")
 _PATH = re.compile(r"[^-\0\n\r][^\0\n\r]*")
 _VALUE = re.compile(r"[^\0\n\r]*")
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +34,7 @@ class Resources:
 
     Args:
         cpu: cores. gpu: GPUs. memory_gib: memory in GiB.
-        walltime: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`.
-        partition, account: Slurm's.
+        walltime: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`, for Slurm.
         image: the container image, for Kubernetes.
 
     Raises:
@@ -51,19 +45,13 @@ class Resources:
     gpu: int | None = None
     memory_gib: int | None = None
     walltime: str | None = None
-    partition: str | None = None
-    account: str | None = None
     image: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("cpu", 1), ("gpu", 0), ("memory_gib", 1)):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least)
-        word = "letters, digits and _ . , -"
         _match_given("walltime", self.walltime, _WALLTIME, "HH:MM:SS or DAYS-HH:MM:SS")
-        _match_given("partition", self.partition, _WORD, word)
-        _match_given("account", self.account, _WORD, word)
-        _match_given("image", self.image, _IMAGE, "an image's name, such as registry/name:tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +75,9 @@ class Rendezvous:
     local_addr: str | None = None
 
     def __post_init__(self) -> None:
-        port, word = "HOST:PORT, the port in [0, 65535]", "1 to 128 letters, digits and _ . -"
-        _match_given("rendezvous.endpoint", self.endpoint, _ENDPOINT, port)
-        _match_given("rendezvous.id", self.id, _ID, f"{word}, not beginning with -")
+        _match_given("rendezvous.endpoint", self.endpoint, _ENDPOINT, "HOST:PORT")
+        rule = "1 to 128 letters, digits and _ . -, not beginning with -"
+        _match_given("rendezvous.id", self.id, _ID, rule)
         address = "an address or a host name"
         _match_given("rendezvous.local_addr", self.local_addr, _ADDRESS, address)
 
@@ -102,8 +90,8 @@ class LaunchSpec:
         script: path of the Python file that every rank runs, or
         module: dotted name of the module that every rank runs, as in `python -m`.
         args: its arguments. Passed as they are, never through a shell; no NUL.
-        name: 1 to 53 of `a-z 0-9 -`, not beginning with `-`, so that it is valid for Slurm and for
-            Kubernetes' pods.
+        name: 1 to 53 of `a-z 0-9 -`, beginning with a letter and not ending with `-`, as
+            Kubernetes' pods need it.
         nnodes: `"N"`, or `"MIN:MAX"` for a job that continues with fewer nodes.
         nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for
             each device.
@@ -135,7 +123,8 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         self._check_target()
         self._check_args()
-        _match("name", self.name, _NAME, "1 to 53 of a-z, 0-9 and -, not beginning with -")
+        rule = "1 to 53 of a-z, 0-9 and -, beginning with a letter, not ending with -"
+        _match("name", self.name, _NAME, rule)
         self._check_sizes()
         self._check_env()
         # Copies: a spec stays as it was checked.

@@ -14,18 +14,15 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
     ReadyDataScheduler,
 )
-from dist_sparse.schedulers.torch_ao import CubicSL, LambdaSL
 
 __all__ = [
     "BaseDataScheduler",
     "ConstantDataScheduler",
     "CosineDataScheduler",
     "CubicDataScheduler",
-    "CubicSL",
     "CurveDataScheduler",
     "ExponentialDataScheduler",
     "LambdaDataScheduler",
-    "LambdaSL",
     "LinearDataScheduler",
     "OneShotDataScheduler",
     "ReadyDataScheduler",

@@ -8,20 +8,21 @@ names, and the values of rank 0 are written everywhere. A step happens on every 
 
 from __future__ import annotations
 
-import inspect
 import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 from dist_sparse.checks import integer
-from dist_sparse.facts import ranks_text
+from dist_sparse.facts import from_json, ranks_text, to_json
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
 __all__ = ["BaseDataScheduler"]
+
+_WIRE: Final = "the values of get_schedule_param()"
 
 _LEAST = {"last_epoch": -1, "_step_count": 0}
 """Counters of a state, with their smallest values."""
@@ -74,23 +75,6 @@ class BaseDataScheduler:
         >>> scheduler.get_last_param()
         {'table': 0.5}
     """
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Refuse wrong arguments in the name of the class that was called.
-
-        Python itself names the base class that has the constructor, which users never wrote.
-        """
-        # Copies and pickles are made without arguments.
-        if arguments or options:
-            signature = inspect.signature(cls.__init__)
-            try:
-                signature.bind(None, *arguments, **options)
-            except TypeError as error:
-                # sparsify() has level= in the place of final=.
-                renamed = "level" in options and "final" in signature.parameters
-                hint = "; level= is final= here" if renamed else ""
-                raise TypeError(f"{cls.__name__}: {error}{hint}.") from None
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -168,8 +152,7 @@ class BaseDataScheduler:
         """Restore :meth:`state_dict`. The sparsifier is not touched: restore it first.
 
         Raises:
-            ValueError: an entry would replace a method, or a counter is not an int; nothing has
-                changed.
+            ValueError: a counter is not an int; nothing has changed.
         """
         self.__dict__.update(self._checked_state(state_dict))
 
@@ -184,19 +167,10 @@ class BaseDataScheduler:
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state, without the sparsifier; see :meth:`load_state_dict`."""
         state = {key: value for key, value in state_dict.items() if key != "data_sparsifier"}
-        self._refuse_methods(state)
         for key, least in _LEAST.items():
             if key in state:
                 state[key] = integer(key, state[key], least=least)
         return state
-
-    def _refuse_methods(self, state: Mapping[str, Any]) -> None:
-        kind = type(self)
-        # A subclass may add attributes at any time: unknown keys are its own, unless methods here.
-        found = {key: getattr(kind, str(key), None) for key in state if key not in self.__dict__}
-        methods = [key for key, of in found.items() if callable(of) or isinstance(of, property)]
-        if methods:
-            raise ValueError(f"the entries {methods} would replace methods of {kind.__name__}")
 
     def _next_values(self) -> Mapping[str, Any]:
         """Return the values that this step writes. Collective over all ranks."""
@@ -209,15 +183,14 @@ class BaseDataScheduler:
         # Nothing was sent, and nothing was converted.
         if group.size == 1:
             return answer
-        found = group.all_gather_json(_to_wire(answer))
+        texts = group.all_gather_json(to_json(_WIRE, answer))
+        found = [from_json(_WIRE, text) for text in texts]
         if group.rank == 0:
             # On rank 0 alone: every rank would print the same.
             self._warn_of_overruled(found, group.ranks)
         # Equal values stay this rank's own objects: on the wire, a tuple and a list are the same.
-        values = dict(answer)
-        for name in _differing(found[0], found[group.rank]):
-            values[name] = _from_wire(found[0][name])
-        return values
+        overruled = _differing(found[0], found[group.rank])
+        return {**answer, **{name: found[0][name] for name in overruled}}
 
     def _agreed_answer(self, group: Group) -> Mapping[str, Any]:
         """Return this rank's values, once all ranks have valid ones for the same names.
@@ -227,7 +200,8 @@ class BaseDataScheduler:
         try:
             answer = self._ask()
             if group.size > 1:
-                _to_wire(answer)
+                # Values cross ranks as JSON.
+                to_json(_WIRE, answer)
         except Exception as raised:
             # Of any kind: the other ranks must raise too.
             error = raised
@@ -268,20 +242,16 @@ class BaseDataScheduler:
         notes = self._noted()
         differing = {}
         for rank, theirs in zip(ranks, found, strict=True):
-            if names := _differing(found[0], theirs):
-                differing[rank] = names
+            for name in _differing(found[0], theirs)[:1]:
+                differing[rank] = name, theirs[name]
         if notes.overruled or not differing:
             return
         notes.overruled = True
-        rank, (name, *_) = next(iter(differing.items()))
-        theirs = found[list(ranks).index(rank)]
-        count = len(set().union(*differing.values()))
+        rank, (name, value) = next(iter(differing.items()))
         warnings.warn(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {theirs[name]!r} on"
-            f" rank {rank} and {found[0][name]!r} on rank {ranks[0]}."
-            f" {ranks_text(list(differing))} {'differs' if len(differing) == 1 else 'differ'} in"
-            f" {count} of {number_of(len(found[0]), 'name')}. The values of rank {ranks[0]} are"
-            " used on all ranks, from now on without a warning.",
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {value!r} on rank"
+            f" {rank} and {found[0][name]!r} on rank {ranks[0]}, whose values are used on all"
+            f" ranks. Overruled, from now on without a warning: {ranks_text(list(differing))}.",
             UserWarning,
             stacklevel=5,
         )
@@ -348,29 +318,6 @@ def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _python(value: Any) -> Any:
-    """Return ``value`` with Python numbers for 0-D tensors and NumPy scalars, in lists and tuples
-    too."""
-    if type(value) in (list, tuple):
-        return type(value)(_python(item) for item in value)
+    """Return ``value``, with Python's numbers for 0-D tensors and NumPy scalars."""
     is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     return value.item() if is_scalar else value
-
-
-def _to_wire(value: Any) -> Any:
-    """Return ``value`` as JSON keeps it, with tuples as lists."""
-    if isinstance(value, Mapping):
-        return {name: _to_wire(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_wire(item) for item in value]
-    # Other objects would not come back from JSON as they were.
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(
-        f"Invalid {type(value).__name__} in the values of get_schedule_param(): with several "
-        "ranks, values must be None, bools, numbers, strings, or lists and tuples of those, "
-        "because they cross ranks as JSON."
-    )
-
-
-def _from_wire(value: Any) -> Any:
-    return tuple(_from_wire(item) for item in value) if isinstance(value, list) else value

@@ -21,7 +21,6 @@ __all__ = [
     "cubic",
     "exponential",
     "linear",
-    "one_shot",
     "progress",
 ]
 
@@ -90,12 +89,6 @@ def progress(step: int, begin: int, end: int) -> float:
 def constant(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
     """Return ``final`` from ``begin`` on. ``end`` is when mask updates stop."""
     return final if step >= begin else initial
-
-
-def one_shot(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
-    """Return ``final`` from ``begin`` on, as :func:`constant`; its scheduler updates masks at
-    ``begin`` only."""
-    return constant(step, initial, final, begin, end)
 
 
 def linear(step: int, initial: float, final: float, begin: int, end: int | None) -> float:

@@ -113,7 +113,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         # The copy takes the state first; this scheduler takes the copy's once all ranks agree.
         loaded = copy.copy(self)
         try:
-            BaseDataScheduler.load_state_dict(loaded, self._translated(state_dict))
+            BaseDataScheduler.load_state_dict(loaded, state_dict)
             # The state may name data that was squashed since.
             names = {**loaded.base_param, **loaded.data_sparsifier.data_groups}
         except Exception as error:
@@ -138,10 +138,6 @@ class ReadyDataScheduler(BaseDataScheduler):
                 )
 
         return values, commit
-
-    def _translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state of another class as one of this class."""
-        return state_dict
 
     def _next_values(self) -> Mapping[str, Any]:
         """Return the values of this step. Collective at construction; later local, because ranks
@@ -250,16 +246,10 @@ class CurveDataScheduler(ReadyDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        plan = (curve, final, initial, begin, end, every)
-        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
-
-    def _start(
-        self, sparsifier: BaseDataSparsifier, param: str, curve: Curve, final: Finals, *rest: Any
-    ) -> None:
-        # ``rest`` as ReadyDataScheduler takes it.
         self.curve = curve
         self.final = dict(final) if isinstance(final, Mapping) else final
-        super().__init__(sparsifier, param, *rest)
+        window = (begin, end, every)
+        super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
 
     def get_schedule_param(self) -> dict[str, float]:
         """Return the values in force at step ``last_epoch``."""
@@ -325,11 +315,10 @@ class CurveDataScheduler(ReadyDataScheduler):
         return {**super()._facts(answer), "final": repr(final), "curve": curve}
 
 
-# The names repeat the signature, so that type checkers and errors know what each of them takes.
+class _NamedDataScheduler(CurveDataScheduler):
+    """A curve of a name; all but the constant one need an ``end``."""
 
-
-class ConstantDataScheduler(CurveDataScheduler):
-    """``final`` from ``begin`` on. Masks follow the weights at each update."""
+    _named: ClassVar[Curve]
 
     def __init__(
         self,
@@ -344,8 +333,24 @@ class ConstantDataScheduler(CurveDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        plan = (curves.constant, final, initial, begin, end, every)
-        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
+        super().__init__(
+            data_sparsifier,
+            schedule_param,
+            curve=type(self)._named,
+            final=final,
+            initial=initial,
+            begin=begin,
+            end=end,
+            every=every,
+            last_epoch=last_epoch,
+            verbose=verbose,
+        )
+
+
+class ConstantDataScheduler(_NamedDataScheduler):
+    """``final`` from ``begin`` on. Masks follow the weights at each update."""
+
+    _named = curves.constant
 
 
 class OneShotDataScheduler(CurveDataScheduler):
@@ -362,39 +367,26 @@ class OneShotDataScheduler(CurveDataScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        plan = (curves.one_shot, final, initial, begin, begin, 1)
-        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
+        super().__init__(
+            data_sparsifier,
+            schedule_param,
+            curve=curves.constant,
+            final=final,
+            initial=initial,
+            begin=begin,
+            end=begin,
+            last_epoch=last_epoch,
+            verbose=verbose,
+        )
 
 
-class _GrowingDataScheduler(CurveDataScheduler):
-    """A curve of a name that needs an end."""
-
-    _named: ClassVar[Curve]
-
-    def __init__(
-        self,
-        data_sparsifier: BaseDataSparsifier,
-        schedule_param: str = "sparsity_level",
-        *,
-        final: Finals,
-        initial: float = 0,
-        begin: int = 0,
-        end: int | None,
-        every: int = 1,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        plan = (type(self)._named, final, initial, begin, end, every)
-        self._start(data_sparsifier, schedule_param, *plan, last_epoch, verbose)
-
-
-class LinearDataScheduler(_GrowingDataScheduler):
+class LinearDataScheduler(_NamedDataScheduler):
     """Equal amounts at equal distances (:func:`~dist_sparse.schedulers.curves.linear`)."""
 
     _named = curves.linear
 
 
-class CubicDataScheduler(_GrowingDataScheduler):
+class CubicDataScheduler(_NamedDataScheduler):
     """Fast at first, slow near the end (:func:`~dist_sparse.schedulers.curves.cubic`).
 
     Zhu & Gupta 2017, equation 1.
@@ -415,13 +407,13 @@ class CubicDataScheduler(_GrowingDataScheduler):
     _named = curves.cubic
 
 
-class CosineDataScheduler(_GrowingDataScheduler):
+class CosineDataScheduler(_NamedDataScheduler):
     """Half a cosine wave, slow at both ends (:func:`~dist_sparse.schedulers.curves.cosine`)."""
 
     _named = curves.cosine
 
 
-class ExponentialDataScheduler(_GrowingDataScheduler):
+class ExponentialDataScheduler(_NamedDataScheduler):
     """Remove the same fraction of the remaining weights at each mask update; ``final`` must be < 1.
 
     The curve is :func:`~dist_sparse.schedulers.curves.exponential`. The GammaScheduler in the

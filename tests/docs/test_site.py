@@ -22,7 +22,6 @@ CURVES = {
 }
 """Names of CurveDataScheduler, whose example has their levels; CubicDataScheduler has its own."""
 IN_MODULES = {
-    "compat": ["CubicSL", "LambdaSL"],
     "extend": None,
     "groups": ["set_timeout", "traffic", "reset_traffic"],
     "lightning": None,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import shlex
-import shutil
 import stat
 import subprocess
 import sys
@@ -105,18 +103,10 @@ def test_the_endpoint_may_come_from_a_variable(
         (["--env", "A", "a.py"], "must be KEY=VALUE"),
         (["--ranks", "0,x", "a.py"], "'0,x' must be local ranks"),
         (["--nproc", "2", "--ranks", "0,2", "pyproject.toml"], "Invalid --ranks=2"),
-        (
-            ["sbatch", "--env", "UID=0", "a.py"],
-            "Invalid --env='UID': bash sets this variable itself",
-        ),
         (["--env", "a=1", "a.py"], "Invalid --env='a'"),
         (["--name", "A", "a.py"], "Invalid --name='A'"),
         (["--nnodes", "2", "a.py"], "--nnodes"),
         (["no-such.py"], "Invalid SCRIPT='no-such.py': there is no such file"),
-        (
-            ["--python", "/no/such", "-m", "a"],
-            "Invalid --python='/no/such': there is no such program",
-        ),
         (["torchrun", "--nnodes", "2", "-m", "a"], "Invalid --rdzv-endpoint=None"),
         (
             ["torchrun", "--nnodes", "2", "--rdzv-endpoint", "a:1", "-m", "a"],
@@ -126,7 +116,6 @@ def test_the_endpoint_may_come_from_a_variable(
             ["torchrun", "--rdzv-endpoint", "a:1", "--rdzv-host-env", "A", "-m", "a"],
             "not allowed with argument",
         ),
-        (["sbatch", "--rdzv-port", "0", "a.py"], "Invalid --rdzv-port=0"),
         (["sbatch", "--time", "2h", "a.py"], "Invalid --time='2h'"),
         (["kubeflow", "--nnodes", "1:2", "a.py"], "a fixed number of nodes"),
     ],
@@ -173,31 +162,12 @@ def test_files_are_written_where_they_should(
     assert (tmp_path / "job.sh").read_text().startswith("#!/usr/bin/env bash\n")
 
 
-def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    """They hold the values of --env. A file that is there already is replaced."""
+def test_new_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    """They hold the values of --env."""
     path = tmp_path / "job.sh"
-    path.write_text("old")
-    path.chmod(0o644)
     assert main(["sbatch", "--env", "KEY=secret", "--output", str(path), "a.py"]) == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "secret" in path.read_text()
-    assert os.listdir(tmp_path) == ["job.sh"]
-
-
-def test_files_are_not_written_through_links(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / "link.sh").symlink_to(victim)
-    os.link(victim, tmp_path / "hard.sh")
-    os.mkfifo(tmp_path / "pipe.sh")
-    for name in ("link.sh", "pipe.sh"):
-        assert main(["sbatch", "--output", str(tmp_path / name), "a.py"]) == 1
-        assert "exists and is not a regular file" in capsys.readouterr().err
-    assert main(["sbatch", "--output", str(tmp_path / "hard.sh"), "a.py"]) == 0
-    assert victim.read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["hard.sh", "link.sh", "pipe.sh", "victim"]
 
 
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -209,10 +179,8 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/
     [
         ("--print a.py", "> /dev/full", "No space left on device"),
         ("sbatch a.py", "> /dev/full", "No space left on device"),
-        ("sbatch --output /dev/null a.py", "", "exists and is not a regular file"),
         ("sbatch --output /no/such/job.sh a.py", "", "No such file or directory"),
-        ("sbatch a.py", ">&-", "Standard output is closed"),
-        ("-m this", ">&-", "Standard output or error is closed"),
+        ("--python /no/such -m this", "", "/no/such"),
     ],
 )
 def test_what_cannot_be_written_is_one_line_and_1(words: str, outputs: str, message: str) -> None:
@@ -223,52 +191,6 @@ def test_what_cannot_be_written_is_one_line_and_1(words: str, outputs: str, mess
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith("python -m launch: ") and message in line
-
-
-def test_files_hold_the_bytes_of_the_words_in_every_locale(tmp_path: Path) -> None:
-    words = [sys.executable, "-X", "utf8=0", "-m", "launch", "sbatch", "a.py", b"\xff", "é"]
-    environ = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
-    shown = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, check=True).stdout
-    assert shown.endswith(b"-- a.py '\xff' '" + "é".encode() + b"'\n")
-    written = [*words[:6], "--output", str(tmp_path / "job.sh"), *words[6:]]
-    subprocess.run(written, cwd=ROOT, env=environ, check=True)
-    assert (tmp_path / "job.sh").read_bytes().splitlines()[-1] == shown.splitlines()[-1]
-
-
-@pytest.fixture
-def latin_1(tmp_path: Path) -> dict[str, str]:
-    """Variables of a real locale of 8 bits, made here."""
-    made = tmp_path / "locales"
-    made.mkdir()
-    if shutil.which("localedef") is None:
-        pytest.skip("no localedef here")
-    command = [
-        "localedef",
-        "--no-archive",
-        "-i",
-        "en_US",
-        "-f",
-        "ISO-8859-1",
-        str(made / "en_US.ISO-8859-1"),
-    ]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("localedef has no sources here")
-    return {**os.environ, "LOCPATH": str(made), "LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
-
-
-def test_files_hold_the_bytes_of_the_words_in_a_locale_of_8_bits(latin_1: dict[str, str]) -> None:
-    def shown(*words: str | bytes) -> bytes:
-        command = [sys.executable, "-m", "launch", *words, b"\xe9", "é".encode()]
-        return subprocess.run(
-            command, cwd=ROOT, env=latin_1, capture_output=True, check=True
-        ).stdout
-
-    for command in (["sbatch", "a.py"], ["--print", "a.py"]):
-        assert shown(*command).endswith(b"-- a.py '\xe9' '" + "é".encode() + b"'\n")
-    # YAML is UTF-8 wherever it is written: what is the same there is the text.
-    yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load(shown("kubeflow", b"\xe8.py").decode("utf-8"))
-    assert job["spec"]["trainer"]["args"] == ["é", "Ã©"]
 
 
 def test_an_output_of_python_s_own() -> None:
@@ -289,14 +211,7 @@ def test_the_launcher_needs_no_torch() -> None:
     """It starts quickly, and where torch is broken."""
     code = "import dist_sparse.launch.cli, sys\n"
     code += "print(sorted({'torch', 'torchx', 'yaml', 'numpy'} & {*sys.modules}))"
-    code += "\nsys.path = [p for p in sys.path if 'site-packages' not in p]"
-    code += "\nfrom dist_sparse.launch.child import torchrun"
-    code += "\ntorchrun('', [])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "[]\n" and done.returncode == 1
-    assert (
-        done.stderr.startswith(f"launch: {sys.executable} does not have torch; ")
-        and done.stderr.count("\n") == 1
-    )
+    assert done.stdout == "[]\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dist_sparse.schedulers import curves
 
 GROWING = [curves.linear, curves.cubic, curves.cosine, curves.exponential]
-ALL = [*GROWING, curves.constant, curves.one_shot]
+ALL = [*GROWING, curves.constant]
 
 levels = st.floats(0.0, 0.999)
 windows = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(
@@ -89,7 +89,6 @@ class TestValues:
             curves.cosine: final + (initial - final) * (1 + math.cos(math.pi * t)) / 2,
             curves.exponential: 1 - 0.9 * (0.1 / 0.9) ** t,
             curves.constant: final,
-            curves.one_shot: final,
         }
         for curve in ALL:
             assert curve(step, initial, final, begin, end) == pytest.approx(

@@ -164,10 +164,6 @@ class TestOwnCurve:
             CurveDataScheduler(sparsifier_of("w"), curve=curves.cosine, final=0.5, end=None)
         with pytest.raises(ValueError, match="final=1: must be < 1"):
             CurveDataScheduler(sparsifier_of("w"), curve=curves.exponential, final=1, end=9)
-        with pytest.raises(
-            TypeError, match="CurveDataScheduler: missing a required argument: 'curve'"
-        ):
-            CurveDataScheduler(sparsifier_of("w"), final=0.5, end=9)  # type: ignore[call-arg]
 
 
 class TestByName:
