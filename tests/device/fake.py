@@ -131,6 +131,12 @@ _STRICT: Final = {
     aten.masked_select.default,
 }
 _COPIES: Final = {aten._to_copy.default, aten.copy_.default}
+# They reserve memory, and launch nothing.
+_EMPTY: Final = {
+    *(torch.empty, torch.empty_strided, torch.empty_like),
+    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
 _INDEXED: Final = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 _WAITS: Final = {
     aten._local_scalar_dense.default: 1,
@@ -187,7 +193,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is aten._local_scalar_dense.default:
         return plain_args[0].item()
     out = func(*plain_args, **plain_kwargs)
-    if ACCOUNT.active and not getattr(func, "is_view", False):
+    if ACCOUNT.active and not func.is_view and func not in _EMPTY:
         leaves = pytree.tree_leaves((plain_args, plain_kwargs, out))
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         ACCOUNT.launch(str(func), *tensors.values())
@@ -457,7 +463,8 @@ def _made(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     made = func(*_plain(args), **kwargs)
     if func in (torch.tensor, torch.as_tensor):
         ACCOUNT.wait("torch.tensor(device=)")
-    ACCOUNT.launch(getattr(func, "__name__", "factory"), made)
+    if func not in _EMPTY:
+        ACCOUNT.launch(getattr(func, "__name__", "factory"), made)
     return FakeCudaTensor(made).requires_grad_(trained)
 
 

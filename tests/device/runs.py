@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dist_sparse import ImportanceSparsifier, MaskEnforcer
 from tests.device.account import Spent
 from tests.device.fake import counting, cuda, fake_cuda, inner
-from tests.device.tables import Collection, Layout, one_rank, standing_in
+from tests.device.tables import Collection, Kernel, Layout, one_rank, standing_in
 
 __all__ = ["BLOCKS", "Run", "on_device"]
 
@@ -55,20 +55,22 @@ class Run:
         self.device = device
         self.layouts = layouts or [one_rank(3_000, 128)] * 2
         generator = torch.Generator().manual_seed(0)
-        shards = []
-        for layout in self.layouts:
-            # The whole table on every rank, so that shards are parts of the same one.
-            table = torch.randn(layout.shape, generator=generator)
-            rect = layout.tiling[rank]
-            shards.append(table[rect.row : rect.row_end, rect.col : rect.col_end])
+        # Whole tables on every rank, so that shards are parts of the same ones.
+        tables = [torch.randn(layout.shape, generator=generator) for layout in self.layouts]
+        shards = [
+            layout.shard(table, rank) for layout, table in zip(self.layouts, tables, strict=True)
+        ]
         self.model = Collection(self.layouts, shards, rank, device == "cuda")
-        self.kernel = self.model.kernel
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=level, sparse_block_shape=block, score=score, norm="L2", **options
         )
         self.sparsifier.add_model(self.model)
         self.enforcer = MaskEnforcer(self.sparsifier, **(enforcer or {})).attach()
         self._turn = rank
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.model.kernel
 
     def features(self, bags: int = 8, each: int = 4) -> KeyedJaggedTensor:
         """Return the next batch; its offsets are known, as after TorchRec's input distribution."""

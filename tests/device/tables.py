@@ -44,6 +44,11 @@ class Layout:
     tiling: tuple[Rect, ...]
     ranks: tuple[int, ...] | None = None
 
+    def shard(self, table: Tensor, rank: int) -> Tensor:
+        """Return a rank's part of a table."""
+        rect = self.tiling[rank]
+        return table[rect.row : rect.row_end, rect.col : rect.col_end]
+
 
 def one_rank(rows: int, cols: int) -> Layout:
     """Return the layout of a table in a world of one."""
@@ -199,8 +204,13 @@ class Collection(nn.Module):
         self, layouts: Sequence[Layout], tables: Sequence[Tensor], rank: int, on_device: bool
     ) -> None:
         super().__init__()
-        self.kernel = Kernel(tables, on_device)
-        self._layouts, self._rank = list(layouts), rank
+        self._rank, self._on_device = rank, on_device
+        self.store(layouts, tables)
+
+    def store(self, layouts: Sequence[Layout], tables: Sequence[Tensor]) -> None:
+        """Store other shards, as a reshard does, with new optimizer state."""
+        self.kernel = Kernel(tables, self._on_device)
+        self._layouts = list(layouts)
 
     @property
     def tables(self) -> list[TableConfig]:
