@@ -19,6 +19,8 @@ import pytest
 from tests import seeds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+# Triton decides when it is imported; tests/device run its kernels on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # Only Linux has it, and not every container allows it.
 with contextlib.suppress(AttributeError, OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,0 +1,285 @@
+"""A stand-in for FBGEMM's kernels and TorchRec's sharded collection around them, on the CPU or on
+the device that is not there: what :mod:`dist_sparse.tables.protocols` asks of the two.
+
+A lookup adds up rows and its backward writes them, as a fused kernel does, in the order of the ids,
+so that both devices compute the same bits. Its output is on the CPU: torch's autograd engine ends
+the process at a tensor of a device that it has no driver for, and the enforcer reads no value of
+outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dist_sparse.tables.protocols import TableConfig, WholeRowWriter
+from dist_sparse.tables.shards import Rect, Shard, ShardedData
+from dist_sparse.torchrec import port
+from tests.device.fake import cuda, inner
+
+__all__ = ["Collection", "Kernel", "Layout", "one_rank", "standing_in"]
+
+RATE = 0.05
+EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a table is stored.
+
+    Args:
+        shape: the global rows and columns.
+        tiling: the rectangle of each rank.
+        ranks: global ranks; None is a world of one.
+    """
+
+    shape: tuple[int, int]
+    tiling: tuple[Rect, ...]
+    ranks: tuple[int, ...] | None = None
+
+    def shard(self, table: Tensor, rank: int) -> Tensor:
+        """Return a rank's part of a table."""
+        rect = self.tiling[rank]
+        return table[rect.row : rect.row_end, rect.col : rect.col_end]
+
+
+def one_rank(rows: int, cols: int) -> Layout:
+    """Return the layout of a table in a world of one."""
+    return Layout((rows, cols), (Rect(0, 0, rows, cols),))
+
+
+class Kernel(nn.Module):
+    """A batch of tables with a row-wise Adagrad, and TorchRec's module around it: a
+    :class:`~dist_sparse.tables.protocols.TableBatch`. Feature i looks up table i.
+
+    Args:
+        tables: this rank's shards, copied.
+        on_device: whether the tables say ``cuda``.
+    """
+
+    adds_rows = True
+    is_adagrad = True
+
+    def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
+        super().__init__()
+        self.put: Callable[[Tensor], Tensor] = cuda if on_device else lambda tensor: tensor
+        self.shapes = [(table.shape[0], table.shape[1]) for table in tables]
+        self.memory = torch.cat([table.flatten() for table in tables])
+        """The weights of all tables, in CPU memory."""
+        self.sums = [torch.zeros(rows) for rows, _ in self.shapes]
+        # No buffers: FBGEMM's weights are no parameters of TorchRec's module either.
+        object.__setattr__(self, "_stored", self.put(self.memory))
+        self._states = [[self.put(sums)] for sums in self.sums]
+        # Gradients flow through it to the backward, which updates the rows.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+    @property
+    def tables(self) -> list[str]:
+        return [f"t{number}" for number in range(len(self.shapes))]
+
+    @property
+    def features(self) -> list[int]:
+        return list(range(len(self.shapes)))
+
+    def weights(self) -> list[Tensor]:
+        views, start = [], 0
+        for rows, cols in self.shapes:
+            views.append(self._stored.detach()[start : start + rows * cols].view(rows, cols))
+            start += rows * cols
+        return views
+
+    def states(self) -> list[Sequence[Tensor]]:
+        return list(self._states)
+
+    def storage(self) -> list[Tensor]:
+        return [self._stored]
+
+    def whole_row_writers(self) -> list[WholeRowWriter]:
+        return []
+
+    def hyperparameters(self) -> dict[str, float]:
+        return {"lr": RATE, "eps": EPS}
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        weights = features.weights_or_none()
+        out: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+            self, self._anchor, features.values(), features.offsets(), weights, features.stride()
+        )
+        return out
+
+    def rows(self) -> list[Tensor]:
+        """The tables in CPU memory."""
+        return [inner(view) for view in self.weights()]
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """The ids of one table in a batch, on the CPU: the bag and the weight of each."""
+
+    ids: Tensor
+    bags: Tensor
+    weights: Tensor | None
+
+
+class _Lookup(torch.autograd.Function):
+    """Adds up the rows of bags; the backward steps the optimizer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: Kernel,
+        anchor: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        bags: int,
+    ) -> Tensor:
+        # Uncounted, on the memory behind the device: it is FBGEMM's work.
+        ctx.kernel = kernel
+        ctx.batch = _split(inner(ids), inner(offsets), inner(weights), bags)
+        found = []
+        for table, some in zip(kernel.rows(), ctx.batch, strict=True):
+            rows = table[some.ids]
+            if some.weights is not None:
+                rows = rows * some.weights.unsqueeze(1)
+            found.append(torch.zeros(bags, table.shape[1]).index_add_(0, some.bags, rows))
+        return torch.cat(found, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        kernel: Kernel = ctx.kernel
+        parts = torch.split(grad, [cols for _, cols in kernel.shapes], 1)
+        for table, sums, some, part in zip(
+            kernel.rows(), kernel.sums, ctx.batch, parts, strict=True
+        ):
+            of_each = part[some.bags]
+            if some.weights is not None:
+                of_each = of_each * some.weights.unsqueeze(1)
+            touched, place = torch.unique(some.ids, return_inverse=True)
+            step = torch.zeros(len(touched), table.shape[1]).index_add_(0, place, of_each)
+            sums[touched] += step.square().mean(1)
+            table[touched] -= RATE * step / (sums[touched].sqrt() + EPS).unsqueeze(1)
+        return None, None, None, None, None, None
+
+
+def _split(ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int) -> list[_Bags]:
+    found = []
+    for first in range(0, len(offsets) - 1, bags):
+        start, stop = int(offsets[first]), int(offsets[first + bags])
+        lengths = offsets[first : first + bags + 1].diff()
+        bag = torch.arange(bags).repeat_interleave(lengths)
+        some = None if weights is None else weights[start:stop]
+        found.append(_Bags(ids[start:stop].long(), bag, some))
+    return found
+
+
+class Collection(nn.Module):
+    """A sharded collection of one kernel: a :class:`~dist_sparse.tables.protocols.Collection`.
+
+    Args:
+        layouts: of the tables ``t0``, ``t1``, ...
+        tables: this rank's shards.
+        rank: of this process.
+        on_device: whether the tables say ``cuda``.
+    """
+
+    is_sharded = True
+    pooled = True
+    weighted = False
+    needs_indices = False
+    attribute = "embedding_bags"
+
+    def __init__(
+        self, layouts: Sequence[Layout], tables: Sequence[Tensor], rank: int, on_device: bool
+    ) -> None:
+        super().__init__()
+        self._rank, self._on_device = rank, on_device
+        self.store(layouts, tables)
+
+    def store(self, layouts: Sequence[Layout], tables: Sequence[Tensor]) -> None:
+        """Store other shards, as a reshard does, with new optimizer state."""
+        self.kernel = Kernel(tables, self._on_device)
+        self._layouts = list(layouts)
+
+    @property
+    def tables(self) -> list[TableConfig]:
+        return [
+            TableConfig(f"t{number}", (f"f{number}",), layout.shape[0], "sum")
+            for number, layout in enumerate(self._layouts)
+        ]
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        out: Tensor = self.kernel(features)
+        return out
+
+    def fqn(self, path: str, table: str) -> str:
+        return ".".join(filter(None, (path, self.attribute, table, "weight")))
+
+    def outputs(self) -> dict[str, str]:
+        return {f"f{number}": f"t{number}" for number in range(len(self._layouts))}
+
+    def embeddings(self) -> dict[str, nn.Module]:
+        return {}
+
+    def locate(self, table: str, fqn: str, name: str) -> ShardedData:
+        number = int(table[1:])
+        layout = self._layouts[number]
+        view = self.kernel.weights()[number]
+        return ShardedData(
+            name=name,
+            shape=layout.shape,
+            dtype=view.dtype,
+            sharding="table_wise" if layout.ranks is None else "grid_shard",
+            ranks=layout.ranks,
+            tiling=tuple((rect,) for rect in layout.tiling),
+            shards=(Shard(layout.tiling[self._rank], view.data),),
+            kernel="fused",
+            fqn=fqn,
+            features=(f"f{number}",),
+        )
+
+    def batches(self) -> Iterator[Kernel]:
+        yield self.kernel
+
+    def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None: ...
+
+    def bounds_checks(self) -> dict[str, str]:
+        return {config.name: "NONE" for config in self.tables}
+
+    # Not `parameters`, which is nn.Module's.
+    def optimizers(self) -> list[Any]:
+        return []
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, Collection)
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[None]:
+    """Have the package find these collections as it finds TorchRec's."""
+    known = port.collection
+
+    def collection(module: nn.Module) -> Any:
+        return module if isinstance(module, Collection) else known(module)
+
+    def lookups(module: nn.Module) -> list[nn.Module]:
+        return [module.kernel] if isinstance(module, Collection) else []
+
+    with (
+        mock.patch.object(port, "collection", collection),
+        mock.patch.object(port, "is_sharded", _is_sharded),
+        mock.patch.object(port, "lookups", lookups),
+    ):
+        yield
