@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Artifact": "artifacts",
     "ArtifactBytes": "artifacts",
     "add_artifact": "artifacts",
     "Quality": "quality",

@@ -47,7 +47,7 @@ def charts(run: Run) -> list[Chart]:
     found += [*_series_charts(run), *table_charts(run)]
     if run.due:
         found += [_churn(run), _dead_rows(run), *_time(run)]
-    return _named_apart(chart for chart in found if _shows_something(chart))
+    return [chart for chart in found if _shows_something(chart)]
 
 
 def _shows_something(chart: Chart) -> bool:
@@ -97,13 +97,17 @@ def _series_charts(run: Run) -> list[LineChart]:
     series of the compared runs."""
     # A line needs two points.
     names = [name for name, series in run.values.items() if len(series) > 1]
-    first = [name for name in _TITLES if name in names]
-    others = sorted(set(names) - set(first))
+    found = [_series_chart(run, name, f"value_{name}") for name in _TITLES if name in names]
     # The table of last values has them all.
-    return [_series_chart(run, name) for name in [*first, *others[:_MOST_OTHERS]]]
+    others = sorted(set(names) - set(_TITLES))[:_MOST_OTHERS]
+    for number, name in enumerate(others, start=1):
+        # The key becomes a file name and an id; the number keeps "a/b" and "a b" apart.
+        key = f"value_{number}_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
+        found.append(_series_chart(run, name, key))
+    return found
 
 
-def _series_chart(run: Run, name: str) -> LineChart:
+def _series_chart(run: Run, name: str, key: str) -> LineChart:
     lines = smoothed(run.name if run.compared else name, run.values[name])
     thin = " Thin: as logged. Thick: running mean." if len(lines) > 1 else ""
     for other in run.compared.values():
@@ -112,24 +116,15 @@ def _series_chart(run: Run, name: str) -> LineChart:
             curve = smoothed(other.name, series)[-1]  # the running mean if there is one
             lines.append(dataclasses.replace(curve, role="other", number=other.number))
     note = _NOTES.get(name, "As logged by the training script.") + thin
-    # The key becomes a file name and an id.
-    key = f"value_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
     title = _TITLES.get(name, name)
     return _line_chart(run, key, title, note + _not_finite(run.values[name]), lines)
 
 
 def _churn(run: Run) -> LineChart:
-    flipped, regrown = _points(run, _churn_of), _points(run, _regrown_of)
-    lines = [
-        Line(name="flipped", points=thinned(flipped)),
-        Line(name="regrown", role="other", points=thinned(regrown)),
-    ]
+    lines = [Line(name="all tables", points=thinned(_points(run, _churn_of)))]
     for name, shares in _per_table(run, lambda change: change.churn).items():
         lines.append(Line(name=name, role="table", points=thinned(shares)))
-    note = (
-        "Share of blocks that a mask update flipped, and of those that it regrew."
-        f" {_thin_lines(run)}"
-    )
+    note = f"Share of blocks that a mask update flipped. {_thin_lines(run)}"
     return _line_chart(run, "churn", "Churn", note, lines, share=True)
 
 
@@ -181,20 +176,13 @@ def _target_of(due: DueStep) -> float | None:
 
 
 def _churn_of(due: DueStep) -> float | None:
-    return _share(_comparable(due), "flipped_blocks")
-
-
-def _regrown_of(due: DueStep) -> float | None:
-    return _share(_comparable(due), "regrown_blocks")
+    # Unknown where the shape of the blocks has changed.
+    known = [change for change in due.record.tables if change.flipped_blocks is not None]
+    return _share(known, "flipped_blocks")
 
 
 def _share(changes: Sequence[MaskChange], part: str) -> float | None:
     return share_of(total(changes, part), total(changes, "blocks"))
-
-
-def _comparable(due: DueStep) -> list[MaskChange]:
-    """Return the tables whose blocks have the shape of the update before."""
-    return [change for change in due.record.tables if change.flipped_blocks is not None]
 
 
 def _dead_rows_of(due: DueStep) -> float | None:
@@ -264,16 +252,3 @@ def _not_finite(series: Series) -> str:
     if not lost:
         return ""
     return f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
-
-
-def _named_apart(found: Iterable[Chart]) -> list[Chart]:
-    """Number keys that differ only in case: they name files."""
-    named: dict[str, Chart] = {}
-    for chart in found:
-        key, number = chart.key, 1
-        # Some file systems ignore case.
-        while key.lower() in named:
-            number += 1
-            key = f"{chart.key}_{number}"
-        named[key.lower()] = dataclasses.replace(chart, key=key)
-    return list(named.values())

@@ -37,7 +37,7 @@ _TIP_LINES = 7
 _NEAR = 60
 """Units of the plot: labels of dots closer than this may overlap."""
 
-_KINDS = (("gone", "pruned"), ("kept", "kept"), ("both", "both"))
+_KINDS = (("gone", "pruned"), ("kept", "kept"))
 _NAMED = ("main", "target", "other")
 _LAYERS = ("table", "raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
@@ -60,14 +60,13 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """Label of a dot, and text under a pointer. Places in percent; ``spoken``: for a screen
-    reader; ``under``: the label is below the dot."""
+    """Label of a dot, and text under a pointer. Places in percent; ``under``: the label is below
+    the dot."""
 
     left: float
     top: float
     label: str
     text: tuple[str, ...]
-    spoken: str
     under: bool
 
 
@@ -83,7 +82,6 @@ class Plot:
         legend: look and name.
         tips, spots: text in the plot.
         threshold: place and text of a vertical line.
-        zeros: share that a logarithmic axis can't show, and its look.
     """
 
     caption: str
@@ -95,7 +93,6 @@ class Plot:
     tips: Sequence[Tip] = ()
     spots: Sequence[Spot] = ()
     threshold: Label | None = None
-    zeros: tuple[float, str] | None = None
 
     @property
     def widest(self) -> str:
@@ -188,24 +185,16 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
     """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times
     these where there is room; linear :func:`ticks` where that gives fewer than three."""
+    low, high = 10**left * (1 - 1e-9), 10**right * (1 + 1e-9)
+    powers = range(math.floor(left), math.ceil(right) + 1)
     found: list[float] = []
     # The finest that has room.
-    for times in ((1, 2, 5), (1, 3), (1,)):
-        found = _round_numbers(left, right, times)
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        numbers = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        found = [number for number in numbers if low <= number <= high]
         if len(found) <= most:
-            return found if len(found) > 2 else ticks(10**left, 10**right, 4)
-    return _every(found, most)
-
-
-def _round_numbers(left: float, right: float, times: Sequence[int]) -> list[float]:
-    """Return ``times`` each power of ten, as far as the axis goes."""
-    found = []
-    for power in range(math.floor(left), math.ceil(right) + 1):
-        for digit in times:
-            # Compared as exponents: 10**left overflows or loses digits at the ends of float64.
-            if left - 1e-9 <= math.log10(digit) + power <= right + 1e-9:
-                found.append(float(f"{digit}e{power}"))
-    return found
+            break
+    return _every(found, most) if len(found) > 2 else ticks(low, high, 4)
 
 
 def _every(values: list[float], most: int) -> list[float]:
@@ -305,20 +294,18 @@ def _path(line: Line, axes: _Axes) -> str:
 
 def _score_plot(chart: ScoreChart) -> Plot:
     axes = _score_axes(chart)
-    shapes = [_bar(piece, chart, axes) for piece in chart.bins]
-    threshold, zeros = None, "both"
+    shapes = [_bar(piece, chart.threshold, axes) for piece in chart.bins]
+    threshold = None
     # At 0, nothing but blocks that scored 0 is pruned: the logarithmic axis has no place for it.
     if chart.threshold > 0:
         at = axes.x_of(chart.threshold)
         shapes.append(("threshold", f"M{at} 0V{HEIGHT}"))
-        threshold, zeros = (at / 10, f"threshold {amount(chart.threshold)}"), "gone"
+        threshold = at / 10, f"threshold {amount(chart.threshold)}"
     return axes.plot(
         caption=f"{chart.title}: {chart.note}",
         shapes=shapes,
         legend=_KINDS,
-        tips=[_bar_tip(piece, axes) for piece in chart.bins],
         threshold=threshold,
-        zeros=(chart.zeros, zeros),
     )
 
 
@@ -343,16 +330,11 @@ def _score_axes(chart: ScoreChart) -> _Axes:
     )
 
 
-def _bar(piece: Bin, chart: ScoreChart, axes: _Axes) -> Shape:
+def _bar(piece: Bin, threshold: float, axes: _Axes) -> Shape:
     x, height = axes.x_of(piece.low), HEIGHT * piece.density / axes.high
     path = f"M{x} {HEIGHT}v{-height:.1f}h{axes.x_of(piece.high) - x:.1f}v{height:.1f}z"
-    return f"bin {piece.kind(chart.threshold)}", path
-
-
-def _bar_tip(piece: Bin, axes: _Axes) -> Tip:
-    text = f"{count(piece.blocks)} blocks of score {amount(piece.low)} to {amount(piece.high)}"
-    x = axes.x_of(piece.low)
-    return Tip(left=x / 10, width=(axes.x_of(piece.high) - x) / 10, text=(text,))
+    # The bin of the threshold has some of each; the line shows where it is cut.
+    return f"bin {'gone' if piece.low <= threshold else 'kept'}", path
 
 
 def _dot_plot(chart: DotChart) -> Plot:
@@ -369,7 +351,7 @@ def _dot_plot(chart: DotChart) -> Plot:
         shapes += [(f"{_look(run)} dot", f"M{place}h0") for place in places]
     spots = _spots(chart, axes)
     return axes.plot(
-        caption=f"{chart.title}: {'; '.join(spot.spoken for spot in spots)}",
+        caption=f"{chart.title}: {'; '.join(': '.join(spot.text) for spot in spots)}",
         shapes=shapes,
         legend=legend,
         spots=spots,
@@ -416,7 +398,6 @@ def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
                 top=100 * y / HEIGHT,
                 label=label,
                 text=(name, f"{size(taken)}, {chart.metric} {height:.4f}"),
-                spoken=f"{name}: {size(taken)}, {height:.4f}",
                 under=_is_under(x, y, everywhere, number),
             )
             spots.append(spot)

@@ -53,9 +53,6 @@ class WandbSink:
     Args:
         run: returned by ``wandb.init()``; the caller finishes it.
 
-    Raises:
-        ValueError: ``run`` has no ``log()``.
-
     Example::
 
         >>> from dist_sparse.report import WandbSink
@@ -67,10 +64,6 @@ class WandbSink:
     """
 
     def __init__(self, run: Any) -> None:
-        if not callable(getattr(run, "log", None)):
-            raise ValueError(
-                f"Invalid run of type {type(run).__name__}: must be what wandb.init() returns."
-            )
         self._run = run
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

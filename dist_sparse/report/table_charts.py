@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dist_sparse.records import MaskChange
 from dist_sparse.report.figures import Bar, BarChart, Bin, ScoreChart
-from dist_sparse.report.histograms import Scored, edge_of, much
+from dist_sparse.report.histograms import Scored
 from dist_sparse.report.run import RowTraffic, Run, share_of, total
 from dist_sparse.text import amount, count, number_of, percent, size
 
@@ -134,63 +133,43 @@ def _lookups(octave: int) -> str:
 
 def _score_charts(run: Run) -> list[ScoreChart]:
     """Return the histograms of the tables with the most blocks."""
-    shown = [one for one in run.scores.values() if any(one.counts)]  # else all scores are 0
+    shown = [one for one in run.scores.values() if one.scores[-1][0] > 0]  # else all scores are 0
     shown.sort(key=lambda one: (-one.blocks, one.name))
     return [
-        _score_chart(f"scores_{place}", one, run)
+        _score_chart(f"scores_{place}", one)
         for place, one in enumerate(shown[:_MOST_SCORES], start=1)
     ]
 
 
-def _changes_after(run: Run, one: Scored) -> list[MaskChange]:
-    """Return the changes of a table whose histograms are not shown, because they came after the one
-    that is."""
-    found: list[MaskChange] = []
-    for due in run.due:
-        if due.step > one.step:
-            found += [change for change in due.record.tables if change.name == one.name]
-    return found
-
-
-def _score_chart(key: str, one: Scored, run: Run) -> ScoreChart:
-    pruned_more = [
-        (change.flipped_blocks or 0) - (change.regrown_blocks or 0) >= much(change.blocks)
-        for change in _changes_after(run, one)
-    ]
-    blocks = one.zeros + sum(one.counts)
+def _score_chart(key: str, one: Scored) -> ScoreChart:
+    blocks = sum(number for _, number in one.scores)
     note = (
         f"{count(blocks)} blocks before the mask update at step {count(one.step)};"
-        f" {percent(one.zeros / blocks)}"
+        f" {percent(one.zeros / blocks)} scored 0, which the axis can't show. Threshold:"
+        f" {amount(one.threshold)}; blocks not above it are pruned."
     )
-    note += f" scored 0. Threshold: {amount(one.threshold)}; blocks not above it are pruned."
-    if any(pruned_more):
-        note += " The histograms of later mask updates were not written."
-    elif pruned_more:
-        note += " Later mask updates pruned less than 1% more each."
     return ScoreChart(
         key=key,
         title=f"Block scores of {one.name}",
         note=note,
         bins=_bins(one),
-        zeros=one.zeros / blocks,
         threshold=one.threshold,
     )
 
 
 def _bins(one: Scored) -> tuple[Bin, ...]:
-    """Merge buckets into at most 65 bins: 2, 4 or 8 to a bin, then whole octaves."""
-    numbers = range(one.first, one.first + len(one.counts))
-    together = 1
-    # Powers of two keep octaves whole: a bin never straddles two.
-    while numbers and (numbers[-1] - numbers[0]) // together >= _MOST_BINS:
-        together *= 2
-    summed: dict[int, int] = {}
-    for number, blocks in zip(numbers, one.counts, strict=True):
-        if blocks:
-            summed[number // together] = summed.get(number // together, 0) + blocks
+    """Return the buckets as bins, of scores above 0; more than 64 as whole octaves."""
+    fine = [(score, blocks) for score, blocks in one.scores if score > 0]
+    parts = 8 if len(fine) <= _MOST_BINS else 1
+    summed: dict[float, int] = {}
+    for score, blocks in fine:
+        # The octave of a score begins at 2 ** (exponent - 1).
+        octave = 2.0 ** (math.frexp(score)[1] - 1)
+        low = octave * (1 + math.floor(parts * (score / octave - 1)) / parts)
+        summed[low] = summed.get(low, 0) + blocks
     bins = []
-    for number, blocks in summed.items():
+    for low, blocks in summed.items():
+        high = low + 2.0 ** (math.frexp(low)[1] - 1) / parts
         # Bins differ in width on the logarithmic axis, so heights are per octave.
-        low, high = edge_of(number * together), edge_of((number + 1) * together)
         bins.append(Bin(low=low, high=high, blocks=blocks, density=blocks / math.log2(high / low)))
     return tuple(bins)

@@ -127,15 +127,15 @@ def test_the_command_compares_runs_by_name(
     ]
     assert [row[:6] for row in rows] == [
         ["half", "50.0%", "18.8 KiB", "54.5%", "0.7000", "-0.0500"],
-        ["half (b)", "90.0%", "6.25 KiB", "18.2%", "0.6000", "-0.1500"],
+        [f"half ({b})", "90.0%", "6.25 KiB", "18.2%", "0.6000", "-0.1500"],
         ["c", "-", "34.4 KiB", "100.0%", "0.7500", "2.5"],
     ]
     assert "lr=-" in said and "inside" not in said
     page = (a / "comparison.html").read_text()
     assert (a / "comparison.html").as_uri() in said and not (a / "report.html").exists()
-    assert page.count("<h2>Runs</h2>") == 1 and "half (b)" in page
+    assert page.count("<h2>Runs</h2>") == 1 and f"half ({b})" in page
     sparsity = next(chart for chart in charts(read_runs([a, b, c])) if chart.key == "sparsity")
-    assert [line.name for line in sparsity.lines if line.role == "other"] == ["half (b)"]  # type: ignore[union-attr]
+    assert [line.name for line in sparsity.lines if line.role == "other"] == [f"half ({b})"]  # type: ignore[union-attr]
 
 
 def test_the_latest_run_and_the_browser(
@@ -161,7 +161,7 @@ def test_the_latest_run_and_the_browser(
     assert sorted(file.name for file in runs.iterdir()) == ["latest", "newer", "older"]
     older.rename(tmp_path / "moved")
     with pytest.raises(
-        ValueError, match=r"latest holds no run: it links to older, which is gone\."
+        ValueError, match=r"latest holds no run: there is no run\.json, which RunLog writes\."
     ):
         read_run(runs / "latest")
 

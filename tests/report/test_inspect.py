@@ -99,7 +99,11 @@ def test_a_table_as_it_stood_in_the_end(tmp_path: Path) -> None:
     train(tmp_path)
     edit(
         tmp_path,
-        lambda line: line | {"tables": [t | {"dead_rows": None} for t in line.get("tables", ())]},
+        lambda line: (
+            line | {"tables": [t | {"dead_rows": None} for t in line["tables"]]}
+            if line["kind"] in ("masks", "end")
+            else line
+        ),
     )
     lines = (tmp_path / LINES).read_text().splitlines(keepends=True)
     end = json.loads(lines[-1])
