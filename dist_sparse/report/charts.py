@@ -1,7 +1,7 @@
 """Charts of a run as data: sparsity, series, mask updates and time over steps, and AUC over bytes.
 
 A chart is small however long the run: a line has at most 400 points
-(:mod:`dist_sparse.report.thinning`), and of more than 30 tables a chart shows the distribution.
+(:mod:`dist_sparse.report.thinning`), and of more than 30 tables a chart shows all together.
 Time is linear in the number of lines of the log. Charts without anything to see are left out.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from dist_sparse.records import MaskChange
 from dist_sparse.report.comparison import artifacts_of_runs, baseline
@@ -24,8 +24,6 @@ __all__ = ["charts"]
 
 _MOST_OTHERS = 12
 """Charts of series without a title of their own: a script may log hundreds."""
-
-_PERCENTILES = {"10% of tables are below": 0.1, "median table": 0.5, "10% of tables are above": 0.9}
 
 _TITLES = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
 _NOTES = {
@@ -157,7 +155,7 @@ def _time(run: Run) -> list[BarChart]:
     for name, seconds in known.items():
         text = f"{duration(seconds)}, {percent(seconds / whole)}"
         bars.append(Bar(name=name, share=seconds / whole, text=text))
-    return [BarChart(key="time", title="Time", note=note, bars=tuple(bars), stacked=True)]
+    return [BarChart(key="time", title="Time", note=note, bars=tuple(bars))]
 
 
 def _line_chart(
@@ -193,20 +191,19 @@ def _dead_rows_of(due: DueStep) -> float | None:
 def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point]:
     """Return a total over all tables, per mask update where it is known."""
     # A gap in the line would look like a value that is not finite.
-    return [(float(due.step), value) for due in run.due if (value := value_of(due)) is not None]
+    return [(due.step, value) for due in run.due if (value := value_of(due)) is not None]
 
 
 def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
-    """Return the points of each table; of more than 30 their median, and what a tenth of them is
-    below and above."""
-    few = len(run.last_changes) <= MOST_TABLES
+    """Return the points of each table; none of more than 30, which could not be told apart."""
     found: dict[str, list[Point]] = {}
+    if len(run.last_changes) > MOST_TABLES:
+        return found
     for due in run.due:
-        # Unknown where the block shape has changed, or where rows are cut by columns.
-        values = {t.name: value for t in due.record.tables if (value := value_of(t)) is not None}
-        shown = values if few else _percentiles(values.values())
-        for name, value in shown.items():
-            found.setdefault(name, []).append((float(due.step), value))
+        for change in due.record.tables:
+            # Unknown where the block shape has changed, or where rows are cut by columns.
+            if (value := value_of(change)) is not None:
+                found.setdefault(change.name, []).append((due.step, value))
     return found
 
 
@@ -214,18 +211,9 @@ def _table_lines(run: Run, value_of: Callable[[MaskChange], float | None]) -> li
     return [_held(run, name, "table", points) for name, points in _per_table(run, value_of).items()]
 
 
-def _percentiles(values: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    # No interpolation: each value is one of a table.
-    last = len(ordered) - 1
-    if last < 0:
-        return {}
-    return {name: ordered[round(place * last)] for name, place in _PERCENTILES.items()}
-
-
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
     """Return a line that stays constant between mask updates and after the last one."""
-    end = float(_end(run))
+    end = _end(run)
     # Masks stay as they are until the run ends.
     if points and points[-1][0] < end:
         points = [*points, (end, points[-1][1])]
@@ -238,13 +226,7 @@ def _end(run: Run) -> int:
 
 
 def _thin_lines(run: Run) -> str:
-    tables = run.last_changes
-    if len(tables) <= MOST_TABLES:
-        return "Thin: each table."
-    return (
-        f"Thin: of {len(tables):,} tables the median, and the values that a tenth of them are below"
-        " and above."
-    )
+    return "Thin: each table." if len(run.last_changes) <= MOST_TABLES else "Of all tables."
 
 
 def _not_finite(series: Series) -> str:

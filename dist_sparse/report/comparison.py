@@ -7,7 +7,6 @@ baseline's are unknown.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ __all__ = [
 ]
 
 HEAD = ("run", "sparsity", "table bytes", "of all", "AUC", "delta", "ms a step", "changed")
-_MOST_CHANGES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,16 +168,12 @@ def row_cells(row: RunRow) -> list[str]:
 
 def _change_text(changed: Mapping[str, Any]) -> str:
     """Return ``lr=0.1, level=0.8``; a dash for a key that is missing."""
-    shown = [f"{key}={_value_text(value)}" for key, value in [*changed.items()][:_MOST_CHANGES]]
-    if len(changed) > _MOST_CHANGES:
-        shown.append(f"and {len(changed) - _MOST_CHANGES} more")
+    shown = [f"{key}={_value_text(value)}" for key, value in changed.items()]
     return printable(", ".join(shown))
 
 
 def _value_text(value: Any) -> str:
-    if isinstance(value, str):
-        return shortened(value, most=40)
-    return "-" if value is None else json.dumps(value)[:40]
+    return "-" if value is None else shortened(value, most=40)
 
 
 def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:

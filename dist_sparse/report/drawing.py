@@ -113,9 +113,8 @@ class _Axes:
     high: float
     places: Sequence[float]
     place_text: Text
-    levels: Sequence[float]
-    level_text: Text
     label: str
+    level_text: Text
     log: bool = False
 
     def x_of(self, value: float) -> float:
@@ -129,7 +128,8 @@ class _Axes:
 
     def plot(self, *, caption: str, shapes: Sequence[Shape], **texts: Any) -> Plot:
         """Return a plot of the shapes over a grid line for each level."""
-        marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in self.levels)
+        levels = ticks(self.low, self.high, 4)
+        marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in levels)
         # The grid comes first: shapes are drawn in their order.
         grid = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks]
         return Plot(
@@ -234,8 +234,7 @@ def _line_axes(chart: LineChart) -> _Axes:
         # There are no half steps.
         places=[*filter(float.is_integer, ticks(left, right, 4))],
         place_text=_short,
-        levels=ticks(low, high, 4),
-        level_text=_percent_tick if chart.share else _tick,
+        level_text=_percent_tick if chart.share else _short,
         label="step",
     )
 
@@ -323,7 +322,6 @@ def _score_axes(chart: ScoreChart) -> _Axes:
         high=tallest,
         places=log_ticks(left, right),
         place_text=lambda score: f"{score:g}",
-        levels=ticks(0, tallest, 3),
         level_text=_short,
         label="score; area = blocks",
         log=True,
@@ -367,9 +365,6 @@ def _dot_axes(chart: DotChart) -> _Axes:
     left, right = min(logs) - room, max(logs) + room
     low, high = _range(heights, share=False)
     low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
-    levels = ticks(low, high, 4)
-    # As many for all levels, so that their decimal points are below each other.
-    decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
     return _Axes(
         left=left,
@@ -378,8 +373,7 @@ def _dot_axes(chart: DotChart) -> _Axes:
         high=high,
         places=_every(visible, 5),
         place_text=lambda taken: size(taken).replace(".00", "").replace(".0", ""),
-        levels=levels,
-        level_text=lambda y: f"{y:.{decimals}f}",
+        level_text=_short,
         label="bytes, logarithmic",
         log=True,
     )
@@ -429,10 +423,6 @@ def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     return (low if low == 0 else low - room), high + room
 
 
-def _tick(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) < 1e6 and float(value).is_integer() else f"{value:.4g}"
-
-
 def _percent_tick(value: float) -> str:
     return f"{100 * value:.4g}%"
 
@@ -442,5 +432,5 @@ def _short(value: float) -> str:
     # From 10,000 on: 1,000 to 9,999 are short enough.
     for prefix, least, unit in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
         if abs(value) >= least:
-            return f"{value / unit:g}{prefix}"
-    return f"{value:g}"
+            return f"{value / unit:.4g}{prefix}"
+    return f"{value:.4g}"

@@ -72,13 +72,12 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Horizontal bars. ``stacked``: the shares add up to one bar, of which the last is the rest."""
+    """Horizontal bars."""
 
     key: str
     title: str
     note: str
     bars: tuple[Bar, ...]
-    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dist_sparse.report.figures import Bar, BarChart, Bin, ScoreChart
@@ -24,12 +24,11 @@ _MOST_BINS = 64
 
 
 class KeptTable(NamedTuple):
-    """A table, how much of it is kept, in bytes or blocks, and how either is written."""
+    """A table, and how much of it is kept, in bytes."""
 
     name: str
     kept: int
     whole: int
-    text_of: Callable[[int], str]
 
 
 def table_charts(run: Run) -> list[BarChart | ScoreChart]:
@@ -38,48 +37,36 @@ def table_charts(run: Run) -> list[BarChart | ScoreChart]:
 
 
 def _kept_charts(run: Run) -> list[BarChart]:
-    """Return bytes kept per table for a run with an end, else blocks kept."""
-    tables, title = _kept_bytes(run), "Bytes kept"
-    note = "Per table, as long as its bytes; full: what is kept."
-    if not run.tables:
-        tables, title = _kept_blocks(run), "Blocks kept"
-        note = f"{note.replace('bytes', 'blocks')} Bytes are logged at the end."
+    """Return bytes kept per table, for a run that has ended."""
+    tables = [KeptTable(t.name, t.kept_bytes, t.table_bytes) for t in run.tables]
+    # Bytes are logged at the end: before, those of sparsified tables are unknown.
+    if not run.finished and not tables:
+        return []
+    # Tables without a sparsifier are kept whole.
+    tables += [KeptTable(name, taken, taken) for name, taken in run.other_tables.items()]
     if not tables:
         return []
     # Bars are on the scale of the largest.
     tables.sort(key=lambda table: (-table.whole, table.name))
+    note = "Per table, as long as its bytes; full: what is kept."
     found = []
     if len(tables) > MOST_TABLES:
         note += f" The first {MOST_TABLES} of {count(len(tables))}; the table below has all."
-        found.append(_distribution(tables, title))
+        found.append(_distribution(tables))
     largest = max(tables[0].whole, 1)
     bars = []
     for table in tables[:MOST_TABLES]:
         share, whole = table.kept / largest, table.whole / largest
         bars.append(Bar(name=table.name, share=share, whole=whole, text=_kept_text([table])))
-    return [*found, BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
-
-
-def _kept_bytes(run: Run) -> list[KeptTable]:
-    tables = [KeptTable(t.name, t.kept_bytes, t.table_bytes, size) for t in run.tables]
-    # Tables without a sparsifier are kept whole.
-    return tables + [
-        KeptTable(name, taken, taken, size) for name, taken in run.other_tables.items()
-    ]
-
-
-def _kept_blocks(run: Run) -> list[KeptTable]:
-    changes = run.last_changes.values()
-    return [KeptTable(t.name, t.blocks - t.removed_blocks, t.blocks, count) for t in changes]
+    return [*found, BarChart(key="bytes", title="Bytes kept", note=note, bars=tuple(bars))]
 
 
 def _kept_text(tables: Sequence[KeptTable]) -> str:
     kept, whole = total(tables, "kept"), total(tables, "whole")
-    text_of = tables[0].text_of
-    return f"{text_of(kept)} of {text_of(whole)}, {percent(share_of(kept, whole) or 0.0)}"
+    return f"{size(kept)} of {size(whole)}, {percent(share_of(kept, whole) or 0.0)}"
 
 
-def _distribution(tables: Sequence[KeptTable], title: str) -> BarChart:
+def _distribution(tables: Sequence[KeptTable]) -> BarChart:
     """Return how many tables keep how much, in tenths."""
     groups: list[list[KeptTable]] = [[] for _ in range(10)]
     for table in tables:
@@ -93,7 +80,7 @@ def _distribution(tables: Sequence[KeptTable], title: str) -> BarChart:
         bars.append(Bar(name=name, share=len(group) / most, whole=0.0, text=said))
     note = f"All {count(len(tables))} tables by the share that is kept of them."
     return BarChart(
-        key="bytes_distribution", title=f"{title}, distribution", note=note, bars=tuple(bars)
+        key="bytes_distribution", title="Bytes kept, distribution", note=note, bars=tuple(bars)
     )
 
 

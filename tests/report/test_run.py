@@ -66,9 +66,9 @@ def test_the_numbers(folder: Path) -> None:
     assert found["last"]["auc"] == 0.5 and found["compared"] == {"dense": {"last": {"loss": 1.0}}}
     assert 0 < found["seconds"]["share"] < 1 and found["due_steps"] == 3
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    text = summary(read_run(folder))
-    assert "The run ended at step 8." in text and "50.0% of 20 blocks, target 50.0%" in text
-    assert "160 B of 320 B" in text and "against dense (1)" in text
+    text = summary(read_run(folder), Path("/r.html"))
+    assert "\nThe run ended at step 8.\n" in text and "160 B of 320 B" in text
+    assert text.endswith("\nreport: file:///r.html")
 
 
 def test_a_run_that_has_not_ended(folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_run_that_has_not_ended(folder: Path) -> None:
     (folder / LINES).write_text("")
     run = read_run(folder)
     assert run.last_step is None and numbers(run)["sparsity"] is None
-    assert "before its first line" in status(run) and summary(run)
+    assert "before its first line" in status(run) and summary(run, Path("/r.html"))
 
 
 def test_steps_that_a_resumed_run_does_again_count_once(folder: Path) -> None:
