@@ -130,9 +130,9 @@ def headline(run: Run) -> str:
 
 def _kept_text(run: Run) -> str:
     kept, whole = run.bytes_kept, whole_bytes(run)
+    # Bytes are logged at the end.
     if kept is None or not whole:
-        blocks, removed = blocks_of(run)
-        return f"Keeps {percent(1 - removed / blocks)} of blocks so far" if blocks else ""
+        return ""
     # A dense run: "100.0% of" would suggest that it prunes.
     if kept == whole and not run.tables:
         return f"Keeps all table bytes ({size(kept)})"

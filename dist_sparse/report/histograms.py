@@ -6,41 +6,30 @@ little.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dist_sparse.records import MaskChange
 
 __all__ = ["Scored", "replaces"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """Histogram of the scores of a table's blocks before a mask update.
-
-    Args:
-        step: training step.
-        name: of the table.
-        threshold: largest score that was pruned.
-        blocks: number of blocks of the mask.
-        removed_blocks: how many of them are pruned after the update.
-        scores: ``(smallest score of a bucket, blocks)``, eight buckets per octave, ascending.
-    """
+    """A mask update of one table at training step ``step``, with the ``scores`` of its blocks
+    before the update and a ``threshold``."""
 
     step: int
-    name: str
-    threshold: float
-    blocks: int
-    removed_blocks: int
-    scores: Sequence[tuple[float, int]]
+    change: MaskChange
 
     @property
     def zeros(self) -> int:
         """Number of blocks that scored 0."""
-        return sum(blocks for score, blocks in self.scores if not score)
+        return sum(blocks for score, blocks in self.change.scores if not score)
 
     @property
     def pruned_much(self) -> bool:
         """Whether at least 1% of the blocks were pruned, blocks that scored 0 not counted."""
-        return self.removed_blocks - self.zeros >= 0.01 * self.blocks
+        return self.change.removed_blocks - self.zeros >= 0.01 * self.change.blocks
 
 
 def replaces(new: Scored, known: Scored | None) -> bool:

@@ -408,9 +408,9 @@ class _Reader:
 
     def _take_scores(self, line: Mapping[str, Any]) -> None:
         for table in line["tables"]:
-            new = Scored(**table)
-            if replaces(new, self._scores.get(new.name)):
-                self._scores[new.name] = new
+            new = Scored(step=table["step"], change=MaskChange(**table["change"]))
+            if replaces(new, self._scores.get(new.change.name)):
+                self._scores[new.change.name] = new
 
     def _take_end(self, line: Mapping[str, Any]) -> None:
         session, tables = self._sessions[-1], line["tables"]

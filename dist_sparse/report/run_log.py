@@ -13,8 +13,8 @@ Every line of ``log.jsonl`` has a ``kind``:
 - ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes``
   (of rank 0), and for each of ``tables`` the fields of
   :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``;
-- ``scores``: histograms (:class:`~dist_sparse.report.histograms.Scored`) of those ``tables`` that
-  have a better one than was written before;
+- ``scores``: the ``step`` and the ``change``, with ``scores``, of those ``tables`` that have a
+  better histogram (:mod:`dist_sparse.report.histograms`) than was written before;
 - ``resumed``: first line of another session, with the time that it ``started``;
 - ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups``
   and ``removed_lookups``, and ``traffic`` (:class:`~dist_sparse.report.run.RowTraffic`), null
@@ -316,16 +316,9 @@ class RunLog:
         # Without a threshold no score decided: nothing or everything was pruned.
         if change.threshold is None or not change.scores:
             return
-        new = Scored(
-            step=step,
-            name=change.name,
-            threshold=change.threshold,
-            blocks=change.blocks,
-            removed_blocks=change.removed_blocks,
-            scores=change.scores,
-        )
-        if replaces(new, self._scores.get(new.name)):
-            self._scores[new.name] = self._unwritten[new.name] = new
+        new = Scored(step=step, change=change)
+        if replaces(new, self._scores.get(change.name)):
+            self._scores[change.name] = self._unwritten[change.name] = new
 
     def _write_scores(self) -> None:
         tables = [dataclasses.asdict(one) for one in self._unwritten.values()]

@@ -28,12 +28,8 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoardSink needs tensorboard: pip install tensorboard."
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         # tensorboard has no types.
         self._writer: Any = SummaryWriter(str(folder))
 

@@ -120,8 +120,9 @@ def _lookups(octave: int) -> str:
 
 def _score_charts(run: Run) -> list[ScoreChart]:
     """Return the histograms of the tables with the most blocks."""
-    shown = [one for one in run.scores.values() if one.scores[-1][0] > 0]  # else all scores are 0
-    shown.sort(key=lambda one: (-one.blocks, one.name))
+    # All others score 0.
+    shown = [one for one in run.scores.values() if one.change.scores[-1][0] > 0]
+    shown.sort(key=lambda one: (-one.change.blocks, one.change.name))
     return [
         _score_chart(f"scores_{place}", one)
         for place, one in enumerate(shown[:_MOST_SCORES], start=1)
@@ -129,24 +130,21 @@ def _score_charts(run: Run) -> list[ScoreChart]:
 
 
 def _score_chart(key: str, one: Scored) -> ScoreChart:
-    blocks = sum(number for _, number in one.scores)
+    # A histogram was logged because it has a threshold.
+    threshold = one.change.threshold or 0.0
+    blocks = sum(number for _, number in one.change.scores)
     note = (
         f"{count(blocks)} blocks before the mask update at step {count(one.step)};"
         f" {percent(one.zeros / blocks)} scored 0, which the axis can't show. Threshold:"
-        f" {amount(one.threshold)}; blocks not above it are pruned."
+        f" {amount(threshold)}; blocks not above it are pruned."
     )
-    return ScoreChart(
-        key=key,
-        title=f"Block scores of {one.name}",
-        note=note,
-        bins=_bins(one),
-        threshold=one.threshold,
-    )
+    title, bins = f"Block scores of {one.change.name}", _bins(one)
+    return ScoreChart(key=key, title=title, note=note, bins=bins, threshold=threshold)
 
 
 def _bins(one: Scored) -> tuple[Bin, ...]:
     """Return the buckets as bins, of scores above 0; more than 64 as whole octaves."""
-    fine = [(score, blocks) for score, blocks in one.scores if score > 0]
+    fine = [(score, blocks) for score, blocks in one.change.scores if score > 0]
     parts = 8 if len(fine) <= _MOST_BINS else 1
     summed: dict[float, int] = {}
     for score, blocks in fine:

@@ -97,8 +97,7 @@ def _change(i: int, level: float) -> dict[str, Any]:
 def _scores(step: int, change: dict[str, Any]) -> dict[str, Any]:
     rows, removed = change["blocks"], change["removed_blocks"]
     counts = [[0.0, min(100, removed)], [0.5, max(removed - 100, 0)], [1.0, rows - removed]]
-    known = {name: change[name] for name in ("name", "threshold", "blocks", "removed_blocks")}
-    return {"step": step, **known, "scores": counts}
+    return {"step": step, "change": change | {"scores": counts}}
 
 
 def _stats(i: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, RunLog
+from dist_sparse.records import MaskChange
 from dist_sparse.report.charts import charts
 from dist_sparse.report.figures import ScoreChart
 from dist_sparse.report.folder import LINES, read_lines
@@ -21,14 +22,18 @@ from tests.report.folders import write_many
 
 
 def one(removed: int, zeros: int = 0) -> Scored:
-    return Scored(
-        step=0,
+    change = MaskChange(
         name="t",
+        target=None,
         threshold=1.0,
+        scores=((0.0, zeros), (0.5, 100 - zeros)),
         blocks=100,
         removed_blocks=removed,
-        scores=((0.0, zeros), (0.5, 100 - zeros)),
+        flipped_blocks=None,
+        regrown_blocks=None,
+        dead_rows=None,
     )
+    return Scored(step=0, change=change)
 
 
 def scores_of(folder: Path) -> list[dict[str, Any]]:
@@ -78,12 +83,12 @@ def test_what_is_read_is_what_was_counted(tmp_path: Path) -> None:
     weight = nn.EmbeddingBag(200, 8).weight.detach()
     scores = weight.view(200, 2, 4).abs().mean(-1).flatten()
     [read] = read_run(tmp_path).scores.values()
-    assert read.zeros == 0 and written["scores"] == read.scores
-    edges = [low for low, _ in read.scores]
-    assert edges == sorted(edges) and sum(number for _, number in read.scores) == 400
-    for (low, number), high in zip(read.scores, [*edges[1:], math.inf], strict=True):
+    assert read.zeros == 0 and written["change"]["scores"] == read.change.scores
+    edges = [low for low, _ in read.change.scores]
+    assert edges == sorted(edges) and sum(number for _, number in read.change.scores) == 400
+    for (low, number), high in zip(read.change.scores, [*edges[1:], math.inf], strict=True):
         assert number == int(((scores >= low) & (scores < high)).sum())
-    assert int((scores <= read.threshold).sum()) == 200
+    assert int((scores <= read.change.threshold).sum()) == 200
     [chart] = [one for one in charts(read_run(tmp_path)) if isinstance(one, ScoreChart)]
     assert sum(piece.blocks for piece in chart.bins) == 400
     assert [piece.low for piece in chart.bins] == edges
@@ -96,7 +101,7 @@ def test_many_buckets_are_drawn_as_octaves(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     for line in lines:
         if line["kind"] == "scores":
-            line["tables"][0]["scores"] = [
+            line["tables"][0]["change"]["scores"] = [
                 [(1 + n % 8 / 8) * 2.0 ** (n // 8), 1] for n in range(80)
             ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))

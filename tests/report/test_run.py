@@ -48,7 +48,9 @@ def test_a_run(folder: Path) -> None:
     [table] = run.tables
     assert change.removed_blocks == table.removed_blocks == 10 and change.churn is not None
     scores = run.scores[change.name]
-    assert sum(blocks for _, blocks in scores.scores) == table.blocks == 20 and scores.step == 6
+    assert (
+        sum(blocks for _, blocks in scores.change.scores) == table.blocks == 20 and scores.step == 6
+    )
     assert run.spent.enforcement is not None
     assert run.spent.total > run.spent.masks + run.spent.enforcement > run.spent.masks > 0
     assert run.compared["dense"].last("loss") == 1.0

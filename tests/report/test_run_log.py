@@ -82,7 +82,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert [table["step"] for table in written] == [3, 6], (
         "the first, and the last when the log is closed"
     )
-    assert all(sum(blocks for _, blocks in one["scores"]) == 20 for one in written)
+    assert all(sum(blocks for _, blocks in one["change"]["scores"]) == 20 for one in written)
     assert "scores" not in table
     assert masks[0]["seconds"] > 0 and masks[0]["collectives"] == 0
     [end] = [line for line in lines if line["kind"] == "end"]
