@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from dist_sparse.report.figures import (
-    BarChart,
     Bin,
     Chart,
     DotChart,
@@ -142,13 +141,13 @@ class _Axes:
         )
 
 
-def plot_of(chart: LineChart | ScoreChart | DotChart) -> Plot:
-    """Return a chart as shapes."""
+def plot_of(chart: Chart) -> Plot | None:
+    """Return a chart as shapes; None for bars, whose names and texts wrap on the page."""
     if isinstance(chart, LineChart):
         return _line_plot(chart)
     if isinstance(chart, ScoreChart):
         return _score_plot(chart)
-    return _dot_plot(chart)
+    return _dot_plot(chart) if isinstance(chart, DotChart) else None
 
 
 def svg_of(chart: Chart) -> str:
@@ -157,13 +156,7 @@ def svg_of(chart: Chart) -> str:
     Raises:
         ImportError: jinja2 is not installed.
     """
-    plot = None if isinstance(chart, BarChart) else plot_of(chart)
-    return render("chart.svg", chart=chart, plot=plot, WIDTH=WIDTH, HEIGHT=HEIGHT)
-
-
-def is_wide(chart: Chart) -> bool:
-    """Return whether a chart is as wide as the page."""
-    return isinstance(chart, (BarChart, DotChart)) and not chart.key.startswith("traffic")
+    return render("chart.svg", chart=chart, plot=plot_of(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:

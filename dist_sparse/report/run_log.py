@@ -421,15 +421,13 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
 
 
 def _row_traffic(sums: Tensor) -> RowTraffic:
-    # The last column is the lookups of all rows; empty octaves at the end are left out.
-    octaves, (kept_lookups, removed_lookups) = sums[:, :-1], sums[:, -1].tolist()
-    used = octaves.sum(dim=0).nonzero()
-    kept, removed = octaves[:, : int(used[-1]) + 1 if len(used) else 0].tolist()
+    # The last column is the lookups of all rows.
+    kept, removed = sums.tolist()
     return RowTraffic(
-        kept=tuple(kept),
-        removed=tuple(removed),
-        kept_lookups=kept_lookups,
-        removed_lookups=removed_lookups,
+        kept=kept[:-1],
+        removed=removed[:-1],
+        kept_lookups=kept[-1],
+        removed_lookups=removed[-1],
     )
 
 

@@ -145,9 +145,6 @@ def status(run: Run) -> str:
     if not run.finished:
         text = f"The log stops {where} without an end: the run failed or still runs. What is known"
         text += " is shown."
-        if not run.due:
-            text = f"The log stops {where}. It has no end and no mask update: nothing was pruned so"
-            text += " far."
     return text if run.sessions == 1 else f"{text} It was resumed: {run.sessions} sessions."
 
 
