@@ -79,10 +79,10 @@ def compare(run: Run) -> list[RunRow]:
 
 def quality(run: Run) -> tuple[str, float] | None:
     """Return ``("test_auc", value)`` of a run that has it, else ``("auc", value)``; None without an
-    AUC in [0, 1]."""
+    AUC."""
     # Of examples that training has not seen, where there are any.
     for key in ("test_auc", "auc"):
-        if (value := run.last(key)) is not None and 0 <= value <= 1:
+        if (value := run.last(key)) is not None:
             return key, value
     return None
 
@@ -217,13 +217,12 @@ def _changed(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted keys, without None."""
+    """Return the leaves of nested mappings by dotted keys."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         # Leaf by leaf: a nested config that differs in one key shows that key.
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{key}.")
-        # A key that is None reads as one that is missing.
-        elif value is not None:
+        else:
             found[f"{prefix}{key}"] = value
     return found

@@ -206,12 +206,12 @@ def test_plan_of_a_module(
     ("words", "message"),
     [
         (
-            ["plan", "{model}:two", "--budget", "1%", "--include", "x"],
-            "Invalid include pattern 'x'",
+            ["plan", "{model}:two", "--budget", "1%", "--cold", "x"],
+            "Invalid cold pattern 'x'",
         ),
         (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
         (
-            ["plan", "{model}:driving", "--budget", "1%", "--include", "x"],
+            ["plan", "{model}:driving", "--budget", "1%", "--cold", "x"],
             "none of the tables a\\x1b[2J (",
         ),
         (["inspect", "{model}"], "holds no run: there is no run.json"),
