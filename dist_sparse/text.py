@@ -51,8 +51,6 @@ def _printable_character(character: str) -> str:
 def shortened(value: object, most: int = 80) -> str:
     """Return ``repr(value)``, with the middle left out where it is longer than ``most``
     characters."""
-    if isinstance(value, str) and len(value) > 2 * most:
-        value = value[:most] + value[-most:]  # repr() of a long text is slow
     text = repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 

@@ -105,7 +105,7 @@ class Diagnosis:
     def _conclusion(self) -> str:
         if self.can_train:
             return "Everything needed to train is here."
-        broken = [each.what for each in self.findings if each.needed > each.ok]
+        broken = [each.what for each in self.findings if each.needed and not each.ok]
         # Without TorchRec, tables of plain PyTorch can still be pruned.
         plain = "" if "torch" in broken else " Plain PyTorch models can."
         return f"TorchRec models can't be trained here: {', '.join(broken)}.{plain}"

@@ -63,39 +63,21 @@ def add_plan(commands: Commands) -> None:
             return _failed("plan", error)
 
     parser = subcommand(commands, "plan", "shows what a budget of bytes can hold", _PLAN)
-    parser.add_argument(
-        "function", metavar="FUNCTION", help="package.module:function or file.py:function"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--budget",
         type=parse_budget,
         metavar="SIZE",
         required=True,
         help="bytes to serve, such as 10%% or 512MiB",
     )
-    parser.add_argument(
+    add(
         "--measure",
         action="store_true",
         help="tries what fits the budget; FUNCTION returns (model, evaluate)",
     )
-    parser.add_argument(
-        "--rotate",
-        type=_names,
-        action="append",
-        metavar="A,B",
-        help="tables that only dot products between them read; may be repeated",
-    )
-    parser.add_argument(
-        "--cold", action="append", metavar="GLOB", help="tables of cold crossed features"
-    )
-    parser.add_argument(
-        "--include", action="append", metavar="GLOB", help="tables, all by default; may be repeated"
-    )
-    parser.add_argument(
-        "--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated"
-    )
-    _add_measuring(parser)
-    add_json(parser)
+    add("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
+    _add_common(parser)
     parser.set_defaults(run=run)
 
 
@@ -118,8 +100,7 @@ def _measured_plan(options: argparse.Namespace) -> int:
 def _planned(options: argparse.Namespace, model: Any) -> Plan:
     from dist_sparse.planning.plan import plan
 
-    chosen = {"include": options.include, "exclude": options.exclude}
-    return plan(model, options.budget, rotate=options.rotate, cold=options.cold, **chosen)
+    return plan(model, options.budget, rotate=options.rotate, cold=options.cold)
 
 
 def add_frontier(commands: Commands) -> None:
@@ -142,11 +123,9 @@ def add_frontier(commands: Commands) -> None:
             return _failed("frontier", error)
         return show(json.dumps(found.to_json(), indent=2) if options.json else str(found))
 
-    parser = subcommand(
-        commands, "frontier", "measures what a trained model is worth at a few sizes", _FRONTIER
-    )
+    purpose = "measures what a trained model is worth at a few sizes"
+    parser = subcommand(commands, "frontier", purpose, _FRONTIER)
     add = parser.add_argument
-    add("function", metavar="FUNCTION", help="package.module:function or file.py:function")
     add(
         "--budget",
         type=parse_share,
@@ -160,31 +139,26 @@ def add_frontier(commands: Commands) -> None:
         help="bits, untouched, small, rotated, rows, mix or hashed; default: all",
     )
     add(
-        "--rotate",
-        type=_names,
-        action="append",
-        metavar="A,B",
-        help=(
-            "tables that only dot products between them read; default: each by itself, turned back"
-        ),
-    )
-    add(
         "--dtype",
         action="append",
         help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16",
     )
     add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
-    _add_measuring(parser)
-    add_json(parser)
+    _add_common(parser)
     parser.set_defaults(run=run)
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _add_measuring(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the model, its rotated tables, the options of measuring and --json."""
     add = parser.add_argument
+    add("function", metavar="FUNCTION", help="package.module:function or file.py:function")
+    add(
+        "--rotate",
+        type=lambda names: names.split(","),
+        action="append",
+        metavar="A,B",
+        help="tables that only dot products between them read",
+    )
     add("--metric", help="by which they are compared; default: the first that evaluate returns")
     add(
         "--less",
@@ -203,6 +177,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="writes the table, a plot and trials.jsonl there, and goes on from the latter",
     )
+    add_json(parser)
 
 
 def _failed(command: str, error: Exception) -> int:
@@ -211,7 +186,7 @@ def _failed(command: str, error: Exception) -> int:
 
 
 def _measuring(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of _add_measuring that were given."""
+    """Return the options of measuring that were given."""
     given = {
         "metric": options.metric,
         "lower_is_better": options.less,

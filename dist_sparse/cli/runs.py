@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from dist_sparse.cli.output import fail, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
+
+if TYPE_CHECKING:
+    from dist_sparse.report.run import Run
 
 __all__ = ["add_inspect", "add_report"]
 
@@ -40,18 +44,14 @@ def add_inspect(commands: Commands) -> None:
         from dist_sparse.checkpoint.folders import holds_steps
         from dist_sparse.checkpoint.inspection import summary
         from dist_sparse.report.run import read_run
-        from dist_sparse.report.summary import inspect_json, inspect_text
+        from dist_sparse.report.summary import inspect_text
 
         try:
             # A folder of checkpoints has no JSON form.
             if holds_steps(options.folder) and not options.json:
                 return show(summary(options.folder))
             run = read_run(options.folder)
-            text = (
-                json.dumps(inspect_json(run), indent=2, allow_nan=False)
-                if options.json
-                else inspect_text(run)
-            )
+            text = _json(run) if options.json else inspect_text(run)
         except (ValueError, OSError, ImportError) as error:
             return fail("inspect", error)
         return show(text)
@@ -70,18 +70,14 @@ def add_report(commands: Commands) -> None:
 
         from dist_sparse.report.page import write_report
         from dist_sparse.report.run import read_runs
-        from dist_sparse.report.summary import numbers, summary
+        from dist_sparse.report.summary import summary
 
         try:
             run = read_runs(options.folders)
             # A comparison does not replace the report of its first run.
             out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
             written = write_report(run, out, svg=options.svg)
-            text = (
-                json.dumps(numbers(run), indent=2, allow_nan=False)
-                if options.json
-                else summary(run, written)
-            )
+            text = _json(run) if options.json else summary(run, written.resolve())
         except (ValueError, OSError, ImportError) as error:
             return fail("report", error)
         shown = show(text)
@@ -100,3 +96,9 @@ def add_report(commands: Commands) -> None:
     )
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _json(run: Run) -> str:
+    from dist_sparse.report.summary import numbers
+
+    return json.dumps(numbers(run), indent=2, allow_nan=False)

@@ -29,10 +29,6 @@ class ArtifactBytes:
     auc: float
 
 
-Artifact = ArtifactBytes
-"""Its name until 0.1."""
-
-
 def add_artifact(
     run: str | os.PathLike[str],
     artifact: str | os.PathLike[str],

@@ -1,7 +1,7 @@
 """Charts of a run as data: sparsity, series, mask updates and time over steps, and AUC over bytes.
 
 A chart is small however long the run: a line has at most 400 points
-(:mod:`dist_sparse.report.thinning`), and of more than 30 tables a chart shows the distribution.
+(:mod:`dist_sparse.report.thinning`), and of more than 30 tables a chart shows all together.
 Time is linear in the number of lines of the log. Charts without anything to see are left out.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from dist_sparse.records import MaskChange
 from dist_sparse.report.comparison import artifacts_of_runs, baseline
@@ -24,8 +24,6 @@ __all__ = ["charts"]
 
 _MOST_OTHERS = 12
 """Charts of series without a title of their own: a script may log hundreds."""
-
-_PERCENTILES = {"10% of tables are below": 0.1, "median table": 0.5, "10% of tables are above": 0.9}
 
 _TITLES = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
 _NOTES = {
@@ -47,7 +45,7 @@ def charts(run: Run) -> list[Chart]:
     found += [*_series_charts(run), *table_charts(run)]
     if run.due:
         found += [_churn(run), _dead_rows(run), *_time(run)]
-    return _named_apart(chart for chart in found if _shows_something(chart))
+    return [chart for chart in found if _shows_something(chart)]
 
 
 def _shows_something(chart: Chart) -> bool:
@@ -97,13 +95,17 @@ def _series_charts(run: Run) -> list[LineChart]:
     series of the compared runs."""
     # A line needs two points.
     names = [name for name, series in run.values.items() if len(series) > 1]
-    first = [name for name in _TITLES if name in names]
-    others = sorted(set(names) - set(first))
+    found = [_series_chart(run, name, f"value_{name}") for name in _TITLES if name in names]
     # The table of last values has them all.
-    return [_series_chart(run, name) for name in [*first, *others[:_MOST_OTHERS]]]
+    others = sorted(set(names) - set(_TITLES))[:_MOST_OTHERS]
+    for number, name in enumerate(others, start=1):
+        # The key becomes a file name and an id; the number keeps "a/b" and "a b" apart.
+        key = f"value_{number}_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
+        found.append(_series_chart(run, name, key))
+    return found
 
 
-def _series_chart(run: Run, name: str) -> LineChart:
+def _series_chart(run: Run, name: str, key: str) -> LineChart:
     lines = smoothed(run.name if run.compared else name, run.values[name])
     thin = " Thin: as logged. Thick: running mean." if len(lines) > 1 else ""
     for other in run.compared.values():
@@ -112,24 +114,15 @@ def _series_chart(run: Run, name: str) -> LineChart:
             curve = smoothed(other.name, series)[-1]  # the running mean if there is one
             lines.append(dataclasses.replace(curve, role="other", number=other.number))
     note = _NOTES.get(name, "As logged by the training script.") + thin
-    # The key becomes a file name and an id.
-    key = f"value_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
     title = _TITLES.get(name, name)
     return _line_chart(run, key, title, note + _not_finite(run.values[name]), lines)
 
 
 def _churn(run: Run) -> LineChart:
-    flipped, regrown = _points(run, _churn_of), _points(run, _regrown_of)
-    lines = [
-        Line(name="flipped", points=thinned(flipped)),
-        Line(name="regrown", role="other", points=thinned(regrown)),
-    ]
+    lines = [Line(name="all tables", points=thinned(_points(run, _churn_of)))]
     for name, shares in _per_table(run, lambda change: change.churn).items():
         lines.append(Line(name=name, role="table", points=thinned(shares)))
-    note = (
-        "Share of blocks that a mask update flipped, and of those that it regrew."
-        f" {_thin_lines(run)}"
-    )
+    note = f"Share of blocks that a mask update flipped. {_thin_lines(run)}"
     return _line_chart(run, "churn", "Churn", note, lines, share=True)
 
 
@@ -162,7 +155,7 @@ def _time(run: Run) -> list[BarChart]:
     for name, seconds in known.items():
         text = f"{duration(seconds)}, {percent(seconds / whole)}"
         bars.append(Bar(name=name, share=seconds / whole, text=text))
-    return [BarChart(key="time", title="Time", note=note, bars=tuple(bars), stacked=True)]
+    return [BarChart(key="time", title="Time", note=note, bars=tuple(bars))]
 
 
 def _line_chart(
@@ -181,20 +174,13 @@ def _target_of(due: DueStep) -> float | None:
 
 
 def _churn_of(due: DueStep) -> float | None:
-    return _share(_comparable(due), "flipped_blocks")
-
-
-def _regrown_of(due: DueStep) -> float | None:
-    return _share(_comparable(due), "regrown_blocks")
+    # Unknown where the shape of the blocks has changed.
+    known = [change for change in due.record.tables if change.flipped_blocks is not None]
+    return _share(known, "flipped_blocks")
 
 
 def _share(changes: Sequence[MaskChange], part: str) -> float | None:
     return share_of(total(changes, part), total(changes, "blocks"))
-
-
-def _comparable(due: DueStep) -> list[MaskChange]:
-    """Return the tables whose blocks have the shape of the update before."""
-    return [change for change in due.record.tables if change.flipped_blocks is not None]
 
 
 def _dead_rows_of(due: DueStep) -> float | None:
@@ -205,20 +191,19 @@ def _dead_rows_of(due: DueStep) -> float | None:
 def _points(run: Run, value_of: Callable[[DueStep], float | None]) -> list[Point]:
     """Return a total over all tables, per mask update where it is known."""
     # A gap in the line would look like a value that is not finite.
-    return [(float(due.step), value) for due in run.due if (value := value_of(due)) is not None]
+    return [(due.step, value) for due in run.due if (value := value_of(due)) is not None]
 
 
 def _per_table(run: Run, value_of: Callable[[MaskChange], float | None]) -> dict[str, list[Point]]:
-    """Return the points of each table; of more than 30 their median, and what a tenth of them is
-    below and above."""
-    few = len(run.last_changes) <= MOST_TABLES
+    """Return the points of each table; none of more than 30, which could not be told apart."""
     found: dict[str, list[Point]] = {}
+    if len(run.last_changes) > MOST_TABLES:
+        return found
     for due in run.due:
-        # Unknown where the block shape has changed, or where rows are cut by columns.
-        values = {t.name: value for t in due.record.tables if (value := value_of(t)) is not None}
-        shown = values if few else _percentiles(values.values())
-        for name, value in shown.items():
-            found.setdefault(name, []).append((float(due.step), value))
+        for change in due.record.tables:
+            # Unknown where the block shape has changed, or where rows are cut by columns.
+            if (value := value_of(change)) is not None:
+                found.setdefault(change.name, []).append((due.step, value))
     return found
 
 
@@ -226,18 +211,9 @@ def _table_lines(run: Run, value_of: Callable[[MaskChange], float | None]) -> li
     return [_held(run, name, "table", points) for name, points in _per_table(run, value_of).items()]
 
 
-def _percentiles(values: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    # No interpolation: each value is one of a table.
-    last = len(ordered) - 1
-    if last < 0:
-        return {}
-    return {name: ordered[round(place * last)] for name, place in _PERCENTILES.items()}
-
-
 def _held(run: Run, name: str, role: str, points: list[Point]) -> Line:
     """Return a line that stays constant between mask updates and after the last one."""
-    end = float(_end(run))
+    end = _end(run)
     # Masks stay as they are until the run ends.
     if points and points[-1][0] < end:
         points = [*points, (end, points[-1][1])]
@@ -250,13 +226,7 @@ def _end(run: Run) -> int:
 
 
 def _thin_lines(run: Run) -> str:
-    tables = run.last_changes
-    if len(tables) <= MOST_TABLES:
-        return "Thin: each table."
-    return (
-        f"Thin: of {len(tables):,} tables the median, and the values that a tenth of them are below"
-        " and above."
-    )
+    return "Thin: each table." if len(run.last_changes) <= MOST_TABLES else "Of all tables."
 
 
 def _not_finite(series: Series) -> str:
@@ -264,16 +234,3 @@ def _not_finite(series: Series) -> str:
     if not lost:
         return ""
     return f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
-
-
-def _named_apart(found: Iterable[Chart]) -> list[Chart]:
-    """Number keys that differ only in case: they name files."""
-    named: dict[str, Chart] = {}
-    for chart in found:
-        key, number = chart.key, 1
-        # Some file systems ignore case.
-        while key.lower() in named:
-            number += 1
-            key = f"{chart.key}_{number}"
-        named[key.lower()] = dataclasses.replace(chart, key=key)
-    return list(named.values())

@@ -7,7 +7,6 @@ baseline's are unknown.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ __all__ = [
 ]
 
 HEAD = ("run", "sparsity", "table bytes", "of all", "AUC", "delta", "ms a step", "changed")
-_MOST_CHANGES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,10 @@ def compare(run: Run) -> list[RunRow]:
 
 def quality(run: Run) -> tuple[str, float] | None:
     """Return ``("test_auc", value)`` of a run that has it, else ``("auc", value)``; None without an
-    AUC in [0, 1]."""
+    AUC."""
     # Of examples that training has not seen, where there are any.
     for key in ("test_auc", "auc"):
-        if (value := run.last(key)) is not None and 0 <= value <= 1:
+        if (value := run.last(key)) is not None:
             return key, value
     return None
 
@@ -132,9 +130,9 @@ def headline(run: Run) -> str:
 
 def _kept_text(run: Run) -> str:
     kept, whole = run.bytes_kept, whole_bytes(run)
+    # Bytes are logged at the end.
     if kept is None or not whole:
-        blocks, removed = blocks_of(run)
-        return f"Keeps {percent(1 - removed / blocks)} of blocks so far" if blocks else ""
+        return ""
     # A dense run: "100.0% of" would suggest that it prunes.
     if kept == whole and not run.tables:
         return f"Keeps all table bytes ({size(kept)})"
@@ -170,16 +168,12 @@ def row_cells(row: RunRow) -> list[str]:
 
 def _change_text(changed: Mapping[str, Any]) -> str:
     """Return ``lr=0.1, level=0.8``; a dash for a key that is missing."""
-    shown = [f"{key}={_value_text(value)}" for key, value in [*changed.items()][:_MOST_CHANGES]]
-    if len(changed) > _MOST_CHANGES:
-        shown.append(f"and {len(changed) - _MOST_CHANGES} more")
+    shown = [f"{key}={_value_text(value)}" for key, value in changed.items()]
     return printable(", ".join(shown))
 
 
 def _value_text(value: Any) -> str:
-    if isinstance(value, str):
-        return shortened(value, most=40)
-    return "-" if value is None else json.dumps(value)[:40]
+    return "-" if value is None else shortened(value, most=40)
 
 
 def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
@@ -223,13 +217,12 @@ def _changed(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted keys, without None."""
+    """Return the leaves of nested mappings by dotted keys."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         # Leaf by leaf: a nested config that differs in one key shows that key.
         if isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{key}.")
-        # A key that is None reads as one that is missing.
-        elif value is not None:
+        else:
             found[f"{prefix}{key}"] = value
     return found

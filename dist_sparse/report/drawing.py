@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from dist_sparse.report.figures import (
-    BarChart,
     Bin,
     Chart,
     DotChart,
@@ -37,7 +36,7 @@ _TIP_LINES = 7
 _NEAR = 60
 """Units of the plot: labels of dots closer than this may overlap."""
 
-_KINDS = (("gone", "pruned"), ("kept", "kept"), ("both", "both"))
+_KINDS = (("gone", "pruned"), ("kept", "kept"))
 _NAMED = ("main", "target", "other")
 _LAYERS = ("table", "raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
@@ -60,14 +59,13 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """Label of a dot, and text under a pointer. Places in percent; ``spoken``: for a screen
-    reader; ``under``: the label is below the dot."""
+    """Label of a dot, and text under a pointer. Places in percent; ``under``: the label is below
+    the dot."""
 
     left: float
     top: float
     label: str
     text: tuple[str, ...]
-    spoken: str
     under: bool
 
 
@@ -83,7 +81,6 @@ class Plot:
         legend: look and name.
         tips, spots: text in the plot.
         threshold: place and text of a vertical line.
-        zeros: share that a logarithmic axis can't show, and its look.
     """
 
     caption: str
@@ -95,7 +92,6 @@ class Plot:
     tips: Sequence[Tip] = ()
     spots: Sequence[Spot] = ()
     threshold: Label | None = None
-    zeros: tuple[float, str] | None = None
 
     @property
     def widest(self) -> str:
@@ -116,9 +112,8 @@ class _Axes:
     high: float
     places: Sequence[float]
     place_text: Text
-    levels: Sequence[float]
-    level_text: Text
     label: str
+    level_text: Text
     log: bool = False
 
     def x_of(self, value: float) -> float:
@@ -132,7 +127,8 @@ class _Axes:
 
     def plot(self, *, caption: str, shapes: Sequence[Shape], **texts: Any) -> Plot:
         """Return a plot of the shapes over a grid line for each level."""
-        marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in self.levels)
+        levels = ticks(self.low, self.high, 4)
+        marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in levels)
         # The grid comes first: shapes are drawn in their order.
         grid = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks]
         return Plot(
@@ -145,13 +141,13 @@ class _Axes:
         )
 
 
-def plot_of(chart: LineChart | ScoreChart | DotChart) -> Plot:
-    """Return a chart as shapes."""
+def plot_of(chart: Chart) -> Plot | None:
+    """Return a chart as shapes; None for bars, whose names and texts wrap on the page."""
     if isinstance(chart, LineChart):
         return _line_plot(chart)
     if isinstance(chart, ScoreChart):
         return _score_plot(chart)
-    return _dot_plot(chart)
+    return _dot_plot(chart) if isinstance(chart, DotChart) else None
 
 
 def svg_of(chart: Chart) -> str:
@@ -160,13 +156,7 @@ def svg_of(chart: Chart) -> str:
     Raises:
         ImportError: jinja2 is not installed.
     """
-    plot = None if isinstance(chart, BarChart) else plot_of(chart)
-    return render("chart.svg", chart=chart, plot=plot, WIDTH=WIDTH, HEIGHT=HEIGHT)
-
-
-def is_wide(chart: Chart) -> bool:
-    """Return whether a chart is as wide as the page."""
-    return isinstance(chart, (BarChart, DotChart)) and not chart.key.startswith("traffic")
+    return render("chart.svg", chart=chart, plot=plot_of(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -188,24 +178,16 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
     """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times
     these where there is room; linear :func:`ticks` where that gives fewer than three."""
+    low, high = 10**left * (1 - 1e-9), 10**right * (1 + 1e-9)
+    powers = range(math.floor(left), math.ceil(right) + 1)
     found: list[float] = []
     # The finest that has room.
-    for times in ((1, 2, 5), (1, 3), (1,)):
-        found = _round_numbers(left, right, times)
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        numbers = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        found = [number for number in numbers if low <= number <= high]
         if len(found) <= most:
-            return found if len(found) > 2 else ticks(10**left, 10**right, 4)
-    return _every(found, most)
-
-
-def _round_numbers(left: float, right: float, times: Sequence[int]) -> list[float]:
-    """Return ``times`` each power of ten, as far as the axis goes."""
-    found = []
-    for power in range(math.floor(left), math.ceil(right) + 1):
-        for digit in times:
-            # Compared as exponents: 10**left overflows or loses digits at the ends of float64.
-            if left - 1e-9 <= math.log10(digit) + power <= right + 1e-9:
-                found.append(float(f"{digit}e{power}"))
-    return found
+            break
+    return _every(found, most) if len(found) > 2 else ticks(low, high, 4)
 
 
 def _every(values: list[float], most: int) -> list[float]:
@@ -245,8 +227,7 @@ def _line_axes(chart: LineChart) -> _Axes:
         # There are no half steps.
         places=[*filter(float.is_integer, ticks(left, right, 4))],
         place_text=_short,
-        levels=ticks(low, high, 4),
-        level_text=_percent_tick if chart.share else _tick,
+        level_text=_percent_tick if chart.share else _short,
         label="step",
     )
 
@@ -305,20 +286,18 @@ def _path(line: Line, axes: _Axes) -> str:
 
 def _score_plot(chart: ScoreChart) -> Plot:
     axes = _score_axes(chart)
-    shapes = [_bar(piece, chart, axes) for piece in chart.bins]
-    threshold, zeros = None, "both"
+    shapes = [_bar(piece, chart.threshold, axes) for piece in chart.bins]
+    threshold = None
     # At 0, nothing but blocks that scored 0 is pruned: the logarithmic axis has no place for it.
     if chart.threshold > 0:
         at = axes.x_of(chart.threshold)
         shapes.append(("threshold", f"M{at} 0V{HEIGHT}"))
-        threshold, zeros = (at / 10, f"threshold {amount(chart.threshold)}"), "gone"
+        threshold = at / 10, f"threshold {amount(chart.threshold)}"
     return axes.plot(
         caption=f"{chart.title}: {chart.note}",
         shapes=shapes,
         legend=_KINDS,
-        tips=[_bar_tip(piece, axes) for piece in chart.bins],
         threshold=threshold,
-        zeros=(chart.zeros, zeros),
     )
 
 
@@ -336,23 +315,17 @@ def _score_axes(chart: ScoreChart) -> _Axes:
         high=tallest,
         places=log_ticks(left, right),
         place_text=lambda score: f"{score:g}",
-        levels=ticks(0, tallest, 3),
         level_text=_short,
         label="score; area = blocks",
         log=True,
     )
 
 
-def _bar(piece: Bin, chart: ScoreChart, axes: _Axes) -> Shape:
+def _bar(piece: Bin, threshold: float, axes: _Axes) -> Shape:
     x, height = axes.x_of(piece.low), HEIGHT * piece.density / axes.high
     path = f"M{x} {HEIGHT}v{-height:.1f}h{axes.x_of(piece.high) - x:.1f}v{height:.1f}z"
-    return f"bin {piece.kind(chart.threshold)}", path
-
-
-def _bar_tip(piece: Bin, axes: _Axes) -> Tip:
-    text = f"{count(piece.blocks)} blocks of score {amount(piece.low)} to {amount(piece.high)}"
-    x = axes.x_of(piece.low)
-    return Tip(left=x / 10, width=(axes.x_of(piece.high) - x) / 10, text=(text,))
+    # The bin of the threshold has some of each; the line shows where it is cut.
+    return f"bin {'gone' if piece.low <= threshold else 'kept'}", path
 
 
 def _dot_plot(chart: DotChart) -> Plot:
@@ -369,7 +342,7 @@ def _dot_plot(chart: DotChart) -> Plot:
         shapes += [(f"{_look(run)} dot", f"M{place}h0") for place in places]
     spots = _spots(chart, axes)
     return axes.plot(
-        caption=f"{chart.title}: {'; '.join(spot.spoken for spot in spots)}",
+        caption=f"{chart.title}: {'; '.join(': '.join(spot.text) for spot in spots)}",
         shapes=shapes,
         legend=legend,
         spots=spots,
@@ -385,9 +358,6 @@ def _dot_axes(chart: DotChart) -> _Axes:
     left, right = min(logs) - room, max(logs) + room
     low, high = _range(heights, share=False)
     low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
-    levels = ticks(low, high, 4)
-    # As many for all levels, so that their decimal points are below each other.
-    decimals = max(len(f"{y:.4g}".partition(".")[2]) for y in levels)
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
     return _Axes(
         left=left,
@@ -396,8 +366,7 @@ def _dot_axes(chart: DotChart) -> _Axes:
         high=high,
         places=_every(visible, 5),
         place_text=lambda taken: size(taken).replace(".00", "").replace(".0", ""),
-        levels=levels,
-        level_text=lambda y: f"{y:.{decimals}f}",
+        level_text=_short,
         label="bytes, logarithmic",
         log=True,
     )
@@ -416,7 +385,6 @@ def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
                 top=100 * y / HEIGHT,
                 label=label,
                 text=(name, f"{size(taken)}, {chart.metric} {height:.4f}"),
-                spoken=f"{name}: {size(taken)}, {height:.4f}",
                 under=_is_under(x, y, everywhere, number),
             )
             spots.append(spot)
@@ -448,10 +416,6 @@ def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     return (low if low == 0 else low - room), high + room
 
 
-def _tick(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) < 1e6 and float(value).is_integer() else f"{value:.4g}"
-
-
 def _percent_tick(value: float) -> str:
     return f"{100 * value:.4g}%"
 
@@ -461,5 +425,5 @@ def _short(value: float) -> str:
     # From 10,000 on: 1,000 to 9,999 are short enough.
     for prefix, least, unit in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
         if abs(value) >= least:
-            return f"{value / unit:g}{prefix}"
-    return f"{value:g}"
+            return f"{value / unit:.4g}{prefix}"
+    return f"{value:.4g}"

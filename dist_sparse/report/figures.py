@@ -72,13 +72,12 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Horizontal bars. ``stacked``: the shares add up to one bar, of which the last is the rest."""
+    """Horizontal bars."""
 
     key: str
     title: str
     note: str
     bars: tuple[Bar, ...]
-    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,22 +119,15 @@ class Bin:
     blocks: int
     density: float
 
-    def kind(self, threshold: float) -> str:
-        """Return whether its blocks are ``gone`` (pruned), ``kept``, or ``both``: some of each."""
-        # Blocks not above the threshold are pruned, so a bin across it has some of each.
-        return "gone" if self.high <= threshold else "kept" if self.low > threshold else "both"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreChart:
-    """Histogram of one table, with at least one bin. ``zeros``: share of the blocks that scored 0,
-    which a logarithmic axis can't show."""
+    """Histogram of one table, with at least one bin, of blocks that scored above 0."""
 
     key: str
     title: str
     note: str
     bins: tuple[Bin, ...]
-    zeros: float
     threshold: float
 
 

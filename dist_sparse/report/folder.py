@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import platform
 import stat
@@ -48,7 +47,7 @@ __all__ = [
     "write_whole",
 ]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the folder's layout; a reader refuses others."""
 
 RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"
@@ -99,10 +98,9 @@ class LogFile:
         _OPEN[self._place] = self
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write one line; numbers that are not finite become null."""
-        self._append(
-            f"{json.dumps(_finite(line), allow_nan=False, separators=(',', ':'))}\n".encode()
-        )
+        """Write one line of finite numbers."""
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        self._append(f"{text}\n".encode())
 
     def begin_session(self) -> None:
         """Write the first line of a resumed run, below a line that a crash has cut short. An empty
@@ -129,8 +127,11 @@ class LogFile:
     def _append(self, content: bytes) -> None:
         if self._held is None:
             return
+        left = memoryview(content)
         try:
-            _write_all(self._held, content)
+            # A disk that is almost full takes a part of it.
+            while left:
+                left = left[self._held.write(left) :]
         except OSError as error:
             message = f"{self._file} could not be written ({error}): the log ends here."
             warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -142,14 +143,14 @@ _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
 
 
 def check_config(config: Mapping[str, Any]) -> Any:
-    """Return ``config`` as ``run.json`` holds it; numbers that are not finite become None.
+    """Return ``config`` as ``run.json`` holds it; numbers that are not finite become text.
 
     Raises:
         ValueError: it is not JSON.
     """
     try:
         # There and back: tuples become lists here, as they are when the run is read.
-        return _finite(json.loads(json.dumps(dict(config))))
+        return json.loads(json.dumps(dict(config)), parse_constant=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Invalid config: {error}.") from error
 
@@ -227,8 +228,8 @@ def write_whole(file: Path, content: bytes) -> None:
     # Readers see the old file or the new one, never a part.
     part = _part_of(file)
     try:
-        with FileIO(part, "x", opener=_private) as held:
-            _write_all(held, content)
+        with open(part, "xb", opener=_private) as held:
+            held.write(content)
         part.replace(file)
     except OSError as error:  # that of a full disk names no file
         raise OSError(error.errno, error.strerror, str(file)) from error
@@ -266,7 +267,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = b"\n"
         for number, text in enumerate(held, start=1):
             try:
-                line = _parsed(text)
+                line = _decode(text.decode())
             except (ValueError, RecursionError) as error:
                 broken = broken or ValueError(f"{file}, line {number}: {error}.")
                 continue
@@ -279,14 +280,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise broken
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
-    line = _decode(text.decode())
-    if not isinstance(line, dict):
-        raise ValueError("not an object")
-    return line
-
-
-# Json.loads() looks at seven options first, of each line of a long log.
+# json.loads() looks at seven options first, of each line of a long log.
 _decode = json.JSONDecoder().decode
 
 
@@ -319,15 +313,8 @@ def _part_of(file: Path) -> Path:
     return file.with_name(f".{os.urandom(8).hex()}.part")
 
 
-def _write_all(held: FileIO, content: bytes) -> None:
-    left = memoryview(content)
-    # A disk that is almost full takes a part of it.
-    while left:
-        left = left[held.write(left) :]
-
-
 def _about() -> dict[str, Any]:
-    import shlex  # which `import dist_sparse` need not load
+    import shlex  # which names of dist_sparse need not load
 
     import torch.distributed as dist  # a run is read without it
 
@@ -347,14 +334,3 @@ def _about() -> dict[str, Any]:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from dist_sparse.report.charts import charts
 from dist_sparse.report.comparison import HEAD, compare, headline, row_cells, whole_bytes
-from dist_sparse.report.drawing import HEIGHT, WIDTH, is_wide, plot_of, svg_of
-from dist_sparse.report.figures import BarChart, Chart, LineChart, ScoreChart
+from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of, svg_of
+from dist_sparse.report.figures import Chart
 from dist_sparse.report.folder import write_whole
 from dist_sparse.report.rendering import part, render
 from dist_sparse.report.run import Run, read_run
@@ -34,20 +34,22 @@ from dist_sparse.report.table_charts import MOST_TABLES
 __all__ = ["page", "write_report"]
 
 _REPORT: Final = "report.html"
-_SECTIONS: Final = (
-    "Quality and bytes",
-    "Over steps",
-    "Tables",
-    "Mask updates",
-    "Scores and thresholds",
-    "Time",
-)
-_BY_KEY: Final = {
-    "auc_bytes": "Quality and bytes",
+_SECTIONS: Final = {
+    "auc": "Quality and bytes",
+    "sparsity": "Over steps",
+    "value": "Over steps",
+    "bytes": "Tables",
+    "traffic": "Tables",
     "churn": "Mask updates",
-    "dead_rows": "Mask updates",
+    "dead": "Mask updates",
+    "scores": "Scores and thresholds",
     "time": "Time",
 }
+"""The heading of each chart, by the first word of its key, in the order of the page."""
+
+_WIDE: Final = ("auc", "bytes", "time")
+"""Charts as wide as the page."""
+
 _TABLE_HEAD: Final = (
     *("table", "shape", "sharding", "block", "target", "sparsity", "blocks", "pruned"),
     *("bytes kept", "bytes dense", "mask bytes", "threshold", "dead rows"),
@@ -113,11 +115,10 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         ImportError: jinja2 is not installed.
     """
     found, script = numbers(run), part("page.js")
-    sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS}
+    sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS.values()}
     for chart in figures:
-        # Bars are HTML: their names and texts wrap.
-        plot = None if isinstance(chart, BarChart) else plot_of(chart)
-        sections[_section_of(chart)].append((chart, plot, is_wide(chart)))
+        word = chart.key.partition("_")[0]
+        sections[_SECTIONS[word]].append((chart, plot_of(chart), word in _WIDE))
     series: dict[str, Any] = {}
     # Names of all runs, in the order of the first that has them.
     for one in run.all_runs:
@@ -151,14 +152,6 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         WIDTH=WIDTH,
         HEIGHT=HEIGHT,
     )
-
-
-def _section_of(chart: Chart) -> str:
-    if chart.key in _BY_KEY:
-        return _BY_KEY[chart.key]
-    if isinstance(chart, ScoreChart):
-        return "Scores and thresholds"
-    return "Over steps" if isinstance(chart, LineChart) else "Tables"
 
 
 def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -42,13 +42,9 @@ class Quality:
 
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
-        # In the constructor: the first result would be late for this error.
-        try:
-            from dist_sparse.torchrec.metrics import auc_and_ne
-        except ImportError as error:
-            raise ImportError(
-                "AUC and NE need torchrec: dist-sparse doctor prints how to install it."
-            ) from error
+        # In the constructor: the first result would be late for an ImportError.
+        from dist_sparse.torchrec.metrics import auc_and_ne
+
         self._auc_and_ne = auc_and_ne
         self._steps = 0
         self._kept: list[tuple[Tensor, Tensor]] = []

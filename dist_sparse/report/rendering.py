@@ -38,10 +38,9 @@ def part(name: str) -> str:
 
 @cache
 def environment() -> Environment:
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError as error:  # torch brings it, but runs are read without torch
-        raise ImportError("Reports need jinja2: pip install jinja2.") from error
+    # torch brings it, but runs are read without torch.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,  # by name it would leave .svg out

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.report.artifacts import ArtifactBytes, read_artifacts
 from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
-from dist_sparse.report.histograms import Latest, Scored, bucket_of, scored
+from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.text import shortened
 
 __all__ = [
@@ -72,8 +71,8 @@ class RowTraffic:
     ``kept``: rows with a kept weight; ``removed``: all others.
     """
 
-    kept: tuple[int, ...]
-    removed: tuple[int, ...]
+    kept: Sequence[int]
+    removed: Sequence[int]
     kept_lookups: int
     removed_lookups: int
 
@@ -99,11 +98,11 @@ class Run:
         last_step: last step with a line; None for an empty log.
         values: a series for each name passed to ``RunLog.step``.
         due: mask updates in ascending order; their ``scores`` are empty.
-        scores: one histogram per table (:class:`~dist_sparse.report.histograms.Latest`).
+        scores: one histogram per table (:func:`~dist_sparse.report.histograms.replaces`).
         tables: statistics at the last end; empty before.
-        dead_rows: rows without a kept element, of those tables whose end has them.
+        dead_rows: rows without a kept element, at the last end.
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
-        traffic: rows by their lookups, of those tables whose end has them.
+        traffic: rows by their lookups at the last end, of the tables that count them.
         lookups: at the last end, of each table all that are known, and those of removed rows.
         artifacts: served forms of its model (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
@@ -268,17 +267,12 @@ def read_runs(folders: Sequence[str | Path]) -> Run:
 
 
 def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
-    """Return runs by name and in order; a name that occurs again gets its folder, or a number."""
+    """Return runs by name and in order; a name that occurs again gets its folder."""
     taken = set() if first is None else {first.name}
     named: dict[str, Run] = {}
     for run in runs:
-        name, times = run.name, 1
-        if name in taken:
-            # Runs of one script have one name; their folders may be called alike too.
-            name = f"{run.name} ({run.folder.resolve().name})"
-        while name in taken:
-            times += 1
-            name = f"{run.name} ({times})"
+        # Runs of one script have one name.
+        name = f"{run.name} ({run.folder})" if run.name in taken else run.name
         taken.add(name)
         named[name] = dataclasses.replace(run, name=name, number=len(named))
     return named
@@ -307,9 +301,9 @@ def _read(folder: Path) -> Run:
     try:
         return Run(
             folder=folder,
-            name=about.get("name") or folder.resolve().name,
-            command=about.get("command", ""),
-            model_tables=about.get("tables", {}),
+            name=about["name"] or folder.resolve().name,
+            command=about["command"],
+            model_tables=about["tables"],
             artifacts=read_artifacts(folder),
             started=about["started"],
             world=about["world"],
@@ -322,14 +316,9 @@ def _read(folder: Path) -> Run:
 
 
 def _why_no_run(folder: Path, missing: str) -> str:
-    why = f"there is no {missing}, which RunLog writes"
-    if folder.is_symlink() and not folder.exists():
-        why = f"it links to {folder.readlink()}, which is gone"
-    elif not folder.is_dir():
-        why = "there is no such folder"
     latest = folder / LATEST
     newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
-    return f"{folder} holds no run: {why}.{newest}"
+    return f"{folder} holds no run: there is no {missing}, which RunLog writes.{newest}"
 
 
 @dataclass
@@ -352,13 +341,10 @@ class _Reader:
         self._repeats = False
         """The next mask update is the first of a resumed session."""
         self._masks = 0.0
-        self._scores: list[Scored] = []
-        """All that still count: where a resumed run repeats the steps of newer ones, an older one
-        is shown again."""
-        self._at_end: dict[str, Any] = {}
+        self._scores: dict[str, Scored] = {}
+        self._at_end: dict[str, Any] = {"tables": ()}
 
     def take(self, line: Mapping[str, Any]) -> None:
-        # A log of a later format has other kinds, and is refused rather than read in part.
         kinds = {
             "values": self._take_values,
             "masks": self._take_masks,
@@ -366,30 +352,23 @@ class _Reader:
             "resumed": self._begin_session,
             "end": self._take_end,
         }
-        if line["kind"] not in kinds:
-            raise ValueError(f"kind {shortened(line['kind'])}")
-        if self._sessions[-1].ended and line["kind"] != "resumed":
-            raise ValueError("it follows the end of its session")
         kinds[line["kind"]](line)
 
     def read(self) -> dict[str, Any]:
         """Return the arguments of a Run that the log holds."""
-        scores = Latest()
-        for one in self._scores:
-            scores.take(one)
+        spent = Spent(
+            total=sum(session.total for session in self._sessions),
+            masks=self._masks,
+            enforcement=self._enforcement(),
+        )
         return {
             "finished": self._sessions[-1].ended,
             "sessions": len(self._sessions),
             "last_step": self._last,
             "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(self._due),
-            "tables": (),
-            "scores": scores.of,
-            "spent": Spent(
-                total=sum(session.total for session in self._sessions),
-                masks=self._masks,
-                enforcement=self._enforcement(),
-            ),
+            "scores": self._scores,
+            "spent": spent,
             **self._at_end,
         }
 
@@ -422,25 +401,16 @@ class _Reader:
         due = DueStep(step=line["step"], record=_mask_update(line))
         # Only the first: updates of one session may share a step, and all of them count.
         if self._repeats:
-            self._forget_from(due.step)
+            self._due = [known for known in self._due if known.step < due.step]
             self._repeats = False
         self._due.append(due)
         self._masks += due.record.seconds
-        for change, table in zip(due.record.tables, line["tables"], strict=True):
-            # Older logs have scores here, which now have lines of their own.
-            if (found := scored(due.step, change, table.get("scores", ()))) is not None:
-                self._scores.append(found)
-
-    def _forget_from(self, step: int) -> None:
-        """Drop mask updates of earlier sessions that this one makes again, and their scores."""
-        known = len(self._due)
-        while self._due and self._due[-1].step >= step:
-            self._due.pop()
-        if len(self._due) < known:  # else every histogram is of an update that counts
-            self._scores = [one for one in self._scores if one.step < step]
 
     def _take_scores(self, line: Mapping[str, Any]) -> None:
-        self._scores += map(_histogram, line["tables"])
+        for table in line["tables"]:
+            new = Scored(step=table["step"], change=MaskChange(**table["change"]))
+            if replaces(new, self._scores.get(new.change.name)):
+                self._scores[new.change.name] = new
 
     def _take_end(self, line: Mapping[str, Any]) -> None:
         session, tables = self._sessions[-1], line["tables"]
@@ -454,63 +424,31 @@ class _Reader:
 
 
 def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of a Run that are known at its end; older logs lack some fields."""
-    dead, traffic, lookups = {}, {}, {}
-    for table in tables:
-        name = table["name"]
-        if "dead_rows" in table:
-            dead[name] = table["dead_rows"]
-        if "traffic" in table:
-            traffic[name] = _row_traffic(**table["traffic"])
-        if "lookups" in table:
-            lookups[name] = table["lookups"], table["removed_lookups"]
-    stats = tuple(map(_table_stats, tables))
-    return {"tables": stats, "dead_rows": dead, "traffic": traffic, "lookups": lookups}
-
-
-def _row_traffic(kept: list[int], removed: list[int], **lookups: int) -> RowTraffic:
-    return RowTraffic(kept=tuple(kept), removed=tuple(removed), **lookups)
-
-
-def _names(kind: Any, *others: str) -> list[str]:
-    """Return the fields of a dataclass, without the ones that a log holds in another form."""
-    return [one.name for one in dataclasses.fields(kind) if one.name not in others]
-
-
-_LATER = ("lookups", "removed_lookups")
-"""Fields of a mask update that older logs of this format lack."""
-
-_CHANGE = _names(MaskChange, "name", "scores", *_LATER)
-_COST = _names(StepRecord, "tables")
-_SCORED = _names(Scored, "first", "counts")
-_STATS = _names(TableStats, "shape", "sparse_block_shape")
-
-
-def _fields(line: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: line[name] for name in names}
+    """Return the arguments of a Run that are known at its end."""
+    counted = [table for table in tables if table["traffic"]]
+    return {
+        "tables": tuple(map(_table_stats, tables)),
+        "dead_rows": {table["name"]: table["dead_rows"] for table in tables},
+        "traffic": {table["name"]: RowTraffic(**table["traffic"]) for table in counted},
+        "lookups": {
+            table["name"]: (table["lookups"], table["removed_lookups"]) for table in tables
+        },
+    }
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
-    tables = []
-    for table in line["tables"]:
-        change = _fields(table, _CHANGE) | {name: table.get(name) for name in _LATER}
-        # A long run has millions of them: one string per name.
-        tables.append(MaskChange(name=sys.intern(table["name"]), scores=(), **change))
-    return StepRecord(tables=tuple(tables), **_fields(line, _COST))
-
-
-def _histogram(table: Mapping[str, Any]) -> Scored:
-    # A long run has very many counts: an array takes 8 bytes for each.
-    counts = array("q", table["counts"])
-    return Scored(first=bucket_of(table["low"]), counts=counts, **_fields(table, _SCORED))
+    # A long run has millions of them: one string per name.
+    tables = [
+        MaskChange(**table | {"name": sys.intern(table["name"]), "scores": ()})
+        for table in line["tables"]
+    ]
+    costs = {name: line[name] for name in ("number", "seconds", "collectives", "bytes")}
+    return StepRecord(tables=tuple(tables), **costs)
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
+    known = {one.name: table[one.name] for one in dataclasses.fields(TableStats)}
     # JSON has lists: a TableStats that is read equals the one that was written.
-    rows, columns = table["shape"]
-    block = table["sparse_block_shape"]
-    return TableStats(
-        shape=(rows, columns),
-        sparse_block_shape=block and (block[0], block[1]),
-        **_fields(table, _STATS),
-    )
+    for name in ("shape", "sparse_block_shape"):
+        known[name] = known[name] and tuple(known[name])
+    return TableStats(**known)

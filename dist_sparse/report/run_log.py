@@ -12,15 +12,13 @@ Every line of ``log.jsonl`` has a ``kind``:
   :meth:`RunLog.step`;
 - ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes``
   (of rank 0), and for each of ``tables`` the fields of
-  :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``, with ``sparsity`` and
-  ``churn``;
-- ``scores``: histograms of those ``tables`` that have a better one than was written before
-  (:mod:`dist_sparse.report.histograms`); ``counts`` are of blocks, eight buckets per octave from
-  the score ``low`` up;
+  :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``;
+- ``scores``: the ``step`` and the ``change``, with ``scores``, of those ``tables`` that have a
+  better histogram (:mod:`dist_sparse.report.histograms`) than was written before;
 - ``resumed``: first line of another session, with the time that it ``started``;
 - ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups``
-  and ``removed_lookups`` and, where all lookups are counted, ``traffic``
-  (:class:`~dist_sparse.report.run.RowTraffic`); ``seconds`` by cause.
+  and ``removed_lookups``, and ``traffic`` (:class:`~dist_sparse.report.run.RowTraffic`), null
+  where lookups are not counted by row; ``seconds`` by cause.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import MaskChange, StepRecord
 from dist_sparse.report.folder import RUN, LogFile, check_config, check_log, open_log
-from dist_sparse.report.histograms import Latest, scored
+from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -55,11 +53,7 @@ from dist_sparse.training.sparsify import SparseTraining
 
 __all__ = ["RUN", "RunLog", "Sink"]
 
-_NOTED = (
-    *(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores"),
-    "sparsity",
-    "churn",
-)
+_NOTED = tuple(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores")
 _COSTS = ("number", "seconds", "collectives", "bytes")
 _SHOWN = {
     "sparsity": "sparsity",
@@ -69,6 +63,13 @@ _SHOWN = {
     "regrown": "regrown_blocks",
 }
 """Scalars of a mask update for sinks: the name of each, and of its field."""
+
+_SCORES_EVERY = 10
+"""Mask updates between two writings of histograms: one takes 1 to 3 KiB, and early updates are
+replaced soon."""
+
+_LARGEST = 1e300
+"""Values from here on are logged as null, like infinities: differences of two must be finite."""
 
 _OCTAVES = 33
 """Rows without a lookup, with 1, with 2 and 3, with 4 to 7 and so on up to int32's largest."""
@@ -118,8 +119,6 @@ class RunLog:
         config: JSON-able description of the run, written to ``run.json``.
         sinks: receive every number as well, on rank 0 (:mod:`dist_sparse.report.sinks`).
         resume: continue the log in the folder, if there is one.
-        scores_every: mask updates between two writings of score histograms, >= 1. One histogram per
-            table is kept, also when the log is closed (:mod:`dist_sparse.report.histograms`).
 
     Raises:
         ValueError: the folder has a log and ``resume`` is False, or a log of another format, or one
@@ -159,24 +158,21 @@ class RunLog:
         config: Mapping[str, Any] | None = None,
         sinks: Iterable[Sink] = (),
         resume: bool = False,
-        scores_every: int = 10,
     ) -> None:
         # What sparsify() returned holds both.
         if isinstance(sparsifier, SparseTraining):
-            enforcer = sparsifier.enforcer if enforcer is None else enforcer
+            enforcer = enforcer or sparsifier.enforcer
             sparsifier = sparsifier.sparsifier
         world = group_over(world_ranks())
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
             # Whatever is wrong on one rank is raised on all: none is left waiting.
-            _refuse_kinds(sparsifier, enforcer, name, config, resume)
-            self.folder, listed = _path(folder), _listed(sinks)
+            _refuse_kinds(sparsifier, enforcer)
+            self.folder, listed = Path(folder), tuple(sinks)
             if self._writes:
                 check_log(self.folder, resume)
             about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
-            if model is not None:
-                about["tables"] = _table_bytes(model)
-            self._scores_every = integer("scores_every", scores_every, least=1)
+            about["tables"] = {} if model is None else _table_bytes(model)
         self._file: LogFile | None = None
         # Only now, when no rank refuses its arguments, may rank 0 write.
         with world.agreeing("RunLog()"):
@@ -184,8 +180,8 @@ class RunLog:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
         self._enforcer = enforcer
-        # Names are in the order of their updates, as they will be written.
-        self._scores, self._unwritten, self._scores_from = Latest(), dict[str, None](), 0
+        self._scores = dict[str, Scored]()
+        self._unwritten, self._scores_from = dict[str, Scored](), 0
         self._started = time.perf_counter()
         self._updates = None if sparsifier is None else _MaskUpdates(sparsifier)
         self._last, self._closed = -1, False
@@ -206,10 +202,8 @@ class RunLog:
         """
         if self._closed:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
-        step = integer("step", step, least=0, most=2**63 - 1)
         # A reader takes a step that is not larger for one of a resumed run.
-        if step <= self._last:
-            raise ValueError(f"Invalid {step=}: the last one was {self._last}.")
+        step = integer("step", step, least=self._last + 1)
         given = {name: value for name, value in values.items() if value is not None}
         # On every rank: after an error on rank 0 alone the others would wait for it.
         for name, value in given.items():
@@ -220,7 +214,9 @@ class RunLog:
         if self._writes and given:
             # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
-            line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": known}
+            # JSON has neither NaN nor infinities.
+            finite = {name: x if abs(x) < _LARGEST else None for name, x in known.items()}
+            line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": finite}
             self._write(line)
             self._tell(step, known)
 
@@ -268,7 +264,7 @@ class RunLog:
     def _shut(self) -> None:
         self._closed = True
         if self._updates is not None:
-            self._updates.detach()
+            self._updates.sparsifier.stop_recording()
         self._write_scores()
         if self._file is not None:
             self._file.close()
@@ -309,19 +305,23 @@ class RunLog:
         tables = [_fields(change, _NOTED) for change in record.tables]
         self._write({"kind": "masks", "step": step, **_fields(record, _COSTS), "tables": tables})
         for change in record.tables:
-            new = scored(step, change, change.scores)
-            if new is not None and self._scores.take(new):
-                self._unwritten[new.name] = None
-        # One histogram takes 1 to 2 KiB, and early updates are replaced soon: not every one is
-        # written.
+            self._note_scores(step, change)
         if self._unwritten and record.number >= self._scores_from:
             self._write_scores()
-            self._scores_from = record.number + self._scores_every
+            self._scores_from = record.number + _SCORES_EVERY
         if self._sinks:
             self._tell(step, _scalars(record))
 
+    def _note_scores(self, step: int, change: MaskChange) -> None:
+        # Without a threshold no score decided: nothing or everything was pruned.
+        if change.threshold is None or not change.scores:
+            return
+        new = Scored(step=step, change=change)
+        if replaces(new, self._scores.get(change.name)):
+            self._scores[change.name] = self._unwritten[change.name] = new
+
     def _write_scores(self) -> None:
-        tables = [self._scores.of[name].to_json() for name in self._unwritten]
+        tables = [dataclasses.asdict(one) for one in self._unwritten.values()]
         self._unwritten.clear()
         if tables:
             self._write({"kind": "scores", "step": self._last, "tables": tables})
@@ -333,10 +333,8 @@ class _MaskUpdates:
     def __init__(self, sparsifier: BaseDataSparsifier) -> None:
         self.sparsifier = sparsifier
         self.seconds = 0.0
-        # A recorder of the user's stays when the log is closed.
-        self._attached = sparsifier.masks.recorder is None
         self._recorder = sparsifier.record()
-        self._before = self._seen = self._recorder.count
+        self._seen = 0
         # Counts of an update arrive with a later one: its step is kept until then.
         self._steps_of: dict[int, int] = {}
 
@@ -354,14 +352,8 @@ class _MaskUpdates:
 
     def _arrived(self, step: int) -> Iterator[tuple[int, StepRecord]]:
         for record in self._recorder.take():
-            if record.number <= self._before:
-                continue  # an update before this log was made
             self.seconds += record.seconds
             yield self._steps_of.pop(record.number, step), record
-
-    def detach(self) -> None:
-        if self._attached:
-            self.sparsifier.stop_recording()
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -390,7 +382,7 @@ def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
     looked_up = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
     tables = []
     for one in stats:
-        table = table_json(one) | {"dead_rows": dead[one.name]}
+        table = table_json(one) | {"dead_rows": dead[one.name], "traffic": None}
         table["lookups"], table["removed_lookups"] = looked_up.get(one.name, (0, 0))
         if one.name in traffic:
             table["traffic"] = dataclasses.asdict(traffic[one.name])
@@ -429,67 +421,32 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
 
 
 def _row_traffic(sums: Tensor) -> RowTraffic:
-    # The last column is the lookups of all rows; empty octaves at the end are left out.
-    octaves, (kept_lookups, removed_lookups) = sums[:, :-1], sums[:, -1].tolist()
-    used = octaves.sum(dim=0).nonzero()
-    kept, removed = octaves[:, : int(used[-1]) + 1 if len(used) else 0].tolist()
+    # The last column is the lookups of all rows.
+    kept, removed = sums.tolist()
     return RowTraffic(
-        kept=tuple(kept),
-        removed=tuple(removed),
-        kept_lookups=kept_lookups,
-        removed_lookups=removed_lookups,
+        kept=kept[:-1],
+        removed=removed[:-1],
+        kept_lookups=kept[-1],
+        removed_lookups=removed[-1],
     )
 
 
-def _refuse_kinds(
-    sparsifier: object, enforcer: object, name: object, config: object, resume: object
-) -> None:
-    """Refuse arguments of another type."""
-    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
-        rule = "must be what sparsify() returned, a sparsifier, or None"
-        raise ValueError(f"Invalid sparsifier of type {type(sparsifier).__name__}: {rule}.")
-    kinds: dict[str, tuple[object, type]] = {
-        "config": (config, Mapping),
-        "enforcer": (enforcer, MaskEnforcer),
-        "name": (name, str),
-    }
-    for argument, (given, kind) in kinds.items():
-        if not isinstance(given, kind) and given is not None:
-            raise _of_type(argument, given, f"a {kind.__name__}")
-    if not isinstance(resume, bool):
-        raise ValueError(f"Invalid {resume=}: must be a bool.")
-
-
-def _of_type(argument: str, given: object, rule: str) -> ValueError:
-    return ValueError(f"Invalid {argument} of type {type(given).__name__}: must be {rule}.")
-
-
-def _path(folder: object) -> Path:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise _of_type("folder", folder, "a str or a Path")
-    return Path(folder)
-
-
-def _listed(sinks: object) -> tuple[Sink, ...]:
-    if not isinstance(sinks, Iterable):
-        raise _of_type("sinks", sinks, "an iterable of sinks")
-    listed = tuple(sinks)
-    # Checked here rather than at the first value, in the middle of training.
-    for sink in listed:
-        methods = getattr(sink, "scalars", None), getattr(sink, "close", None)
-        if not all(map(callable, methods)):
-            raise ValueError(
-                f"Invalid sink of type {type(sink).__name__}: must have scalars() and close()."
-            )
-    return listed
+def _refuse_kinds(sparsifier: object, enforcer: object) -> None:
+    """Refuse arguments of another type, and a sparsifier that is recorded already."""
+    for given, kind in ((sparsifier, BaseDataSparsifier), (enforcer, MaskEnforcer)):
+        if given is not None and not isinstance(given, kind):
+            found = type(given).__name__
+            raise ValueError(f"Invalid argument of type {found}: must be a {kind.__name__}.")
+    if isinstance(sparsifier, BaseDataSparsifier) and sparsifier.masks.recorder is not None:
+        raise ValueError(
+            "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
+            " stop_recording(), first."
+        )
 
 
 def _refuse_non_number(name: str, value: object) -> None:
     """Refuse everything but numbers and one-element tensors, without reading a tensor."""
-    if isinstance(value, Tensor):
-        fits = value.numel() == 1 and not value.is_complex() and not value.is_meta
-    else:
-        fits = not isinstance(value, bool) and _is_float(value)
+    fits = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
     if not fits:
         raise ValueError(
             f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor."
@@ -499,13 +456,3 @@ def _refuse_non_number(name: str, value: object) -> None:
 def _float(value: float | Tensor) -> float:
     # torch warns where a tensor that needs a gradient is read.
     return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _is_float(value: object) -> bool:
-    if not isinstance(value, numbers.Real):
-        return False
-    try:
-        float(value)
-    except OverflowError:  # an int above 1.8e308
-        return False
-    return True

@@ -33,14 +33,12 @@ from dist_sparse.text import (
     percent,
     printable,
     shape_text,
-    size,
     table_lines,
 )
 
 __all__ = [
     "against",
     "bytes_of",
-    "inspect_json",
     "inspect_text",
     "numbers",
     "status",
@@ -69,7 +67,8 @@ def numbers(run: Run) -> dict[str, Any]:
     """Return the numbers of a run as JSON-able values.
 
     Returns:
-        ``folder``, ``name``, ``headline``, ``finished``, ``sessions``, ``world``, ``last_step``;
+        ``name``, ``started``, ``command``, ``world``, ``versions``, ``config`` as in ``run.json``;
+        ``folder``, ``headline``, ``finished``, ``sessions``, ``last_step``;
         ``sparsity`` and ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``;
         ``bytes_dense`` and ``bytes_kept`` of all tables of the model, if ``RunLog`` was given it,
         else of the registered ones; ``bytes_masks``; ``dead_rows`` of all tables, None where one is
@@ -97,19 +96,14 @@ def numbers(run: Run) -> dict[str, Any]:
     records = [due.record for due in run.due]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
+        **_fields(run, "name", "started", "command", "world", "versions", "config"),
+        **_fields(run, "finished", "sessions", "last_step", "bytes_dense", "bytes_kept"),
         "folder": str(run.folder),
-        "name": run.name,
         "headline": headline(run),
-        "finished": run.finished,
-        "sessions": run.sessions,
-        "world": run.world,
-        "last_step": run.last_step,
         "sparsity": share_of(removed, blocks),
         "target": target_of([(table["target"], table["blocks"]) for table in tables]),
         "blocks": blocks or 0,
         "removed_blocks": removed or 0,
-        "bytes_dense": run.bytes_dense,
-        "bytes_kept": run.bytes_kept,
         "bytes_masks": _sum(tables, "bytes_masks") if run.tables else None,
         "dead_rows": _sum(tables, "dead_rows"),
         "last": _last(run),
@@ -151,9 +145,6 @@ def status(run: Run) -> str:
     if not run.finished:
         text = f"The log stops {where} without an end: the run failed or still runs. What is known"
         text += " is shown."
-        if not run.due:
-            text = f"The log stops {where}. It has no end and no mask update: nothing was pruned so"
-            text += " far."
     return text if run.sessions == 1 else f"{text} It was resumed: {run.sessions} sessions."
 
 
@@ -170,44 +161,19 @@ def against(run: Run, key: str) -> str:
     return f"{delta_text(value - other)} against {base.name} ({amount(other)})"
 
 
-def summary(run: Run, report: Path | None = None) -> str:
-    """Return the numbers in a few lines of text, and where the report is."""
-    rows = _summary_rows(run, numbers(run))
-    if report is not None:
-        rows["report"] = report.resolve().as_uri()
-    # Names come from the log: escaped ones are longer.
-    width = max(map(len, map(printable, rows)), default=0)
-    lines = [headline(run), status(run)] if headline(run) else [status(run)]
-    lines += [f"{printable(name):<{width}}  {text}" for name, text in rows.items()]
-    if run.compared:
-        lines += _comparison_lines(run)
-    return "\n".join(map(printable, lines))
-
-
-def _summary_rows(run: Run, found: Mapping[str, Any]) -> dict[str, str]:
-    rows = {}
-    if found["sparsity"] is not None:
-        blocks = f"{percent(found['sparsity'])} of {count(found['blocks'])} blocks"
-        rows["sparsity"] = f"{blocks}, {target_text(found)}"
-    kept, dense = found["bytes_kept"], found["bytes_dense"]
-    if dense and kept is not None:
-        rows["kept"] = f"{size(kept)} of {size(dense)} of {bytes_of(run)} ({percent(kept / dense)})"
-    # Every series, compared with the baseline where it has that one too.
-    for name, value in found["last"].items():
-        rows[name] = f"{amount(value)}  {against(run, name)}".rstrip()
-    if found["due_steps"]:
-        rows["time"] = time_text(run, found)
-        if (share := found["seconds"]["share"]) is not None:
-            rows["time"] += f"; sparsity took {percent(share)}"
-    return rows
+def summary(run: Run, report: Path) -> str:
+    """Return the sentence on top of a report, the compared runs and where the report is as text."""
+    lines = [headline(run), status(run), *_comparison_lines(run), f"report: {report.as_uri()}"]
+    return "\n".join(printable(line) for line in lines if line)
 
 
 def _comparison_lines(run: Run) -> list[str]:
+    if not run.compared:
+        return []
     cells = [row_cells(row) for row in compare(run)]
-    lines = ["", *table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))]
     # Below the table: a config can be longer than a line.
-    changed = [f"  {name}: {changes}" for name, *_, changes in cells if changes]
-    return [*lines, "", "changed config:", *changed] if changed else lines
+    changed = [f"{name}, changed: {changes}" for name, *_, changes in cells if changes]
+    return [*table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7)), *changed]
 
 
 def bytes_of(run: Run) -> str:
@@ -229,12 +195,6 @@ def time_text(run: Run, found: Mapping[str, Any]) -> str:
     masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'mask update')}"
     enforcement = known_text(spent.enforcement, duration, "unknown")
     return f"{masks}; enforcement {enforcement}; total {duration(spent.total)}"
-
-
-def inspect_json(run: Run) -> dict[str, Any]:
-    """Return :func:`numbers`, and ``started``, ``command``, ``world``, ``versions``, ``config``, as
-    JSON-able values."""
-    return _fields(run, "started", "command", "world", "versions", "config") | numbers(run)
 
 
 def inspect_text(run: Run) -> str:
@@ -269,14 +229,9 @@ def _table_text(known: Mapping[str, Any]) -> list[str]:
 
 
 def _lookups_text(run: Run) -> str:
-    """Return the share of the lookups that hit removed rows: at the end of the run, or at the last
-    mask update."""
+    """Return the share of the lookups that hit removed rows, known at the end of a run."""
     lookups = sum(counted for counted, _ in run.lookups.values())
     removed = sum(of_removed for _, of_removed in run.lookups.values())
-    # The counts of a run without an end are in its last update.
-    if not run.finished and run.due:
-        changes = run.due[-1].record.tables
-        lookups, removed = total(changes, "lookups"), total(changes, "removed_lookups")
     return percent(removed / lookups) if lookups else "not known"
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dist_sparse.records import MaskChange
 from dist_sparse.report.figures import Bar, BarChart, Bin, ScoreChart
-from dist_sparse.report.histograms import Scored, edge_of, much
+from dist_sparse.report.histograms import Scored
 from dist_sparse.report.run import RowTraffic, Run, share_of, total
 from dist_sparse.text import amount, count, number_of, percent, size
 
@@ -25,12 +24,11 @@ _MOST_BINS = 64
 
 
 class KeptTable(NamedTuple):
-    """A table, how much of it is kept, in bytes or blocks, and how either is written."""
+    """A table, and how much of it is kept, in bytes."""
 
     name: str
     kept: int
     whole: int
-    text_of: Callable[[int], str]
 
 
 def table_charts(run: Run) -> list[BarChart | ScoreChart]:
@@ -39,48 +37,36 @@ def table_charts(run: Run) -> list[BarChart | ScoreChart]:
 
 
 def _kept_charts(run: Run) -> list[BarChart]:
-    """Return bytes kept per table for a run with an end, else blocks kept."""
-    tables, title = _kept_bytes(run), "Bytes kept"
-    note = "Per table, as long as its bytes; full: what is kept."
-    if not run.tables:
-        tables, title = _kept_blocks(run), "Blocks kept"
-        note = f"{note.replace('bytes', 'blocks')} Bytes are logged at the end."
+    """Return bytes kept per table, for a run that has ended."""
+    tables = [KeptTable(t.name, t.kept_bytes, t.table_bytes) for t in run.tables]
+    # Bytes are logged at the end: before, those of sparsified tables are unknown.
+    if not run.finished and not tables:
+        return []
+    # Tables without a sparsifier are kept whole.
+    tables += [KeptTable(name, taken, taken) for name, taken in run.other_tables.items()]
     if not tables:
         return []
     # Bars are on the scale of the largest.
     tables.sort(key=lambda table: (-table.whole, table.name))
+    note = "Per table, as long as its bytes; full: what is kept."
     found = []
     if len(tables) > MOST_TABLES:
         note += f" The first {MOST_TABLES} of {count(len(tables))}; the table below has all."
-        found.append(_distribution(tables, title))
+        found.append(_distribution(tables))
     largest = max(tables[0].whole, 1)
     bars = []
     for table in tables[:MOST_TABLES]:
         share, whole = table.kept / largest, table.whole / largest
         bars.append(Bar(name=table.name, share=share, whole=whole, text=_kept_text([table])))
-    return [*found, BarChart(key="bytes", title=title, note=note, bars=tuple(bars))]
-
-
-def _kept_bytes(run: Run) -> list[KeptTable]:
-    tables = [KeptTable(t.name, t.kept_bytes, t.table_bytes, size) for t in run.tables]
-    # Tables without a sparsifier are kept whole.
-    return tables + [
-        KeptTable(name, taken, taken, size) for name, taken in run.other_tables.items()
-    ]
-
-
-def _kept_blocks(run: Run) -> list[KeptTable]:
-    changes = run.last_changes.values()
-    return [KeptTable(t.name, t.blocks - t.removed_blocks, t.blocks, count) for t in changes]
+    return [*found, BarChart(key="bytes", title="Bytes kept", note=note, bars=tuple(bars))]
 
 
 def _kept_text(tables: Sequence[KeptTable]) -> str:
     kept, whole = total(tables, "kept"), total(tables, "whole")
-    text_of = tables[0].text_of
-    return f"{text_of(kept)} of {text_of(whole)}, {percent(share_of(kept, whole) or 0.0)}"
+    return f"{size(kept)} of {size(whole)}, {percent(share_of(kept, whole) or 0.0)}"
 
 
-def _distribution(tables: Sequence[KeptTable], title: str) -> BarChart:
+def _distribution(tables: Sequence[KeptTable]) -> BarChart:
     """Return how many tables keep how much, in tenths."""
     groups: list[list[KeptTable]] = [[] for _ in range(10)]
     for table in tables:
@@ -94,7 +80,7 @@ def _distribution(tables: Sequence[KeptTable], title: str) -> BarChart:
         bars.append(Bar(name=name, share=len(group) / most, whole=0.0, text=said))
     note = f"All {count(len(tables))} tables by the share that is kept of them."
     return BarChart(
-        key="bytes_distribution", title=f"{title}, distribution", note=note, bars=tuple(bars)
+        key="bytes_distribution", title="Bytes kept, distribution", note=note, bars=tuple(bars)
     )
 
 
@@ -134,63 +120,41 @@ def _lookups(octave: int) -> str:
 
 def _score_charts(run: Run) -> list[ScoreChart]:
     """Return the histograms of the tables with the most blocks."""
-    shown = [one for one in run.scores.values() if any(one.counts)]  # else all scores are 0
-    shown.sort(key=lambda one: (-one.blocks, one.name))
+    # All others score 0.
+    shown = [one for one in run.scores.values() if one.change.scores[-1][0] > 0]
+    shown.sort(key=lambda one: (-one.change.blocks, one.change.name))
     return [
-        _score_chart(f"scores_{place}", one, run)
+        _score_chart(f"scores_{place}", one)
         for place, one in enumerate(shown[:_MOST_SCORES], start=1)
     ]
 
 
-def _changes_after(run: Run, one: Scored) -> list[MaskChange]:
-    """Return the changes of a table whose histograms are not shown, because they came after the one
-    that is."""
-    found: list[MaskChange] = []
-    for due in run.due:
-        if due.step > one.step:
-            found += [change for change in due.record.tables if change.name == one.name]
-    return found
-
-
-def _score_chart(key: str, one: Scored, run: Run) -> ScoreChart:
-    pruned_more = [
-        (change.flipped_blocks or 0) - (change.regrown_blocks or 0) >= much(change.blocks)
-        for change in _changes_after(run, one)
-    ]
-    blocks = one.zeros + sum(one.counts)
+def _score_chart(key: str, one: Scored) -> ScoreChart:
+    # A histogram was logged because it has a threshold.
+    threshold = one.change.threshold or 0.0
+    blocks = sum(number for _, number in one.change.scores)
     note = (
         f"{count(blocks)} blocks before the mask update at step {count(one.step)};"
-        f" {percent(one.zeros / blocks)}"
+        f" {percent(one.zeros / blocks)} scored 0, which the axis can't show. Threshold:"
+        f" {amount(threshold)}; blocks not above it are pruned."
     )
-    note += f" scored 0. Threshold: {amount(one.threshold)}; blocks not above it are pruned."
-    if any(pruned_more):
-        note += " The histograms of later mask updates were not written."
-    elif pruned_more:
-        note += " Later mask updates pruned less than 1% more each."
-    return ScoreChart(
-        key=key,
-        title=f"Block scores of {one.name}",
-        note=note,
-        bins=_bins(one),
-        zeros=one.zeros / blocks,
-        threshold=one.threshold,
-    )
+    title, bins = f"Block scores of {one.change.name}", _bins(one)
+    return ScoreChart(key=key, title=title, note=note, bins=bins, threshold=threshold)
 
 
 def _bins(one: Scored) -> tuple[Bin, ...]:
-    """Merge buckets into at most 65 bins: 2, 4 or 8 to a bin, then whole octaves."""
-    numbers = range(one.first, one.first + len(one.counts))
-    together = 1
-    # Powers of two keep octaves whole: a bin never straddles two.
-    while numbers and (numbers[-1] - numbers[0]) // together >= _MOST_BINS:
-        together *= 2
-    summed: dict[int, int] = {}
-    for number, blocks in zip(numbers, one.counts, strict=True):
-        if blocks:
-            summed[number // together] = summed.get(number // together, 0) + blocks
+    """Return the buckets as bins, of scores above 0; more than 64 as whole octaves."""
+    fine = [(score, blocks) for score, blocks in one.change.scores if score > 0]
+    parts = 8 if len(fine) <= _MOST_BINS else 1
+    summed: dict[float, int] = {}
+    for score, blocks in fine:
+        # The octave of a score begins at 2 ** (exponent - 1).
+        octave = 2.0 ** (math.frexp(score)[1] - 1)
+        low = octave * (1 + math.floor(parts * (score / octave - 1)) / parts)
+        summed[low] = summed.get(low, 0) + blocks
     bins = []
-    for number, blocks in summed.items():
+    for low, blocks in summed.items():
+        high = low + 2.0 ** (math.frexp(low)[1] - 1) / parts
         # Bins differ in width on the logarithmic axis, so heights are per octave.
-        low, high = edge_of(number * together), edge_of((number + 1) * together)
         bins.append(Bin(low=low, high=high, blocks=blocks, density=blocks / math.log2(high / low)))
     return tuple(bins)

@@ -15,8 +15,6 @@ from dist_sparse.report.run import Series
 __all__ = ["smoothed", "thinned"]
 
 _MOST_POINTS = 400
-_HUGE = 1e300
-"""Larger values are drawn as this, so that differences and sums stay finite."""
 
 _SMOOTHED = 30
 """A line with more points is drawn faintly under its running mean."""
@@ -37,13 +35,13 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return at most 400 points: the smallest and the largest value of each stretch, which keeps
     peaks, and the last point."""
     if len(points) <= _MOST_POINTS:
-        return _drawable(points)
+        return tuple(points)
     # Two points of each stretch are kept, and the last one.
     stretch = -(-2 * len(points) // (_MOST_POINTS - 2))
     kept: list[Point] = []
     for start in range(0, len(points), stretch):
         kept += _peaks(points[start : start + stretch])
-    return _drawable(kept if kept[-1] == points[-1] else [*kept, points[-1]])
+    return tuple(kept if kept[-1] == points[-1] else [*kept, points[-1]])
 
 
 def _peaks(part: Sequence[Point]) -> list[Point]:
@@ -63,7 +61,7 @@ def _means(points: Sequence[Point]) -> tuple[Point, ...]:
     Only the means that are drawn are computed, each from its own window, which is linear in the
     points.
     """
-    finite = [(x, _clamped(y)) for x, y in points if y is not None]
+    finite = [(x, y) for x, y in points if y is not None]
     values = [y for _, y in finite]
     # A fifteenth in all: half on each side.
     half = max(2, len(finite) // 30)
@@ -75,13 +73,5 @@ def _means(points: Sequence[Point]) -> tuple[Point, ...]:
         # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later
         # means their digits.
         window = values[max(0, place - half) : place + half + 1]
-        means.append((float(finite[place][0]), math.fsum(window) / len(window)))
+        means.append((finite[place][0], math.fsum(window) / len(window)))
     return tuple(sorted(means))
-
-
-def _drawable(points: Sequence[Point]) -> tuple[Point, ...]:
-    return tuple((float(x), None if y is None else _clamped(y)) for x, y in points)
-
-
-def _clamped(value: float) -> float:
-    return min(max(value, -_HUGE), _HUGE)

@@ -206,15 +206,15 @@ def test_plan_of_a_module(
     ("words", "message"),
     [
         (
-            ["plan", "{model}:two", "--budget", "1%", "--include", "x"],
-            "Invalid include pattern 'x'",
+            ["plan", "{model}:two", "--budget", "1%", "--cold", "x"],
+            "Invalid cold pattern 'x'",
         ),
         (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
         (
-            ["plan", "{model}:driving", "--budget", "1%", "--include", "x"],
+            ["plan", "{model}:driving", "--budget", "1%", "--cold", "x"],
             "none of the tables a\\x1b[2J (",
         ),
-        (["inspect", "{model}"], "holds no run: there is no such folder."),
+        (["inspect", "{model}"], "holds no run: there is no run.json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -291,7 +291,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["config"] == {"lr": 0.1}
     (tmp_path / RUN).write_text('{"format": 99}')
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "has format 99; this release reads and writes 1" in capsys.readouterr().err
+    assert "has format 99; this release reads and writes 2" in capsys.readouterr().err
 
 
 def test_runs_are_read_without_torch(tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = Tru
     is pruned."""
     folder.mkdir(parents=True)
     about = {
-        "format": 1,
+        "format": 2,
+        "name": None,
+        "command": "",
+        "tables": {},
         "started": "2026-11-21T15:02:15+0000",
         "world": 8,
         "versions": {},
@@ -65,6 +68,8 @@ def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = Tru
         changes = [_change(i, 0.5 * number / due) for i in range(tables)]
         cost = {"seconds": 0.01, "collectives": 4, "bytes": 1000}
         lines.append({"kind": "masks", "step": step, "number": number, **cost, "tables": changes})
+        scores = [_scores(step, change) for change in changes]
+        lines.append({"kind": "scores", "step": step, "tables": scores})
     if ends:
         seconds = {"total": steps / 100, "masks": due / 100, "enforcement": 0.5}
         stats = [_stats(i) for i in range(tables)]
@@ -79,15 +84,20 @@ def _change(i: int, level: float) -> dict[str, Any]:
         "name": f"table_{i}",
         "target": level,
         "threshold": 0.5,
-        "scores": [[0.0, min(100, removed)], [0.5, max(removed - 100, 0)], [1.0, rows - removed]],
         "blocks": rows,
         "removed_blocks": removed,
         "flipped_blocks": removed // 2,
         "regrown_blocks": 1,
         "dead_rows": removed,
-        "sparsity": removed / rows,
-        "churn": removed // 2 / rows,
+        "lookups": None,
+        "removed_lookups": None,
     }
+
+
+def _scores(step: int, change: dict[str, Any]) -> dict[str, Any]:
+    rows, removed = change["blocks"], change["removed_blocks"]
+    counts = [[0.0, min(100, removed)], [0.5, max(removed - 100, 0)], [1.0, rows - removed]]
+    return {"step": step, "change": change | {"scores": counts}}
 
 
 def _stats(i: int) -> dict[str, Any]:
@@ -106,5 +116,8 @@ def _stats(i: int) -> dict[str, Any]:
         "mask_bytes": rows // 8,
         "table_bytes": 16 * rows,
         "kept_bytes": 16 * (rows - removed),
-        "sparsity": removed / rows,
+        "dead_rows": removed,
+        "lookups": 0,
+        "removed_lookups": 0,
+        "traffic": None,
     }

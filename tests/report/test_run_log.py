@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def test_a_run(tmp_path: Path) -> None:
     heard = Heard()
     sparsifier = train(tmp_path / "run", config={"lr": 0.1}, sinks=[heard])
     about = json.loads((tmp_path / "run" / RUN).read_text())
-    assert about["format"] == 1 and about["config"] == {"lr": 0.1} and about["world"] == 1
+    assert about["format"] == 2 and about["config"] == {"lr": 0.1} and about["world"] == 1
     assert about["versions"]["torch"] == str(torch.__version__)
     lines = lines_of(tmp_path / "run")
     values = [line for line in lines if line["kind"] == "values"]
@@ -76,18 +75,14 @@ def test_a_run(tmp_path: Path) -> None:
     assert [line["number"] for line in masks] == [1, 2, 3]
     [table] = masks[-1]["tables"]
     assert table["name"] == "weight" or table["name"]
-    assert (table["target"], table["sparsity"], table["removed_blocks"], table["dead_rows"]) == (
-        0.5,
-        0.5,
-        10,
-        10,
-    )
-    assert 0 < table["churn"] < 1 and table["regrown_blocks"] == 0 and table["threshold"] > 0
+    assert (table["target"], table["removed_blocks"], table["dead_rows"]) == (0.5, 10, 10)
+    assert 0 < table["flipped_blocks"] < 20 and table["regrown_blocks"] == 0
+    assert table["threshold"] > 0
     written = [table for line in lines if line["kind"] == "scores" for table in line["tables"]]
     assert [table["step"] for table in written] == [3, 6], (
         "the first, and the last when the log is closed"
     )
-    assert all(scores["zeros"] + sum(scores["counts"]) == 20 for scores in written)
+    assert all(sum(blocks for _, blocks in one["change"]["scores"]) == 20 for one in written)
     assert "scores" not in table
     assert masks[0]["seconds"] > 0 and masks[0]["collectives"] == 0
     [end] = [line for line in lines if line["kind"] == "end"]
@@ -120,8 +115,8 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
         log.step(100, loss=1.0)
     assert (tmp_path / LINES).read_text().startswith(before)
     assert lines_of(tmp_path)[-1]["step"] == 100
-    (tmp_path / RUN).write_text('{"format": 2}')
-    with pytest.raises(ValueError, match="has format 2; this release reads and writes 1"):
+    (tmp_path / RUN).write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="has format 1; this release reads and writes 2"):
         RunLog(tmp_path, resume=True)
 
 
@@ -160,8 +155,8 @@ def test_run_json_comes_into_being_whole(tmp_path: Path) -> None:
         RunLog(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {LINES, LOCK}
     RunLog(tmp_path, config={"lr": math.nan}).close()
-    assert json.loads((tmp_path / RUN).read_text())["config"] == {"lr": None}
-    (tmp_path / RUN).write_text('{"format": 1, "sta')
+    assert json.loads((tmp_path / RUN).read_text())["config"] == {"lr": "NaN"}
+    (tmp_path / RUN).write_text('{"format": 2, "sta')
     with pytest.raises(ValueError, match=r"run\.json is not JSON"):
         RunLog(tmp_path, resume=True)
 
@@ -220,9 +215,9 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
         raise KeyError
     assert sparsifier.masks.recorder is None, "nothing would read its counts"
     sparsifier.step()
-    own = sparsifier.record()
-    sparsifier.step()
     with RunLog(tmp_path / "run", sparsifier) as log:
+        with pytest.raises(ValueError, match="records this sparsifier: close that log"):
+            RunLog(tmp_path / "second", sparsifier)
         for step in range(2):
             sparsifier.step()
             log.step(step, loss=1.0)
@@ -231,9 +226,7 @@ def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
         for line in lines_of(tmp_path / "run")
         if line["kind"] == "masks"
     ]
-    assert masks == [(0, 2), (1, 3)]
-    assert sparsifier.masks.recorder is own, "it was there before the log"
-    sparsifier.stop_recording()
+    assert masks == [(0, 1), (1, 2)] and not (tmp_path / "second").exists()
     RunLog(tmp_path / "third", sparsifier).close()
     assert sparsifier.masks.recorder is None
 
@@ -300,38 +293,21 @@ def test_bad_values(tmp_path: Path) -> None:
     loop.append(loop)
     with pytest.raises(ValueError, match="Invalid config: Circular reference"):
         RunLog(tmp_path / "none", config={"loop": loop})
-    for wrong in (
-        {"config": [1]},
-        {"sinks": None},
-        {"sparsifier": nn.Linear(1, 1)},
-        {"enforcer": 3},
-        {"folder": 3},
-    ):
-        with pytest.raises(ValueError, match=f"Invalid {next(iter(wrong))} of type .*: must be "):
-            RunLog(**{"folder": tmp_path / "none"} | wrong)  # type: ignore[arg-type]
-    for resume in ("no", None, 1):
-        with pytest.raises(ValueError, match=f"Invalid resume={resume!r}: must be a bool"):
-            RunLog(tmp_path / "none", resume=resume)  # type: ignore[arg-type]
-    for sinks in (
-        [Heard(), 3],
-        [SimpleNamespace(scalars=print)],
-        [SimpleNamespace(scalars=print, close=1)],
-        "ab",
-    ):
-        with pytest.raises(
-            ValueError, match=f"Invalid sink of type {type(sinks[-1]).__name__}: must have scalars"
-        ):
-            RunLog(tmp_path / "none", sinks=sinks)  # type: ignore[arg-type]
+    for wrong in ({"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}):
+        with pytest.raises(ValueError, match=r"Invalid argument of type .*: must be a "):
+            RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid config: "):
+        RunLog(tmp_path / "none", config=[1])  # type: ignore[arg-type]
     assert not (tmp_path / "none").exists()
     log = RunLog(tmp_path)
     log.step(3, loss=1.0)
-    with pytest.raises(ValueError, match=r"Invalid step=3: the last one was 3"):
+    with pytest.raises(ValueError, match=r"Invalid step=3: must be an int >= 4"):
         log.step(3, loss=1.0)
-    for bad in ("high", torch.zeros(2), True, 10**400, torch.zeros(1, dtype=torch.complex64)):
+    for bad in ("high", torch.zeros(2)):
         with pytest.raises(ValueError, match="Invalid loss="):
             log.step(4, loss=bad)  # type: ignore[arg-type]
-    for bad in (4.5, "4", True, -1, 2**63):
-        with pytest.raises(ValueError, match=r"Invalid step=.*: must be an int in \[0, "):
+    for bad in (4.5, "4", True, -1):
+        with pytest.raises(ValueError, match=r"Invalid step=.*: must be an int >= "):
             log.step(bad)  # type: ignore[arg-type]
     log.close()
     with pytest.raises(ValueError, match="is closed: it takes no step 5"):
@@ -350,10 +326,8 @@ def test_sinks_are_any_iterable(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy(tmp_path: Path) -> None:
-    with RunLog(tmp_path, scores_every=np.int64(3)) as log:
+    with RunLog(tmp_path) as log:
         log.step(np.int64(1), loss=np.float32(0.5), hits=np.int32(3), auc=np.float64(0.25))
-        with pytest.raises(ValueError, match="Invalid loss="):
-            log.step(2, loss=np.bool_(True))
     assert lines_of(tmp_path)[0]["values"] == {"loss": 0.5, "hits": 3.0, "auc": 0.25}
 
 
@@ -407,5 +381,3 @@ def test_wandb() -> None:
     sink.scalars(7, {"loss": 1.0})
     sink.close()
     assert run.logged == [{"step": 7, "loss": 1.0}]
-    with pytest.raises(ValueError, match="Invalid run of type int"):
-        WandbSink(3)
