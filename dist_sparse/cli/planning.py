@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dist_sparse.cli.arguments import (
     EntryError,
@@ -18,23 +18,17 @@ from dist_sparse.cli.output import fail, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
 from dist_sparse.cli.quiet import quiet
 
-if TYPE_CHECKING:
-    from dist_sparse.planning.plan import Plan
-
 __all__ = ["add_frontier", "add_plan"]
 
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
   dist-sparse plan model.py:trained --budget 512KiB --cold 'user_x_*'
-  dist-sparse plan model.py:measured --budget 10% --measure
 
 FUNCTION takes no arguments and returns a trained model, which is not changed.
 
 Shows the dtypes, widths and rows that fit, what they take, and which to use;
 --rotate and --cold say what may be done to which tables.
---measure tries what fits on the trained model, for which FUNCTION returns
-(model, evaluate), as for `dist-sparse frontier`; --metric, --less, --tolerance
-and --out belong to it.
+`dist-sparse frontier` measures what fits on the trained model.
 
 {STATUS}
 """
@@ -54,9 +48,6 @@ are those that would be served, indexes, scales and bases counted.
 """
 
 
-_OF_MEASURE: Final = ("--metric", "--less", "--tolerance", "--out")
-"""Options of `plan` that are read with `--measure` only: refused without it."""
-
 _OPTIONS: Final = {
     "entry": "FUNCTION",
     "budgets": "--budget",
@@ -74,17 +65,9 @@ _OPTIONS: Final = {
 
 def add_plan(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        for option in _OF_MEASURE:
-            if not options.measure and getattr(options, option.removeprefix("--")) is not None:
-                # Ignored, it would seem to have had an effect.
-                parser.error(f"{option} is for --measure.")
         quiet()
         try:
-            return (
-                _measured_plan(options)
-                if options.measure
-                else _plan(options, model_from(options.function))
-            )
+            return _plan(options, model_from(options.function))
         except (ValueError, OSError) as error:
             return _failed("plan", error)
 
@@ -98,11 +81,6 @@ def add_plan(commands: Commands) -> None:
         metavar="SIZE",
         required=True,
         help="bytes to serve, such as 10%% or 512MiB",
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="tries what fits the budget; FUNCTION returns (model, evaluate)",
     )
     parser.add_argument(
         "--rotate",
@@ -120,32 +98,16 @@ def add_plan(commands: Commands) -> None:
     parser.add_argument(
         "--exclude", action="append", metavar="GLOB", help="tables to leave out; may be repeated"
     )
-    _add_measuring(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def _plan(options: argparse.Namespace, model: Any) -> int:
-    answer = _planned(options, model)
-    return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
-
-
-def _measured_plan(options: argparse.Namespace) -> int:
-    from dist_sparse.planning.frontier import measure_plan
-
-    model, evaluate, _ = model_and_evaluate(options.function)
-    answer = _planned(options, model)
-    found = measure_plan(model, evaluate, answer, **_measuring(options))
-    if options.json:
-        return show(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
-    return show(f"{answer}\n\n{found}")
-
-
-def _planned(options: argparse.Namespace, model: Any) -> Plan:
     from dist_sparse.planning.plan import plan
 
     chosen = {"include": options.include, "exclude": options.exclude}
-    return plan(model, options.budget, rotate=options.rotate, cold=options.cold, **chosen)
+    answer = plan(model, options.budget, rotate=options.rotate, cold=options.cold, **chosen)
+    return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
 
 def add_frontier(commands: Commands) -> None:
