@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,17 +67,22 @@ class _Part:
             if keys := sorted(key_of[id(param)] for param in group["params"]):
                 yield group, keys
 
+    def options(self) -> Iterator[tuple[dict[str, Json], list[str]]]:
+        """Yield the options of each param group, and the keys of its parameters."""
+        for group, keys in self.groups():
+            names = [name for name in group if name not in _NO_OPTIONS]
+            yield {name: _plain(keys[0], name, group[name]) for name in names}, keys
+
     def empty(self, key: str, saved: TensorStorageMetadata) -> Tensor:
         """A tensor for state of a parameter that was saved and is not here yet."""
         param, dtype = self.params[key], saved.properties.dtype
         if saved.size == param.shape:
             # Has the strides of the parameter, as in torch.
             return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        group = next(group for group, keys in self.groups() if key in keys)
         # Counts of steps stay on the CPU, unless a kernel reads them.
-        read_there = bool(saved.size) or group.get("capturable") or group.get("fused")
-        device = param.device if read_there else "cpu"
-        return torch.zeros(saved.size, dtype=dtype, device=device)
+        options = self.optimizer.param_groups[0]
+        read_there = bool(saved.size) or options.get("capturable") or options.get("fused")
+        return torch.zeros(saved.size, dtype=dtype, device=param.device if read_there else "cpu")
 
     @property
     def fused_steps(self) -> int | None:
@@ -85,15 +90,6 @@ class _Part:
         others."""
         count = getattr(getattr(self.optimizer, "_emb_module", None), "iter", None)
         return None if count is None else int(count)
-
-
-class _Fresh(NamedTuple):
-    """State that a parameter gets from the checkpoint and has not yet, a tensor to be loaded or a
-    value."""
-
-    key: str
-    name: str
-    value: Any
 
 
 class OptimizerState:
@@ -149,7 +145,7 @@ class OptimizerState:
     def described(self) -> Json:
         """Return options and values of this rank; :func:`gathered` puts them together."""
         return {
-            "groups": [each for part in self._parts for each in _options(part)],
+            "groups": [each for part in self._parts for each in part.options()],
             "values": self._scalars,
             "cuts": {
                 path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]
@@ -174,12 +170,14 @@ class OptimizerState:
                 class of optimizer, or row-wise state is refused.
         """
         options = {key: found for found, keys in saved["groups"] for key in keys}
-        changes = [change for part in self._parts for change in _option_changes(part, options)]
+        changes = list(self._value_changes(saved["values"]))
+        for part in self._parts:
+            changes += _option_changes(part, options)
         fresh = self._fresh(metadata, saved["values"])
         targets = dict(self.tensors)
-        for each in fresh:
-            if isinstance(each.value, Tensor):
-                targets[f"{_PREFIX}{each.key}.{each.name}"] = each.value
+        for (key, name), value in fresh.items():
+            if isinstance(value, Tensor):
+                targets[f"{_PREFIX}{key}.{name}"] = value
         merges: dict[str, Callable[[], None]] = {}
         # Row-wise state fits its saved size where the number of cuts is equal, and may be wrong
         # still.
@@ -197,10 +195,9 @@ class OptimizerState:
         def commit() -> list[str]:
             for merge in merges.values():
                 merge()
-            for key, name, value in fresh:
+            for (key, name), value in fresh.items():
                 part = self._part_of[key]
                 part.optimizer.state[part.params[key]][name] = value
-            self._set_scalars(saved["values"])
             for change in changes:
                 change()
             for part in self._parts:
@@ -211,24 +208,26 @@ class OptimizerState:
 
         return targets, commit
 
-    def _fresh(self, metadata: Metadata, values: Json) -> list[_Fresh]:
-        """State of parameters that have none yet and had some when it was saved."""
+    def _fresh(self, metadata: Metadata, values: Json) -> dict[tuple[str, str], Any]:
+        """State by parameter and name, where it has none yet and had some when it was saved:
+        tensors to load into, and values."""
         bare = {key for key, part in self._part_of.items() if not part.state(key)}
-        fresh: list[_Fresh] = []
+        fresh: dict[tuple[str, str], Any] = {}
         found: dict[str, Any] = metadata.state_dict_metadata
         for path, saved in found.items():
             key, _, name = path.removeprefix(_PREFIX).rpartition(".")
             if key in bare and path.startswith(_PREFIX):
-                fresh.append(_Fresh(key, name, self._part_of[key].empty(key, saved)))
+                fresh[key, name] = self._part_of[key].empty(key, saved)
         for key in bare:
-            fresh += [_Fresh(key, name, value) for name, value in values.get(key, {}).items()]
+            for name, value in values.get(key, {}).items():
+                fresh[key, name] = value
         return fresh
 
-    def _set_scalars(self, saved: Mapping[str, Mapping[str, Json]]) -> None:
+    def _value_changes(self, saved: Json) -> Iterator[Callable[[], None]]:
+        """Functions that give the parameters their saved values."""
         for key, held in self._scalars.items():
-            state, values = self._part_of[key].state(key), saved.get(key, {})
-            for name in held.keys() & values.keys():
-                _set(state, name, values[name])
+            for name in held.keys() & saved.get(key, {}).keys():
+                yield partial(_set, self._part_of[key].state(key), name, saved[key][name])
 
 
 def gathered(described: Sequence[Json]) -> Json:
@@ -292,52 +291,31 @@ def _joined(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix and key else prefix or key
 
 
-def _options(part: _Part) -> Iterator[tuple[dict[str, Json], list[str]]]:
-    """The options of each param group, and the keys of its parameters."""
-    for group, keys in part.groups():
-        names = [name for name in group if name not in _NO_OPTIONS]
-        yield {name: _plain(keys[0], name, group[name]) for name in names}, keys
-
-
 def _option_changes(part: _Part, saved: Mapping[str, Json]) -> Iterator[Callable[[], None]]:
     """Functions that give the param groups their saved options."""
     for group, keys in part.groups():
-        for key in keys:
-            if key not in saved:
-                raise ValueError(
-                    f"{key!r} was stepped by no optimizer when the checkpoint was saved."
-                )
-        # Fused optimizers have a learning rate alone.
-        for name in sorted(group.keys() & saved[keys[0]].keys()):
-            value = _agreed(name, keys, saved)
-            yield partial(_set, group, name, value)
-        if not group.keys() <= _OF_FUSED:
-            _refuse_lost_options(part, group, keys, saved)
-
-
-def _agreed(name: str, keys: Sequence[str], saved: Mapping[str, Json]) -> Json:
-    """The saved option of parameters that are in one group now."""
-    value = saved[keys[0]][name]
-    for key in keys:
-        if not _alike(saved[key].get(name, value), value):
+        if unsaved := [key for key in keys if key not in saved]:
             raise ValueError(
-                f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group now."
+                f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
             )
-    return value
-
-
-def _refuse_lost_options(
-    part: _Part, group: Mapping[str, Any], keys: Sequence[str], saved: Mapping[str, Json]
-) -> None:
-    """Refuse options that the class of the optimizer does not have."""
-    lost = {name: key for key in keys for name in saved[key].keys() - group.keys() - _OF_SCHEDULERS}
-    if lost:
-        name = min(lost)
-        raise ValueError(
-            f"{lost[name]!r} was saved with the option {name!r}, which"
-            f" {type(part.optimizer).__name__} does not have: it was stepped by another class"
-            " of optimizer."
-        )
+        first = keys[0]
+        for name in sorted(group.keys() & saved[first].keys()):
+            value = saved[first][name]
+            for key in keys:
+                if not _alike(saved[key].get(name, value), value):
+                    raise ValueError(
+                        f"{first!r} and {key!r} had another {name!r} each, and are in one group"
+                        " now."
+                    )
+            yield partial(_set, group, name, value)
+        # Fused optimizers have a learning rate alone.
+        for key in [] if group.keys() <= _OF_FUSED else keys:
+            if lost := sorted(saved[key].keys() - group.keys() - _OF_SCHEDULERS):
+                raise ValueError(
+                    f"{key!r} was saved with the option {lost[0]!r}, which"
+                    f" {type(part.optimizer).__name__} does not have: it was stepped by another"
+                    " class of optimizer."
+                )
 
 
 def _alike(ours: Json, theirs: Json) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from dist_sparse.cli.arguments import (
     EntryError,
@@ -17,19 +17,14 @@ from dist_sparse.cli.output import fail, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
 from dist_sparse.cli.quiet import quiet
 
-if TYPE_CHECKING:
-    from dist_sparse.planning.plan import Plan
-
 __all__ = ["add_frontier", "add_plan"]
 
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
   dist-sparse plan model.py:trained --budget 512KiB --cold 'user_x_*'
-  dist-sparse plan model.py:measured --budget 10% --measure
 
 FUNCTION takes no arguments and returns a trained model, which is not changed.
-With --measure, to which --metric, --less, --tolerance and --out belong, it
-returns (model, evaluate).
+`dist-sparse frontier` measures what fits on the trained model.
 
 {STATUS}
 """
@@ -46,19 +41,12 @@ and with hashed ids. With the same --out, an interrupted run goes on.
 {STATUS}
 """
 
-_OF_MEASURE: Final = ("--metric", "--less", "--tolerance", "--out")
-"""Options of `plan` that are read with `--measure` only: refused without it."""
-
 
 def add_plan(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        for option in _OF_MEASURE:
-            if not options.measure and getattr(options, option.removeprefix("--")) is not None:
-                # Ignored, it would seem to have had an effect.
-                parser.error(f"{option} is for --measure.")
         quiet()
         try:
-            return _measured_plan(options) if options.measure else _plan(options)
+            return _plan(options)
         except (ValueError, OSError) as error:
             return _failed("plan", error)
 
@@ -71,36 +59,17 @@ def add_plan(commands: Commands) -> None:
         required=True,
         help="bytes to serve, such as 10%% or 512MiB",
     )
-    add(
-        "--measure",
-        action="store_true",
-        help="tries what fits the budget; FUNCTION returns (model, evaluate)",
-    )
     add("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
     _add_common(parser)
     parser.set_defaults(run=run)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    answer = _planned(options, model_from(options.function))
-    return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
-
-
-def _measured_plan(options: argparse.Namespace) -> int:
-    from dist_sparse.planning.frontier import measure_plan
-
-    model, evaluate, _ = model_and_evaluate(options.function)
-    answer = _planned(options, model)
-    found = measure_plan(model, evaluate, answer, **_measuring(options))
-    if options.json:
-        return show(json.dumps({"plan": answer.to_json(), "measured": found.to_json()}, indent=2))
-    return show(f"{answer}\n\n{found}")
-
-
-def _planned(options: argparse.Namespace, model: Any) -> Plan:
     from dist_sparse.planning.plan import plan
 
-    return plan(model, options.budget, rotate=options.rotate, cold=options.cold)
+    model = model_from(options.function)
+    answer = plan(model, options.budget, rotate=options.rotate, cold=options.cold)
+    return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
 
 def add_frontier(commands: Commands) -> None:
@@ -144,21 +113,6 @@ def add_frontier(commands: Commands) -> None:
         help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16",
     )
     add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
-    _add_common(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the model, its rotated tables, the options of measuring and --json."""
-    add = parser.add_argument
-    add("function", metavar="FUNCTION", help="package.module:function or file.py:function")
-    add(
-        "--rotate",
-        type=lambda names: names.split(","),
-        action="append",
-        metavar="A,B",
-        help="tables that only dot products between them read",
-    )
     add("--metric", help="by which they are compared; default: the first that evaluate returns")
     add(
         "--less",
@@ -176,6 +130,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="DIR",
         help="writes the table, a plot and trials.jsonl there, and goes on from the latter",
+    )
+    _add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the model, its rotated tables, and --json."""
+    add = parser.add_argument
+    add("function", metavar="FUNCTION", help="package.module:function or file.py:function")
+    add(
+        "--rotate",
+        type=lambda names: names.split(","),
+        action="append",
+        metavar="A,B",
+        help="tables that only dot products between them read",
     )
     add_json(parser)
 

@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 
 from dist_sparse import checks
-from dist_sparse.serving.artifact import file_bytes
 from dist_sparse.serving.codes import BITS
-from dist_sparse.serving.manifest import Dtype, Table, TableBytes
+from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
@@ -191,25 +190,6 @@ class Candidate:
             index=index_bytes(rows) if kept < rows else 0,
             bases=basis_bytes(table.shape[1], width) if self._turned_back(table) else 0,
         )
-
-    def file_bytes(self, tables: Iterable[SizedTable]) -> int:
-        """Return the size of the file that :func:`~dist_sparse.export` writes, exactly: with its
-        header, without the counts of an index."""
-        described = {}
-        # The header of the file depends on the order of names, and manifests are sorted.
-        for table in sorted(tables, key=lambda table: table.name):
-            kept, width = self.shape(table)
-            described[table.name] = Table(
-                rows=table.shape[0],
-                kept=kept,
-                dim=width,
-                pooling="sum",
-                dtype=self.dtype,
-                block=(1, width),
-                turned=table.shape[1] if self._turned_back(table) else None,
-                bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
-            )
-        return file_bytes(described)
 
     def _width(self, table: SizedTable) -> int:
         columns = table.shape[1]

@@ -23,51 +23,15 @@ from dist_sparse.planning.candidates import (
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.text import size
 
-__all__ = [
-    "Choice",
-    "Choices",
-    "Kind",
-    "column_fractions",
-    "least_removed",
-    "recommend",
-    "worth_rotating",
-]
+__all__ = ["Choice", "Choices", "Kind", "recommend"]
 
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
 DTYPES: Final[tuple[Dtype, ...]] = ("fp32", "fp16", "int8", "int4")
+_FEW_BITS: Final = DTYPES[2:]
 
 _STEPS: Final = 1 << 20
 """Levels that are tried are multiples of one part in so many."""
-
-
-def least_removed(
-    candidate: Candidate, names: Sequence[str], tables: Sequence[SizedTable], budget: int
-) -> Candidate:
-    """Return a candidate with the lowest common level of the tables ``names`` at which ``tables``
-    take no more than ``budget`` bytes; the highest level below 1 if none is low enough.
-
-    Args:
-        candidate: its levels are the least.
-    """
-    some = [table for table in tables if table.name in names]
-    others = candidate.served_bytes([table for table in tables if table.name not in names]).total
-
-    def level_at(step: int, table: SizedTable) -> float:
-        return max(step / _STEPS, candidate.levels.get(table.name, 0.0))
-
-    def fits(step: int) -> bool:
-        served = (candidate.table_bytes(table, level_at(step, table)).total for table in some)
-        return others + sum(served) <= budget
-
-    # Bytes never grow with the level. The last step stays below level 1: a row is kept.
-    lowest = bisect_left(range(_STEPS - 1), True, key=fits)
-    levels = dict(candidate.levels)
-    for table in some:
-        rows = table.shape[0]
-        # The level that whole rows make of it.
-        levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
-    return replace(candidate, levels=levels)
 
 
 def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
@@ -75,23 +39,6 @@ def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
     of it, ascending."""
     widest = max(table.shape[1] for table in tables)
     return [width / widest for width in range(4, widest, 4)]
-
-
-def worth_rotating(
-    groups: Sequence[Sequence[str]], tables: Sequence[SizedTable], dtype: Dtype, columns: float
-) -> tuple[tuple[str, ...], ...]:
-    """Return the groups without single tables whose basis costs more bytes than it saves."""
-    named = {table.name: table for table in tables}
-    # With all columns nothing is rotated, and there is no basis.
-    whole = Candidate(dtype=dtype)
-    worth = []
-    for group in map(tuple, groups):
-        alone, table = Candidate(dtype=dtype, columns=columns, groups=(group,)), named[group[0]]
-        narrow = alone.table_bytes(table, 0.0)
-        # Tables that are rotated together are not turned back, and need no basis.
-        if len(group) > 1 or narrow.total < whole.table_bytes(table, 0.0).total:
-            worth.append(group)
-    return tuple(worth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +86,16 @@ class Choices:
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
         for kind in kinds:
             for dtype in DTYPES:
-                widest = self._widest(kind, dtype)
-                if widest is not None:
+                # Where all columns fit, they are listed already.
+                whole = self.choice("full", dtype, 1.0)
+                if not whole.fits and (widest := self.widest(kind, dtype)):
                     found.append(widest)
-        return found + self._rows()
+        return found + self._rows() if self.cold else found
 
     def without_untouched(self) -> list[Choice]:
         """Return tables of all columns without untouched rows, in each dtype in which that saves
         bytes."""
-        found = [self._choice("full", dtype, 1.0) for dtype in DTYPES]
+        found = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         return [choice for choice in found if choice.candidate.levels]
 
     @property
@@ -159,37 +107,55 @@ class Choices:
     @property
     def least(self) -> Choice:
         """Small dense tables of 4 columns in int4, without untouched rows."""
-        return self._choice("small", "int4", min([*column_fractions(self.tables), 1.0]))
+        return self.choice("small", "int4", min([*column_fractions(self.tables), 1.0]))
 
-    def _widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
-        """Return the widest tables that fit; None if none do, or if all columns fit."""
-        # Then the choice of all columns is listed already.
-        if self._choice(kind, dtype, 1.0).fits:
-            return None
+    def widths(self, kind: Kind, dtype: Dtype) -> tuple[list[float], int]:
+        """Return the fractions of columns that a kind may keep, ascending, and how many of them
+        fit."""
         fractions = column_fractions(self._narrowed(kind))
         fitting = bisect_right(
-            fractions, False, key=lambda fraction: not self._choice(kind, dtype, fraction).fits
+            fractions, False, key=lambda fraction: not self.choice(kind, dtype, fraction).fits
         )
-        return self._choice(kind, dtype, fractions[fitting - 1]) if fitting else None
+        return fractions, fitting
+
+    def widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
+        """Return the widest tables that fit, without all of their columns; None if none do."""
+        fractions, fitting = self.widths(kind, dtype)
+        return self.choice(kind, dtype, fractions[fitting - 1]) if fitting else None
+
+    def fewest_rows(self, candidate: Candidate) -> Choice:
+        """Return a candidate with the lowest common level of the ``cold`` tables at which all
+        tables fit; the highest level below 1 if none is low enough. Its levels are the least."""
+        cold = [table for table in self.tables if table.name in self.cold]
+        others = [table for table in self.tables if table.name not in self.cold]
+        room = self.budget - candidate.served_bytes(others).total
+
+        def level_at(step: int, table: SizedTable) -> float:
+            return max(step / _STEPS, candidate.levels.get(table.name, 0.0))
+
+        def fits(step: int) -> bool:
+            return room >= sum(
+                candidate.table_bytes(table, level_at(step, table)).total for table in cold
+            )
+
+        # Bytes never grow with the level. The last step stays below level 1: a row is kept.
+        lowest = bisect_left(range(_STEPS - 1), True, key=fits)
+        levels = dict(candidate.levels)
+        for table in cold:
+            rows = table.shape[0]
+            # The level that whole rows make of it.
+            levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
+        return self._priced("rows", replace(candidate, levels=levels))
 
     def _rows(self) -> list[Choice]:
         """Return cold tables without rows, at widths that do not fit with all rows: the fewer
         columns, the fewer rows are removed."""
-        if not self.cold:
-            return []
         kind: Kind = "columns" if self.groups else "small"
         widest = max(table.shape[1] for table in self._narrowed(kind))
         fractions = dict.fromkeys(min(width / widest, 1.0) for width in (4, 8, 16, widest))
-        found = []
-        dtypes: tuple[Dtype, ...] = ("int8", "int4")
-        for dtype in dtypes:
-            for fraction in fractions:
-                # No row has to be removed at this width.
-                if self._choice(kind, dtype, fraction).fits:
-                    continue
-                whole = self._choice("rows", dtype, fraction).candidate
-                least = least_removed(whole, self.cold, self.tables, self.budget)
-                found.append(self._priced("rows", least))
+        wide = [self.choice(kind, dtype, fraction) for dtype in _FEW_BITS for fraction in fractions]
+        # Where all rows fit, none has to be removed.
+        found = [self.fewest_rows(choice.candidate) for choice in wide if not choice.fits]
         return [choice for choice in found if choice.fits]
 
     def _narrowed(self, kind: Kind) -> Sequence[SizedTable]:
@@ -199,14 +165,23 @@ class Choices:
         names = {name for group in self.groups for name in group}
         return [table for table in self.tables if table.name in names]
 
-    def _choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
+    def choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
         """Return tables with a fraction of their columns, without untouched rows."""
         candidate = Candidate(dtype=dtype, columns=fraction)
-        if self.groups and fraction < 1 and kind in ("columns", "rows"):
+        if fraction < 1 and kind == "columns":
             # If no rotation saves bytes, the candidate shows that it does not fit.
-            groups = worth_rotating(self.groups, self.tables, dtype, fraction) or self.groups
-            candidate = replace(candidate, groups=groups)
+            worth = tuple(group for group in self.groups if self._saves(candidate, group))
+            candidate = replace(candidate, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
+
+    def _saves(self, candidate: Candidate, group: tuple[str, ...]) -> bool:
+        """Return whether the narrow tables of a group take fewer bytes, their basis counted."""
+        if len(group) > 1:
+            # Tables that are rotated together are not turned back, and need no basis.
+            return True
+        table = next(table for table in self.tables if table.name == group[0])
+        narrow = replace(candidate, groups=(group,)).table_bytes(table, 0.0)
+        return narrow.total < replace(candidate, columns=1.0).table_bytes(table, 0.0).total
 
     def _priced(self, kind: Kind, candidate: Candidate) -> Choice:
         served = candidate.served_bytes(self.tables)
@@ -282,11 +257,9 @@ def _few_bytes(choices: Choices, fewer_columns: Sequence[Choice]) -> bool:
 
 def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
     """Return the candidates of a kind that fit, in the order of ``dtypes``."""
-    fitting: list[Choice] = []
-    for dtype in dtypes:
-        of_dtype = [each for each in found if each.kind == kind and each.candidate.dtype == dtype]
-        fitting += [each for each in of_dtype if each.fits]
-    return tuple(fitting)
+    fitting = [each for each in found if each.kind == kind and each.fits]
+    of_dtypes = [each for each in fitting if each.candidate.dtype in dtypes]
+    return tuple(sorted(of_dtypes, key=lambda each: dtypes.index(each.candidate.dtype)))
 
 
 def _why_int8(whole: Choice) -> str:

@@ -1,11 +1,10 @@
-"""`frontier()` and `measure_plan()`: metrics of a trained model at a few sizes, on the user's own
-data."""
+"""`frontier()`: metrics of a trained model at a few sizes, on the user's own data."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +15,9 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
-from dist_sparse.planning.choices import Choice
-from dist_sparse.planning.measure import Evaluate, Measurements, Train
-from dist_sparse.planning.methods import METHODS, Attempt, Search
-from dist_sparse.planning.plan import Plan
+from dist_sparse.planning.choices import Choices
+from dist_sparse.planning.measure import Evaluate, Measured, Measurements, Train
+from dist_sparse.planning.methods import METHODS, Attempt, attempts_of
 from dist_sparse.planning.results import Frontier, Point, write_pages
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
@@ -30,13 +28,16 @@ from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import protected
 
-__all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier", "measure_plan"]
+__all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier"]
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 """Fractions of the tables' bytes."""
 
 LOWER_IS_BETTER = ("ne", "loss")
 TOLERANCE = 0.002
+
+_MIN_ROWS: Final = 16
+"""Tables with fewer keep all rows, as in `sparsify()`."""
 
 
 def frontier(
@@ -49,7 +50,6 @@ def frontier(
     dtypes: Sequence[Dtype] = ("fp32", "int8", "int4"),
     rotate: Rotate = "table",
     protect: str | list[str] | None = None,
-    min_rows: int = 16,
     metric: str | None = None,
     lower_is_better: Sequence[str] = LOWER_IS_BETTER,
     tolerance: float = TOLERANCE,
@@ -79,8 +79,7 @@ def frontier(
         dtypes: dtypes of the stored weights.
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read
             only by dot products between them.
-        protect: globs of tables that keep all rows.
-        min_rows: tables with fewer keep all rows.
+        protect: globs of tables that keep all rows, as tables of fewer than 16 do.
         metric: by which methods are compared; None is the first that ``evaluate`` returns.
         lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
@@ -116,160 +115,74 @@ def frontier(
         kinds: Any = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
         located = model_source(model).locate()
-        pruned = _prunable(located, checks.name_list("protect", protect), min_rows)
+        pruned = _prunable(located, checks.name_list("protect", protect))
         groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
         # Before hours of evaluation: the rotated candidates are tried last.
         check_candidate(model, Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
-    untouched = untouched_rows(model, located, None)
-    measurements = _measurements(model, evaluate, train, out)
-    by_budget: list[tuple[float, Attempt]] = []
+    untouched = untouched_rows(model, located)
+    measurements = Measurements(model, evaluate, train, None if out is None else Path(out))
+    tried: dict[float, list[Attempt]] = {}
     for share in shares:
-        search = Search(
+        choices = Choices(
             tables=measurements.tables,
             budget=math.floor(share * measurements.table_bytes),
-            methods=chosen,
-            dtypes=kinds,
             groups=groups,
-            pruned=pruned,
+            cold=pruned,
             untouched=untouched,
         )
-        by_budget += [(share, attempt) for attempt in search.attempts()]
-    whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    # All budgets at once: an attempt of several is measured once.
-    measured = measurements([attempt for _, attempt in by_budget], "frontier")
-    tried: dict[float, list[Point]] = {share: [] for share in shares}
-    for (share, _), each in zip(by_budget, measured, strict=True):
-        tried[share].append(Point(budget=share, measured=each))
-    points: list[Point] = []
-    for some in tried.values():
-        best = _best_of_methods(whole, chosen, some)
-        points += sorted(best, key=lambda point: whole.loss(point.measured))
-    return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
-
-
-def measure_plan(
-    model: nn.Module,
-    evaluate: Evaluate,
-    planned: Plan,
-    *,
-    metric: str | None = None,
-    lower_is_better: Sequence[str] = LOWER_IS_BETTER,
-    tolerance: float = TOLERANCE,
-    out: str | os.PathLike[str] | None = None,
-) -> Frontier:
-    """Measure what fits the budget of a plan, on the model as it was trained, and recommend by
-    that. Collective: every rank of the world must call it.
-
-    Smaller dense tables are left out: they have to be trained, see :func:`frontier`.
-
-    Args:
-        model: whose tables were planned for. Afterwards its weights are what they were.
-        evaluate, metric, lower_is_better, tolerance, out: as in :func:`frontier`.
-        planned: what :func:`~dist_sparse.plan` returned.
-
-    Raises:
-        ValueError: as :func:`frontier`.
-
-    Example::
-
-        >>> import torch
-        >>> from dist_sparse import plan
-        >>> from dist_sparse.planning.frontier import measure_plan
-        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.randn(1000, 4) @ torch.randn(4, 16))
-        >>> ids = torch.arange(1000).view(200, 5)
-        >>> means = table(ids)
-        >>> planned = plan(table, "20%", rotate="table")
-        >>> found = measure_plan(
-        ...     table, lambda model: {"loss": float((model(ids) - means).abs().mean())}, planned
-        ... )
-        >>> found.points[0].method  # four columns hold all
-        'rotated'
-    """
-    tried = []
-    for choice in planned.choices:
-        # Smaller dense tables have to be trained.
-        if choice.fits and choice.kind != "small":
-            tried.append(Attempt(method=_method(choice), candidate=choice.candidate))
-    measurements = _measurements(model, evaluate, MappingProxyType({}), out)
-    left_out = {each.name for each in measurements.tables} ^ {each.name for each in planned.tables}
-    if left_out:
-        raise ValueError(
-            "Invalid planned: it must be of all tables of the model;"
-            f" {sorted(left_out)} are in one of them only."
-        )
-    whole = _frontier(measurements, metric, lower_is_better, tolerance)
-    measured = measurements(tried, "plan")
-    # A budget above the dense bytes is shown as all of them.
-    budget = min(planned.budget / planned.dense_bytes, 1.0)
-    points = [Point(budget=budget, measured=each) for each in sorted(measured, key=whole.loss)]
-    return _written(replace(whole, points=tuple(points), trials=tuple(measured)), out)
-
-
-def _method(choice: Choice) -> str:
-    """Return the method of :data:`~dist_sparse.planning.methods.METHODS` that a choice uses."""
-    if choice.kind == "full" and choice.candidate.levels:
-        return "untouched"
-    return {"full": "bits", "columns": "rotated", "rows": "mix"}[choice.kind]
-
-
-def _prunable(located: Sequence[ShardedData], protect: Sequence[str], min_rows: int) -> list[str]:
-    """Return the names of the tables that may lose rows."""
-    guarded = protected(located, protect)
-    large = [data.name for data in located if data.shape[0] >= min_rows]
-    return [name for name in large if name not in guarded]
-
-
-def _measurements(
-    model: nn.Module, evaluate: Evaluate, train: Train, out: str | os.PathLike[str] | None
-) -> Measurements:
-    """Measurements with their file in a folder, which is made. Collective."""
-    world = group_over(world_ranks())
-    with world.agreeing("the folder of a frontier"):
-        if out is not None and world.rank == 0:
-            Path(out).mkdir(parents=True, exist_ok=True)
-    return Measurements(model, evaluate, train, None if out is None else Path(out, "trials.jsonl"))
-
-
-def _frontier(
-    measurements: Measurements, metric: str | None, lower_is_better: Sequence[str], tolerance: float
-) -> Frontier:
-    """A frontier without points."""
-    # By default the first metric that evaluate() returns.
-    metric = next(iter(measurements.full)) if metric is None else metric
-    return Frontier(
+        tried[share] = attempts_of(choices, chosen, kinds)
+    whole = Frontier(
         table_bytes=measurements.table_bytes,
         full=measurements.full,
-        metric=checks.choice("metric", metric, measurements.full),
+        # By default the first metric that evaluate() returns.
+        metric=checks.choice("metric", metric or next(iter(measurements.full)), measurements.full),
         lower_is_better=tuple(lower_is_better),
-        tolerance=checks.number("tolerance", tolerance, least=0),
+        tolerance=tolerance,
         points=(),
         trials=(),
     )
-
-
-def _written(result: Frontier, out: str | os.PathLike[str] | None) -> Frontier:
-    """Write the pages on rank 0. Collective."""
-    world = group_over(world_ranks())
+    # All budgets at once: an attempt of several is measured once.
+    measured = measurements([attempt for some in tried.values() for attempt in some])
+    points = _best_points(whole, tried, measured)
+    result = replace(whole, points=points, trials=tuple(measured))
     with world.agreeing("the pages of a frontier"):
-        if out is not None and world.rank == 0:
-            write_pages(result, Path(out))
+        if measurements.folder is not None:
+            write_pages(result, measurements.folder)
     return result
 
 
-def _best_of_methods(
-    result: Frontier, methods: Sequence[str], points: Sequence[Point]
-) -> list[Point]:
-    """Return for each method its smallest point within tolerance of its best."""
-    best = []
-    for method in methods:
-        some = [point for point in points if point.method == method]
-        if some:
+def _prunable(located: Sequence[ShardedData], protect: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the tables that may lose rows."""
+    guarded = protected(located, protect)
+    large = [data.name for data in located if data.shape[0] >= _MIN_ROWS]
+    return tuple(name for name in large if name not in guarded)
+
+
+def _best_points(
+    result: Frontier, tried: Mapping[float, Sequence[Attempt]], measured: Iterable[Measured]
+) -> tuple[Point, ...]:
+    """Return for each budget and method the smallest point within tolerance of the method's best;
+    in each budget the best method first.
+
+    Args:
+        measured: of all attempts in turn.
+    """
+    found: list[Point] = []
+    in_turn = iter(measured)
+    for budget, attempts in tried.items():
+        by_method: dict[str, list[Point]] = {}
+        for attempt in attempts:
+            point = Point(budget=budget, measured=next(in_turn))
+            by_method.setdefault(attempt.method, []).append(point)
+        best = []
+        for some in by_method.values():
             near = result.near_best(some)
             best.append(min(near, key=lambda p: (p.measured.bytes, result.loss(p.measured))))
-    return best
+        found += sorted(best, key=lambda point: result.loss(point.measured))
+    return tuple(found)
 
 
 _TRAINED: Final = {"small": "columns", "hashed": "rows"}

@@ -4,15 +4,12 @@ continues."""
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -26,6 +23,8 @@ from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 
 __all__ = ["Evaluate", "Measured", "Measurements", "Train"]
+
+_FILE: Final = "trials.jsonl"
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Returns metrics of a model by name, the same on all ranks; does not change the model."""
@@ -53,10 +52,12 @@ class Measurements:
         model: a DistributedModelParallel, a DDP module or any module; it is not changed.
         evaluate: called with ``model`` while its tables hold the served weights.
         train: trains the models of attempts that need another.
-        file: to which a line is added for each attempt, on rank 0; those of an earlier run are not
-            measured again, if the weights, and the metrics of the model as it is, were the same.
+        folder: made if need be. A line is added to its ``trials.jsonl`` for each attempt; those of
+            an earlier run are not measured again, if the weights, and the metrics of the model as
+            it is, were the same.
 
     Attributes:
+        folder: on rank 0, which alone reads and writes it; None on others.
         tables: of the model, their shapes.
         table_bytes: of them as they are.
         full: its metrics as it is.
@@ -70,14 +71,15 @@ class Measurements:
         self,
         model: nn.Module,
         evaluate: Evaluate,
-        train: Train = MappingProxyType({}),
-        file: Path | None = None,
+        train: Train,
+        folder: Path | None,
     ) -> None:
         self._world = group_over(world_ranks())
         self._whole, self._train = (model, evaluate), train
-        # Rank 0 alone reads and writes it.
-        self._file = file if self._world.rank == 0 else None
+        self.folder = folder if self._world.rank == 0 else None
         with self._world.agreeing("measuring a model") as facts:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
             located = model_source(model).locate()
             self.tables = shapes_of(located)
             # A metric would not name the weights that are not finite.
@@ -90,16 +92,11 @@ class Measurements:
         self._done = self._read()
         self._other: tuple[tuple[Part, float], tuple[nn.Module, Evaluate]] | None = None
 
-    def __call__(self, attempts: Sequence[Attempt], title: str) -> list[Measured]:
-        """Return the measurements of attempts, in their order; shows tqdm's progress bar on a
-        terminal, if tqdm is installed."""
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Measured]:
+        """Return the measurements of attempts, in their order."""
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         # In this order each model is trained once.
-        in_order: Iterable[Attempt] = sorted(new.values(), key=lambda a: a.trained or ("", 0.0))
-        if new and self._world.rank == 0 and importlib.util.find_spec("tqdm") is not None:
-            # disable=None: no bar if stderr is not a terminal.
-            in_order = importlib.import_module("tqdm").tqdm(in_order, title, disable=None)
-        for attempt in in_order:
+        for attempt in sorted(new.values(), key=lambda a: a.trained or ("", 0.0)):
             self._measure(attempt)
         return [Measured(attempt=attempt, **self._done[_key(attempt)]) for attempt in attempts]
 
@@ -114,9 +111,9 @@ class Measurements:
         found = {"bytes": attempt.candidate.served_bytes(tables).total, "metrics": metrics}
         self._done[_key(attempt)] = found
         with self._world.agreeing("writing the file of trials"):
-            if self._file is not None:
+            if self.folder is not None:
                 line = json.dumps({"model": self._fingerprint, **asdict(attempt), **found})
-                with self._file.open("a") as stream:
+                with (self.folder / _FILE).open("a") as stream:
                     stream.write(line + "\n")
 
     def _trained(self, part: Part, share: float) -> tuple[nn.Module, Evaluate]:
@@ -130,18 +127,15 @@ class Measurements:
     def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
         with self._world.agreeing("evaluate()") as facts:
             found = evaluate(model)
-            if not isinstance(found, Mapping) or not found:
-                raise ValueError(f"evaluate() returned {found!r}; must return metrics by name.")
             try:
                 # 0-D tensors and NumPy scalars are numbers too.
                 metrics = {str(name): float(value) for name, value in found.items()}
-            except (TypeError, ValueError):
+            except (AttributeError, TypeError, ValueError):
+                metrics = {}
+            if not metrics or not all(map(math.isfinite, metrics.values())):
                 raise ValueError(
-                    f"evaluate() returned {found!r}; values must be numbers."
-                ) from None
-            for name, value in metrics.items():
-                if not math.isfinite(value):
-                    raise ValueError(f"evaluate() returned {name}={value}; must be finite.")
+                    f"evaluate() returned {found!r}; must return metrics by name, finite numbers."
+                )
             facts["metrics"] = metrics
         return metrics
 
@@ -162,8 +156,8 @@ class Measurements:
         """Return the measurements of this model in the file, by key."""
         found: dict[str, Any] = {}
         with self._world.agreeing("reading the file of trials"):
-            if self._file is not None and self._file.exists():
-                for text in self._file.read_text().splitlines():
+            if self.folder is not None and (self.folder / _FILE).exists():
+                for text in (self.folder / _FILE).read_text().splitlines():
                     line = _parsed(text)
                     if line.get("model") == self._fingerprint:
                         found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}

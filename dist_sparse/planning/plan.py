@@ -178,7 +178,6 @@ def plan(
     world = group_over(world_ranks())
     with world.agreeing("plan()") as facts:
         share = parse_budget(budget)
-        # Shapes without a model have no optimizer state either.
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
@@ -226,10 +225,8 @@ def _shapes(tables: Any) -> tuple[TableShape, ...]:
 
 def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of ``rotate``, checked."""
-    if rotate is None:
-        return ()
     columns = {table.name: table.shape[1] for table in tables}
-    groups = tuple(map(tuple, rotation_groups(rotate, columns)))
+    groups = tuple(map(tuple, rotation_groups([] if rotate is None else rotate, columns)))
     for group in groups:
         widths = [columns[name] for name in group]
         if len(set(widths)) > 1:
@@ -239,8 +236,7 @@ def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...],
 
 def _cold(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
     """Return the names that the globs match, in the order of the model."""
-    names = [table.name for table in tables]
-    matching: set[str] = set()
+    names, matching = [table.name for table in tables], set()
     for pattern in checks.name_list("cold", globs):
         found = fnmatch.filter(names, pattern)
         if not found:

@@ -12,7 +12,7 @@ from dist_sparse.planning.measure import Measured
 from dist_sparse.planning.methods import METHODS, Attempt
 from dist_sparse.report.drawing import svg_of
 from dist_sparse.report.figures import DotChart, Dots
-from dist_sparse.text import count, percent, printable, size, table_lines
+from dist_sparse.text import count, percent, size, table_lines
 
 __all__ = ["Frontier", "Point", "write_pages"]
 
@@ -111,8 +111,7 @@ class Frontier:
         share, metric = percent(found.bytes / self.table_bytes), found.metrics[self.metric]
         return f"{_advice(found.attempt)}: {share} of the bytes at {self.metric} {metric:.4f}"
 
-    def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return the head and the rows of the table, as text."""
+    def __repr__(self) -> str:
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
         whole = ("", "the model as it is", "", "", count(self.table_bytes), "100.0%")
         rows = [(*whole, *_numbers(self.full))]
@@ -125,24 +124,13 @@ class Frontier:
             before = point.budget
             cells = (METHODS[point.method], _left(found.attempt), found.attempt.candidate.dtype)
             rows.append((budget, *cells, count(found.bytes), share, *_numbers(found.metrics)))
-        return head, rows
-
-    def __repr__(self) -> str:
-        head, rows = self.cells()
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
-        return "\n".join([*lines, "", self.directions, NOTE, "", self.recommendation])
+        order = f"Best first, by {self.metric}: {self._better} is better."
+        return "\n".join([*lines, "", order, NOTE, "", self.recommendation])
 
     @property
-    def directions(self) -> str:
-        """Metrics that are better when they are larger, and those that are better when smaller."""
-        by_word: dict[str, list[str]] = {"more": [], "less": []}
-        for name in self.full:
-            by_word["less" if name in self.lower_is_better else "more"].append(name)
-        parts = [f"{', '.join(some)}: {word} is better" for word, some in by_word.items() if some]
-        return (
-            f"{'; '.join(parts)}. Methods are compared by {self.metric}, in each budget the best"
-            " first."
-        )
+    def _better(self) -> str:
+        return "less" if self.metric in self.lower_is_better else "more"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -201,18 +189,7 @@ def write_pages(result: Frontier, folder: Path) -> None:
     if result.points:
         # A chart without points would have no axes.
         (folder / "frontier.svg").write_text(svg_of(_chart(result)), encoding="utf-8")
-    (folder / "frontier.md").write_text(_markdown(result))
-
-
-def _markdown(result: Frontier) -> str:
-    head, rows = result.cells()
-    lines = ["# Frontier", "", f"**{result.recommendation}**", ""]
-    if result.points:
-        lines += ["![The metric against the bytes](frontier.svg)", ""]
-    for row in [head, ["---"] * len(head), *rows]:
-        cells = [printable(cell).replace("|", "\\|") for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", result.directions, NOTE, ""])
+    (folder / "frontier.md").write_text(f"# Frontier\n\n```text\n{result}\n```\n")
 
 
 def _chart(result: Frontier) -> DotChart:
@@ -231,12 +208,11 @@ def _chart(result: Frontier) -> DotChart:
         dots = tuple((label, *dot) for dot, label in sorted(labels.items()))
         role: Literal["main", "other"] = "main" if recommended in points else "other"
         runs.append(Dots(name=name, role=role, number=len(runs), dots=dots))
-    better = "Less" if result.metric in result.lower_is_better else "More"
     whole = size(result.table_bytes)
     return DotChart(
         key="frontier",
         title=f"{result.metric} over bytes of the tables",
-        note=f"{better} is better. The model as it is has {whole} of tables.",
+        note=f"{result._better.title()} is better. The model as it is has {whole} of tables.",
         runs=tuple(runs),
         metric=result.metric,
         level=("the model as it is", result.full[result.metric]),

@@ -9,7 +9,7 @@ no rank holds more than its shards, a copy of them, and a chunk.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -22,6 +22,7 @@ from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
 from dist_sparse.rotation.bases import bases_of
 from dist_sparse.rotation.lookups import find_lookup
+from dist_sparse.rotation.rotate import check_group
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
 from dist_sparse.serving.codes import decode, encode
 from dist_sparse.serving.manifest import Dtype
@@ -115,25 +116,15 @@ def check_candidate(
             f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained."
         )
     for group in candidate.groups:
-        _check_group(model, [located[name] for name in group])
+        check_group([located[name] for name in group])
+        for name in group if len(group) > 1 else ():
+            find_lookup([model], located[name], turned=False)
     for name, data in located.items():
         if data.copied and cut_by_columns(data):
             raise ValueError(
                 f"Table {name!r} can't be tried: its columns are on several ranks, and 2-D"
                 " parallelism trains copies of them; shard it by rows or by table."
             )
-
-
-def _check_group(model: nn.Module, group: Sequence[ShardedData]) -> None:
-    held = [(data.shape[1], data.ranks) for data in group]
-    if len(set(held)) > 1:
-        raise ValueError(
-            f"The tables {[data.name for data in group]} can't be rotated together: their widths"
-            f" and ranks are {held}, and must be equal."
-        )
-    if len(group) > 1:
-        for data in group:
-            find_lookup([model], data, turned=False)
 
 
 def _remove_rows(

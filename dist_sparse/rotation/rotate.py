@@ -17,7 +17,7 @@ from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, share_, 
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import COL, ShardedData
 
-__all__ = ["Rotate", "rotate", "rotation_groups"]
+__all__ = ["Rotate", "check_group", "rotate", "rotation_groups"]
 
 # `"table"`: each table by itself. Otherwise groups of names.
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
@@ -213,27 +213,23 @@ def rotation_groups(
     known = list(tables)
     if rotate == "table":
         return [[name] for name in known]
-    if not _is_groups_of_names(rotate):
+    is_groups = isinstance(rotate, (list, tuple)) and all(map(_is_group, rotate))
+    if not is_groups:
         rule = 'must be "table", or groups of names such as [["user", "item"]]'
         raise ValueError(f"Invalid {argument}={rotate!r}: {rule}.")
     named = _names(rotate)
-    unknown = [name for name in named if name not in known]
-    if unknown:
+    if unknown := [name for name in named if name not in known]:
         raise ValueError(
             f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {known}."
         )
     if len(set(named)) < len(named):
         raise ValueError(f"Invalid {argument}={rotate!r}: each name must be in one group only.")
-    return [list(group) for group in rotate]
+    return list(map(list, rotate))
 
 
-def _is_groups_of_names(rotate: object) -> bool:
-    if not isinstance(rotate, (list, tuple)):
-        return False
-    for group in rotate:
-        if not isinstance(group, (list, tuple)) or not group:
-            return False
-    return all(isinstance(name, str) for name in _names(rotate))
+def _is_group(value: object) -> bool:
+    """Whether it is a list of names, and not one name."""
+    return isinstance(value, (list, tuple)) and len(value) > 0
 
 
 def _names(groups: Sequence[Sequence[str]]) -> list[str]:
@@ -244,27 +240,36 @@ def _refuse_unfit(
     sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
+    for name in _names(groups):
+        block = sparsifier.data_groups[name].get("sparse_block_shape")
+        if not isinstance(block, (tuple, list)) or block[0] != COL:
+            raise ValueError(
+                f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
+                " (COL, n), can be."
+            )
     for group in groups:
-        first = located[group[0]]
-        for name in group:
-            data = located[name]
-            block = sparsifier.data_groups[name].get("sparse_block_shape")
-            if not isinstance(block, (tuple, list)) or block[0] != COL:
-                raise ValueError(
-                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
-                    " (COL, n), can be."
-                )
-            if data.shape[1] != first.shape[1] or data.ranks != first.ranks:
-                raise ValueError(
-                    f"Tables {first.name!r} and {name!r} can't be rotated together: widths"
-                    f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks};"
-                    " both must be equal."
-                )
-            if data.copied and cut_by_columns(data):
-                raise ValueError(
-                    f"Table {name!r} can't be rotated: its columns are on several ranks, and 2-D"
-                    " parallelism trains copies of them; shard it by rows or by table."
-                )
+        check_group([located[name] for name in group])
+
+
+def check_group(group: Sequence[ShardedData]) -> None:
+    """Refuse tables that can't be rotated together. Local.
+
+    Raises:
+        ValueError: their widths or ranks differ, or copies of them are cut by columns.
+    """
+    first = group[0]
+    for data in group:
+        if data.shape[1] != first.shape[1] or data.ranks != first.ranks:
+            raise ValueError(
+                f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
+                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks};"
+                " both must be equal."
+            )
+        if data.copied and cut_by_columns(data):
+            raise ValueError(
+                f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
+                " parallelism trains copies of them; shard it by rows or by table."
+            )
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:

@@ -22,9 +22,6 @@ __all__ = ["change_rows_", "cut_by_columns", "gram_matrices", "share_", "turn_"]
 # Elements taken at a time: 8 MiB of float64.
 _CHUNK = 1 << 20
 
-# Elements of matrices in one message: 32 MiB.
-_BUFFER = 1 << 22
-
 # The first row, and the one behind the last.
 Span = tuple[int, int]
 
@@ -40,7 +37,7 @@ def gram_matrices(
     lookups: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Return ``W^T W`` of each table, float64 ``(columns, columns)`` on the CPU. Collective over
-    ``group``: an all-reduce for about 4 million of their elements, and as much as :func:`turn_`
+    ``group``: an all-reduce of all matrices, and as much as :func:`turn_`
     sends of rows that are cut.
 
     Args:
@@ -67,8 +64,8 @@ def gram_matrices(
 
 
 def share_(matrices: Sequence[Tensor], group: Group) -> None:
-    """Overwrite matrices by those of the group's first rank. Collective over ``group``: a broadcast
-    for about 4 million of their elements."""
+    """Overwrite matrices by those of the group's first rank. Collective over ``group``: one
+    broadcast."""
 
     def first(values: Tensor) -> Tensor:
         group.broadcast_(values)
@@ -102,18 +99,12 @@ def _spans(rects: Iterable[Rect]) -> list[Span]:
 
 
 def _together(matrices: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> None:
-    """Replace matrices by what ``send`` returns for them, many in one message."""
-    waiting: list[Tensor] = []
-    elements = 0
-    for i, matrix in enumerate(matrices):
-        waiting.append(matrix)
-        elements += matrix.numel()
-        if elements >= _BUFFER or i == len(matrices) - 1:
-            sent = send(torch.cat([each.flatten() for each in waiting]))
-            parts = torch.split(sent, [each.numel() for each in waiting])
-            for each, part in zip(waiting, parts, strict=True):
-                each.copy_(part.view_as(each))
-            waiting, elements = [], 0
+    """Replace matrices by what ``send`` returns for them, all in one message."""
+    if matrices:
+        sent = send(torch.cat([matrix.flatten() for matrix in matrices]))
+        parts = torch.split(sent, [matrix.numel() for matrix in matrices])
+        for matrix, part in zip(matrices, parts, strict=True):
+            matrix.copy_(part.view_as(matrix))
 
 
 def _weights(data: ShardedData, lookups: Sequence[Tensor], span: Span) -> Tensor:

@@ -32,7 +32,7 @@ from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of
 
-__all__ = ["ArtifactWriter", "VerifiedArtifact", "check_new", "file_bytes", "open_artifact"]
+__all__ = ["ArtifactWriter", "VerifiedArtifact", "check_new", "open_artifact"]
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -270,12 +270,6 @@ def _mapped(file: Path, manifest: Manifest) -> dict[str, Tensor]:
             return {name: tensors.get_tensor(name) for name in layout}
     except SafetensorError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
-
-
-def file_bytes(tables: Mapping[str, Table]) -> int:
-    """Return the size of the file of tables, its header included."""
-    layout = layout_of(tables)
-    return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
 
 
 def _header(layout: Layout) -> bytes:

@@ -113,7 +113,6 @@ WRONG = [
     ["doctor", "more"],
     ["plan", "file.py:function"],
     ["plan", "file.py:function", "--budget", "5 apples"],
-    ["plan", "file.py:function", "--measure"],
     ["plan", "file.py:function", "--budget", "1%", "--metric", "auc"],
 ]
 

@@ -35,11 +35,7 @@ def check(
     candidate: Candidate, model: nn.Module, tables: Any, path: Path, sparse: Any = None
 ) -> None:
     manifest = export(model, sparse, path, dtype=candidate.dtype).manifest
-    assert (
-        candidate.file_bytes(tables)
-        == manifest.bytes
-        == (path / "tables.safetensors").stat().st_size
-    ), candidate
+    assert manifest.bytes == (path / "tables.safetensors").stat().st_size
     written = [table.bytes for table in manifest.tables.values()]
     served = candidate.served_bytes(tables)
     assert served.index == sum(2 * each.index for each in written), (
@@ -112,12 +108,11 @@ def test_narrow_tables(tmp_path: Path) -> None:
         check(candidate, model, tables, tmp_path / dtype)
 
 
-def test_tables_that_are_turned_back(tmp_path: Path) -> None:
+def test_tables_that_are_turned_back() -> None:
     model, tables = narrowed("table")
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     candidate = Candidate(columns=0.3, groups=(("user",), ("item",)))
     served = candidate.served_bytes(tables)
-    assert candidate.file_bytes(tables) == export(model, None, tmp_path / "served").manifest.bytes
     assert (served.total, served.bases) == (held, 2 * 24 * 8 * 4)
 
 

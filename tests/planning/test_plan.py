@@ -14,6 +14,7 @@ from torch import nn
 from dist_sparse import compact, export, plan, sparsify
 from dist_sparse.planning.candidates import Candidate, TableShape, dense_bytes
 from dist_sparse.planning.plan import Plan
+from dist_sparse.serving.artifact import open_artifact
 
 TOWERS = {"user": (30_000, 64), "item": (40_000, 64)}
 CROSSED = TOWERS | {"cross": (500_000, 64)}
@@ -189,8 +190,9 @@ def paste(
         "export": export,
     }
     exec(code.replace('"served"', repr(str(folder / "served"))), names)
-    planned = answer.recommended[place - 1].candidate.file_bytes(answer.tables)
-    assert (folder / "served" / "tables.safetensors").stat().st_size == planned
+    served = answer.recommended[place - 1].served
+    written = open_artifact(folder / "served").manifest.tables.values()
+    assert sum(each.bytes.after for each in written) == served.total - served.index // 2
     return names
 
 

@@ -181,7 +181,7 @@ def test_errors() -> None:
         ),
         (
             Candidate(columns=0.5, groups=(("user", "item"),)),
-            r"can't be rotated together: their widths.*8.*16",
+            r"can't be rotated together: widths 8 and 16",
         ),
     ):
         with pytest.raises(ValueError, match=message), serving(model, candidate):
@@ -219,7 +219,7 @@ def test_a_frontier(tmp_path: Path) -> None:
             "budgets": [0.3],
             "methods": ["bits", "rows", "rotated"],
             "rotate": [["user", "tiny"]],
-            "min_rows": 20,
+            "protect": ["item", "tiny"],
         },
         "lower_is_better": ["error"],
     }
