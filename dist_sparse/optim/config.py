@@ -59,15 +59,13 @@ class OptimConfig:
         except ValueError as error:
             # SpeeChain's callers expect it of intervals.
             raise AssertionError(str(error)) from None
-        if self.optim_loss is not None and not isinstance(self.optim_loss, str):
+        if not isinstance(self.optim_loss, str | None):
             raise AssertionError(
                 f"Invalid optim_loss={self.optim_loss!r}: must be the name of a loss, or None."
             )
-        self._set("updated_modules", _paths(self.updated_modules))
-        for name in ("use_amp", "distributed"):
-            # Text such as "no" would count as true.
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"Invalid {name}={getattr(self, name)!r}: must be True or False.")
+        names = self.updated_modules
+        if names is not None:
+            self._set("updated_modules", [names] if isinstance(names, str) else list(names))
         if self.grad_clip is not None:
             self._set("grad_clip", _positive("grad_clip", self.grad_clip))
         self._set("grad_norm_type", _positive("grad_norm_type", self.grad_norm_type))
@@ -119,11 +117,7 @@ class OptimConfig:
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
         # A KeyError names a loss that is missing.
-        loss: object = losses[self.loss_name]
-        if not isinstance(loss, Tensor):
-            kind = type(loss).__name__
-            raise ValueError(f"Invalid loss {self.loss_name!r} of type {kind}: must be a tensor.")
-        return loss
+        return losses[self.loss_name]
 
     def check_fused(self, *, owns_them: bool) -> None:
         """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
@@ -154,25 +148,12 @@ def _too_early(argument: str, when: str, instead: str) -> ValueError:
     )
 
 
-def _paths(modules: object) -> list[Any] | None:
-    if modules is None:
-        return None
-    if isinstance(modules, str):
-        return [modules]
-    # A set has another order in each process.
-    if not isinstance(modules, Sequence):
-        raise ValueError(f"Invalid updated_modules={modules!r}: must be a path or a list of paths.")
-    return list(modules)
-
-
 def _positive(name: str, value: Any) -> float:
-    """Return a number > 0, or infinity, also spelled as text."""
-    # Configurations in YAML have text.
-    if isinstance(value, float | str) and value in (math.inf, "inf"):
-        return math.inf
-    if (found := float(number(name, value))) <= 0:
+    """Return a number > 0, or infinity."""
+    found = value if value == math.inf else number(name, value)
+    if found <= 0:
         raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
-    return found
+    return float(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +227,11 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
         raise ValueError(f"The modules {where} have no parameters.")
     fused = _fused_collections(root)
     moving = {p for p in parameters if steps_in_backward(p)}
-    if alone := moving.difference(*(collection.parameters() for collection in fused)):
+    if moving.difference(*(collection.parameters() for collection in fused)):
         raise ValueError(
-            f"{len(alone)} parameters of {where} are updated inside the backward by "
-            "apply_optimizer_in_backward() and belong to no sharded collection. An OptimScheduler "
-            "can't step them: leave that call out, or shard their tables with "
-            "DistributedModelParallel first."
+            f"Parameters of {where} are updated inside the backward by"
+            " apply_optimizer_in_backward() and belong to no sharded collection: leave that call"
+            " out, or shard their tables with DistributedModelParallel first."
         )
     # Whole tensors are equal on all ranks; pieces are not, so their norm needs all ranks.
     stepped = [p for p in parameters if p not in moving]

@@ -263,15 +263,6 @@ def _counts_here(grad: Any) -> bool:
     # Only a DTensor has replicas within its mesh.
     if not hasattr(grad, "device_mesh"):
         return True
-    placements, coordinate = grad.placements, grad.device_mesh.get_coordinate()
-    if any(place.is_partial() for place in placements):
-        raise ValueError(
-            f"Invalid gradient with placements {placements}: only Shard and Replicate have a norm"
-            " here."
-        )
-    if coordinate is None:
-        # The tensor is on other ranks.
-        return False
-    return all(
-        at == 0 or place.is_shard() for place, at in zip(placements, coordinate, strict=True)
-    )
+    coordinate = grad.device_mesh.get_coordinate()
+    places = zip(grad.placements, coordinate, strict=True)
+    return all(at == 0 or place.is_shard() for place, at in places)

@@ -147,7 +147,7 @@ def test_an_update_lr_without_epochs() -> None:
 def test_numbers_of_a_configuration() -> None:
     model, same_model = Two(), Two()
     conf = {"accum_grad": np.int64(2), "step_per_update": np.int32(1), "grad_clip": np.float32(0.5)}
-    scheduler = made(model, **conf, ft_factor=np.float32(0.5), grad_norm_type="inf")
+    scheduler = made(model, **conf, ft_factor=np.float32(0.5), grad_norm_type=np.inf)
     other = made(
         same_model, accum_grad=2, grad_clip=0.5, ft_factor=0.5, grad_norm_type=float("inf")
     )
