@@ -122,30 +122,20 @@ class OptimConfig:
     def check_fused(self, *, owns_them: bool) -> None:
         """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
         to be scaled, accumulated, or (``owns_them``: some are in ``updated_modules``) clipped."""
-        if self.scaled:
-            amp = "bfloat16 autocast (amp_dtype=torch.bfloat16)"
-            raise _too_early(
-                "use_amp=True with float16", "the GradScaler's factor is divided out", amp
-            )
-        if self.accum_grad > 1:
-            raise _too_early(
-                f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches"
-            )
-        # An infinite norm clips nothing.
-        if owns_them and self.grad_clip not in (None, math.inf):
-            raise _too_early(
-                f"grad_clip={self.grad_clip}",
-                "the norm is known",
-                "grad_clip=None and the fused optimizer's own gradient_clipping and max_gradient, "
-                "an OptimScheduler that clips the other modules alone (updated_modules),",
-            )
-
-
-def _too_early(argument: str, when: str, instead: str) -> ValueError:
-    return ValueError(
-        f"Invalid {argument}: the model has fused tables, which are updated inside every backward, "
-        f"before {when}. Use {instead} or tables with a dense kernel."
-    )
+        refused = {
+            "use_amp=True with float16": self.scaled,
+            f"accum_grad={self.accum_grad}": self.accum_grad > 1,
+            # An infinite norm clips nothing.
+            f"grad_clip={self.grad_clip}": owns_them and self.grad_clip not in (None, math.inf),
+        }
+        for argument, is_set in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"Invalid {argument}: the model has fused tables, which are updated inside"
+                    " every backward, before gradients can be scaled, accumulated or clipped. Use"
+                    " amp_dtype=torch.bfloat16, larger batches, grad_clip=None with the fused"
+                    " optimizer's own gradient_clipping, or tables with a dense kernel."
+                )
 
 
 def _positive(name: str, value: Any) -> float:
