@@ -166,7 +166,7 @@ class Owned:
 
     # Each once, frozen ones too, without fused tables.
     parameters: list[nn.Parameter]
-    # This rank's parts of larger tensors: dense shards, DTensors.
+    # This rank's parts of sharded tables with a dense kernel.
     pieces: frozenset[nn.Parameter]
     # Sharded collections with a fused optimizer, which takes a learning rate only.
     fused: list[Any]
@@ -189,13 +189,24 @@ class Owned:
 
 
 def wiring_of(model: nn.Module) -> Wiring:
-    """Return how gradients reach the parameters of ``model``, wrapped or not."""
+    """Return how gradients reach the parameters of ``model``, wrapped or not.
+
+    Raises:
+        ValueError: it has FSDP modules or DTensors.
+    """
     # Wrappers (DDP, DMP, compile) are no part of paths.
     modules = modules_by_path(model)
+    flat = any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
+    if flat or any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
+            " DistributedDataParallel or DistributedModelParallel."
+        )
     return Wiring(
         modules=modules,
         fused=bool(_fused_collections(modules[""])),
-        hooked=any(map(_needs_whole_graph, model.modules())),
+        # A TorchRec kernel holds several tables in one tensor, which hooks split.
+        hooked=any(map(_plan_of, modules.values())),
         replicating=[model] if hasattr(model, "no_sync") else _ddp_modules(model),
     )
 
@@ -225,7 +236,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
         )
     # Whole tensors are equal on all ranks; pieces are not, so their norm needs all ranks.
     stepped = [p for p in parameters if p not in moving]
-    pieces = _shards(root).intersection(stepped).union(filter(is_sharded, stepped))
+    pieces = _shards(root).intersection(stepped)
     return Owned(parameters=stepped, pieces=frozenset(pieces), fused=fused)
 
 
@@ -249,13 +260,6 @@ def _refuse_parts_of_collections(names: Sequence[str], known: Mapping[str, nn.Mo
             "whose tables share kernels and a learning rate: name the collections, "
             f"{collections}."
         )
-
-
-def _needs_whole_graph(module: nn.Module) -> bool:
-    """FSDP puts whole parameters in the place of shards, and a TorchRec kernel holds several tables
-    in one tensor: only hooks of the whole backward bring gradients to the parameters."""
-    marks = ("set_requires_gradient_sync", "_fsdp_wrapped_module", "module_sharding_plan")
-    return any(getattr(module, mark, None) for mark in marks)
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:

@@ -15,7 +15,6 @@ import abc
 import contextlib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
@@ -275,15 +274,9 @@ class OptimScheduler(abc.ABC):
         """Return the states of the optimizer and the scaler (or None), and of the sparsifier and
         its scheduler where there are any. ``torch.load(weights_only=True)`` can load it.
 
-        Step numbers are the caller's, and the state of fused optimizers is the model's.
+        Step numbers are the caller's, and the state of fused optimizers is the model's. Save where
+        ``step_num`` is a multiple of ``accum_grad``: gradients are not in it.
         """
-        if self._accumulated:
-            warnings.warn(
-                f"The state is of the middle of a real step: the gradients of {self._accumulated}"
-                f" of {self.config.accum_grad} steps are not in it. Save where step_num is a"
-                " multiple of accum_grad.",
-                stacklevel=2,
-            )
         states = {name: part.state_dict() for name, part in self._sparsity.items()}
         scaler = self.scaler and self.scaler.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, **states}

@@ -113,6 +113,14 @@ def test_a_model_without_parameters() -> None:
         made(nn.Tanh())
 
 
+def test_fsdp_is_refused() -> None:
+    """Its modules hold DTensors, or flat parameters in a module of this attribute."""
+    model = Two()
+    model.encoder._fsdp_wrapped_module = None
+    with pytest.raises(ValueError, match="trains no FSDP modules and no DTensors"):
+        made(model)
+
+
 def test_averaging_needs_something_that_averages() -> None:
     made(distributed=True)  # one process, nothing to save
     with pytest.raises(

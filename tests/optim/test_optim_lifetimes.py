@@ -39,18 +39,6 @@ def test_a_load_drops_gradients_of_an_unfinished_real_step() -> None:
     assert same(train(model, [scheduler], 4), train(fresh, [other], 4))
 
 
-def test_a_state_of_the_middle_of_a_real_step_warns() -> None:
-    model = Two()
-    scheduler = made(model, accum_grad=3)
-    train(model, [scheduler], 5)
-    with pytest.warns(UserWarning, match="the gradients of 2 of 3 steps are not in it"):
-        scheduler.state_dict()
-    train(model, [scheduler], 6, first=6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.state_dict()
-
-
 @pytest.mark.parametrize("conf", [{"accum_grad": 2}, {"accum_grad": 2, "use_amp": True}, {}])
 def test_one_that_an_exception_keeps_alive_is_no_obstacle(conf: dict[str, Any]) -> None:
     """As in a notebook: the last traceback holds the frames of the failed call."""
