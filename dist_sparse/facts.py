@@ -166,9 +166,9 @@ def explain_facts(
     faults: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in zip(ranks[1:], values[1:], strict=True):
         for key in keys:
-            mine, other = str(values[0].get(key, "nothing")), str(theirs.get(key, "nothing"))
+            path, other, mine = _first_difference(key, theirs, values[0])
             if mine != other:
-                faults.setdefault((key, *_from_difference(other, mine)), []).append(rank)
+                faults.setdefault((path, *_from_difference(other, mine)), []).append(rank)
     # A key may differ in two ways between ranks.
     most = 2 * MOST_SHOWN
     shown = []
@@ -177,6 +177,18 @@ def explain_facts(
     if len(faults) > most or count > len(keys):
         shown.append("...")
     return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown)
+
+
+def _first_difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
+    """Return the text of an entry of two mappings, or of the first one in it that differs, and the
+    path to it."""
+    one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
+    if isinstance(one, dict) and isinstance(other, dict):
+        for inner in sorted({*one, *other}):
+            if str(one.get(inner)) != str(other.get(inner)):
+                path, first, second = _first_difference(inner, one, other)
+                return f"{key}: {path}", first, second
+    return key, str(one), str(other)
 
 
 def _from_difference(one: str, other: str) -> tuple[str, str]:
