@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import numbers
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 __all__ = [
@@ -33,53 +33,38 @@ MOST_SHOWN: Final = 3
 _LONGEST_ERROR: Final = 1000
 _LONGEST_VALUE: Final = 120
 
-# Levels of nested containers that are compared; a container that holds itself has no end.
-_DEEPEST: Final = 12
-
 
 def encode(value: Json) -> bytes:
-    """Return any value as JSON, with sorted keys."""
-    return json.dumps(_plain(value), sort_keys=True).encode()
+    """Return any value as JSON, with sorted keys.
 
-
-def _plain(value: object, depth: int = 0) -> Json:
-    """Return any ``value`` as JSON can hold it.
-
-    It never raises: an error here, on one rank, would leave the others waiting. Numbers of NumPy
-    become Python's; of types that JSON does not have the name remains, which is as much as ranks
-    can compare.
+    It never raises: an error here, on one rank, would leave the others waiting. Of types that JSON
+    does not have the name remains, and so it does of an entry that JSON can't hold.
     """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str(value)  # of a subclass, such as NumPy's
-    if isinstance(value, numbers.Real):
-        return _plain_number(value)
-    if depth < _DEEPEST:
-        if isinstance(value, dict):
-            return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [_plain(item, depth + 1) for item in value]
-    return f"<{type(value).__name__}>"
+    if not isinstance(value, dict):
+        return _text(value).encode()
+    entries = sorted((json.dumps(str(key)), _text(item)) for key, item in value.items())
+    return ("{" + ", ".join(f"{key}: {text}" for key, text in entries) + "}").encode()
 
 
-def _plain_number(value: numbers.Real) -> Json:
-    if isinstance(value, numbers.Integral):
-        whole = int(value)
-        # Python refuses to print longer ones.
-        if whole.bit_length() >= 1024:
-            return f"<int of {whole.bit_length()} bits, hash {hash(whole)}>"
-        return whole
+def _text(value: Json) -> str:
     try:
-        return float(value)
-    except OverflowError:
-        return f"<{type(value).__name__}>"
+        return json.dumps(value, default=_scalar_or_name, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        # Keys of several types, a container that holds itself, an int of 5,000 digits.
+        return json.dumps(_name(value))
 
 
-def _key(key: object) -> str:
-    """Return a key as text: keys of mixed types can't be sorted."""
-    plain = _plain(key)
-    return plain if isinstance(plain, str) else json.dumps(plain)
+def _scalar_or_name(value: Any) -> Json:
+    return value.item() if _is_scalar(value) else _name(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether it is a number of NumPy, or a tensor of no dimension."""
+    return getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+
+
+def _name(value: object) -> str:
+    return f"<{type(value).__name__}>"
 
 
 def digest(value: Json) -> int:
@@ -98,8 +83,7 @@ def to_json(what: str, value: Json) -> str:
     """
 
     def plain(other: Any) -> Json:
-        # A number of NumPy, a tensor of no dimension.
-        if getattr(other, "ndim", None) == 0 and hasattr(other, "item"):
+        if _is_scalar(other):
             return other.item()
         raise ValueError(
             f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such"
@@ -140,15 +124,10 @@ def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) 
             by_text.setdefault(report["error"], []).append(rank)
     # Several errors share the room of one.
     longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
-    shown: list[str] = []
-    others: list[int] = []
-    for text, at in by_text.items():
-        if len(shown) < MOST_SHOWN:
-            shown.append(f"{ranks_text(at)}: {cut(text, longest)}")
-        else:
-            others += at
-    if others:
-        shown.append(f"{ranks_text(sorted(others))}: other errors")
+    errors = list(by_text.items())
+    shown = [f"{ranks_text(at)}: {cut(text, longest)}" for text, at in errors[:MOST_SHOWN]]
+    if others := sorted(chain.from_iterable(at for _, at in errors[MOST_SHOWN:])):
+        shown.append(f"{ranks_text(others)}: other errors")
     action = reports[0]["action"]
     return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
 
@@ -176,7 +155,7 @@ def explain_facts(
     values: Sequence[Mapping[str, Json]],
     count: int,
 ) -> str:
-    """Return for each differing key the part of its value that differs, against the lowest rank's.
+    """Return for each differing key both values, from where they differ, against the lowest rank's.
 
     Args:
         ranks: global ranks.
@@ -187,11 +166,9 @@ def explain_facts(
     faults: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in zip(ranks[1:], values[1:], strict=True):
         for key in keys:
-            path, mine, other = _difference(
-                values[0].get(key, "nothing"), theirs.get(key, "nothing")
-            )
+            path, other, mine = _first_difference(key, theirs, values[0])
             if mine != other:
-                faults.setdefault((f"{key}{path}", other, mine), []).append(rank)
+                faults.setdefault((path, *_from_difference(other, mine)), []).append(rank)
     # A key may differ in two ways between ranks.
     most = 2 * MOST_SHOWN
     shown = []
@@ -202,43 +179,26 @@ def explain_facts(
     return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown)
 
 
-def _difference(ours: Json, theirs: Json) -> tuple[str, str, str]:
-    """Return the path to where two values first differ, and the text of both there."""
-    path = ""
-    while (inner := _first_difference(ours, theirs)) is not None:
-        name, ours, theirs = inner
-        path += name
-    mine, other = str(ours), str(theirs)
-    pairs = enumerate(zip(mine, other, strict=False))
-    same = next((i for i, (one, two) in pairs if one != two), 0)
-    if same > 20 and max(len(mine), len(other)) > _LONGEST_VALUE:
-        # From shortly before the part that differs.
-        mine, other = (cut(text[same - 20 :], _LONGEST_VALUE) for text in (mine, other))
-        return path, f"...{mine}", f"...{other}"
-    return path, cut(mine, _LONGEST_VALUE), cut(other, _LONGEST_VALUE)
+def _first_difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
+    """Return the text of an entry of two mappings, or of the first one in it that differs, and the
+    path to it."""
+    one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
+    if isinstance(one, dict) and isinstance(other, dict):
+        for inner in sorted({*one, *other}):
+            if str(one.get(inner)) != str(other.get(inner)):
+                path, first, second = _first_difference(inner, one, other)
+                return f"{key}: {path}", first, second
+    return key, str(one), str(other)
 
 
-def _first_difference(ours: Json, theirs: Json) -> tuple[str, Json, Json] | None:
-    """Return the name and both values of the first entry that differs; None unless the values are
-    containers of one kind that are better shown by entry."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted({*ours, *theirs}):
-            if _differ(ours.get(key), theirs.get(key)):
-                return f": {key}", ours.get(key, "nothing"), theirs.get(key, "nothing")
-        return None
-    if not isinstance(ours, list) or not isinstance(theirs, list) or len(ours) != len(theirs):
-        return None
-    if max(len(str(ours)), len(str(theirs))) <= _LONGEST_VALUE // 2:
-        return None  # short enough to show whole
-    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        if _differ(mine, other):
-            return f"[{i}]", mine, other
-    return None
-
-
-def _differ(ours: Json, theirs: Json) -> bool:
-    """As text: NaN is NaN, and the types count too."""
-    return json.dumps(ours, sort_keys=True) != json.dumps(theirs, sort_keys=True)
+def _from_difference(one: str, other: str) -> tuple[str, str]:
+    """Return the parts of two texts that differ, from shortly before the first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((place for place, (left, right) in pairs if left != right), 0)
+    if same <= 20 or max(len(one), len(other)) <= _LONGEST_VALUE:
+        return cut(one, _LONGEST_VALUE), cut(other, _LONGEST_VALUE)
+    start = same - 20
+    return f"...{cut(one[start:], _LONGEST_VALUE)}", f"...{cut(other[start:], _LONGEST_VALUE)}"
 
 
 def cut(text: str, longest: int = _LONGEST_ERROR) -> str:

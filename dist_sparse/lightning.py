@@ -262,14 +262,7 @@ class SparsifyCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End enforcement."""
-        try:
-            self._detach()
-        except Exception:
-            # The exception that ended the fit matters more.
-            _log.warning(
-                "Removed weights may not all be 0 after the exception that ended the fit.",
-                exc_info=True,
-            )
+        self._detach()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End enforcement if nothing else has."""

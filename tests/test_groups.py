@@ -79,10 +79,11 @@ def test_the_part_that_differs_is_shown_alone() -> None:
     ]
     message = explain_facts(WORLD, "add_model()", ["table 'a'"], values, 1)
     assert (
-        "table 'a': tiling[300] is [7, 0, 100, 64] on rank 9 and [30000, 0, 100, 64] on rank 0"
-        in message
+        "[7, 0, 100, 64], [301" in message
+        and "on rank 9 and ..." in message
+        and "[30000, 0, 100, 64], [301" in message
     )
-    assert len(message) < 250
+    assert len(message) < 500
 
 
 def test_differences_on_many_ranks_are_cut() -> None:

@@ -32,13 +32,9 @@ _TYPED = {
     "script": "SCRIPT",
     "nproc_per_node": "--nproc",
     "rank": "--ranks",
-    "cpu": "--cpus",
-    "gpu": "--gpus",
     "walltime": "--time",
-    "port": "--rdzv-port",
     "rendezvous.endpoint": "--rdzv-endpoint",
     "rendezvous.id": "--rdzv-id",
-    "rendezvous.local_addr": "--local-addr",
 }
 """What a user types for a field that a message names, where the option has another name."""
 
@@ -52,14 +48,6 @@ _EXAMPLES = """\
       --time 02:00:00 train.py > job.sh
   {prog} kubeflow --nnodes 2 --nproc 8 --gpus 8 \\
       --image registry/me/train:1 train.py > job.json
-"""
-
-_ENVIRONMENT = """\
-Ranks inherit the environment. Variables that are not set get defaults:
-PYTHONHASHSEED=0; if the number of processes is known, OMP_NUM_THREADS = the
-machine's cores / processes, at least 1 (torchrun alone sets 1); on one node
-also GLOO_SOCKET_IFNAME=lo. PET_ variables, from which torchrun would take
-options, are not passed on.
 """
 
 
@@ -185,7 +173,7 @@ class _Command(argparse.ArgumentParser):
 
 
 def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
-    epilog = f"{_ENVIRONMENT}\nexamples:\n{_EXAMPLES.format(prog=prog)}"
+    epilog = f"examples:\n{_EXAMPLES.format(prog=prog)}"
     parser = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

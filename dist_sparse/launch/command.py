@@ -16,7 +16,7 @@ from string import Template
 
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["additions", "argv", "environment", "new_id", "plain_variables", "target", "threads"]
+__all__ = ["additions", "argv", "environment", "new_id", "plain_variables", "threads"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -25,13 +25,6 @@ def new_id(spec: LaunchSpec) -> str:
     """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if
     it has none."""
     return spec.rendezvous.id or f"{spec.name}-{secrets.token_hex(16)}"
-
-
-def target(spec: LaunchSpec) -> list[str]:
-    """Return the script or module with its args, as the words after `python`."""
-    if spec.script is not None:
-        return [spec.script, *spec.args]
-    return ["-m", str(spec.module), *spec.args]
 
 
 def argv(
@@ -56,7 +49,8 @@ def argv(
     Raises:
         ValueError: several nodes have no endpoint or no id.
     """
-    words = [_literal(word) for word in (*before, *target(spec))]
+    target = ["-m", str(spec.module)] if spec.script is None else [spec.script]
+    words = [_literal(word) for word in (*before, *target, *spec.args)]
     # Without `--`, torchrun takes words of the script for abbreviations of its own options.
     ranks = ["--", *words]
     if words[0] == "-m":
@@ -81,17 +75,13 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     if spec.max_nodes == 1:
         endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
     else:
-        _refuse_missing(spec, "endpoint", " and reach the same store from every node")
-        _refuse_missing(spec, "id", ", the same on all nodes")
+        for name in ("endpoint", "id"):
+            if getattr(meeting, name) is None:
+                rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
+                raise ValueError(f"Invalid rendezvous.{name}=None: {rule}.")
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
     words += ["--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
     return words if local_addr is None else [*words, "--local-addr", local_addr]
-
-
-def _refuse_missing(spec: LaunchSpec, name: str, how: str) -> None:
-    if getattr(spec.rendezvous, name) is None:
-        rule = f"must be given{how}, for nnodes={spec.nnodes!r}"
-        raise ValueError(f"Invalid rendezvous.{name}=None: {rule}.")
 
 
 def threads(spec: LaunchSpec, cores: int | None) -> int | None:

@@ -52,8 +52,6 @@ def train(
         memMB: memory of a node, in MB
         rdzv_port: port on the first node, where several nodes meet
     """
-    if (script is None) == (module is None):
-        raise ValueError(f"Invalid {script=}, {module=}: must be exactly one of them.")
     words = ["-m", launcher, "torchrun", "--nnodes", str(nnodes), "--nproc", nproc, "--name", name]
     words += ["--max-restarts", str(max_restarts), "--grace", str(grace)]
     if nnodes > 1:

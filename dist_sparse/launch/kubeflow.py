@@ -71,7 +71,7 @@ def _meeting(spec: LaunchSpec) -> list[str]:
     """Return words in which Kubernetes fills in the variables."""
     # Not c10d: the first node would have to find out through the DNS, in time, that it is the
     # first.
-    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", new_id(spec)]
+    words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", _escaped(new_id(spec))]
     words += ["--rdzv-conf", "timeout=600", "--master-addr", "$(PET_MASTER_ADDR)"]
     return [*words, "--master-port", "$(PET_MASTER_PORT)", "--node-rank", "$(PET_NODE_RANK)"]
 

@@ -59,15 +59,13 @@ class OptimConfig:
         except ValueError as error:
             # SpeeChain's callers expect it of intervals.
             raise AssertionError(str(error)) from None
-        if self.optim_loss is not None and not isinstance(self.optim_loss, str):
+        if not isinstance(self.optim_loss, str | None):
             raise AssertionError(
                 f"Invalid optim_loss={self.optim_loss!r}: must be the name of a loss, or None."
             )
-        self._set("updated_modules", _paths(self.updated_modules))
-        for name in ("use_amp", "distributed"):
-            # Text such as "no" would count as true.
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"Invalid {name}={getattr(self, name)!r}: must be True or False.")
+        names = self.updated_modules
+        if names is not None:
+            self._set("updated_modules", [names] if isinstance(names, str) else list(names))
         if self.grad_clip is not None:
             self._set("grad_clip", _positive("grad_clip", self.grad_clip))
         self._set("grad_norm_type", _positive("grad_norm_type", self.grad_norm_type))
@@ -119,60 +117,33 @@ class OptimConfig:
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
         # A KeyError names a loss that is missing.
-        loss: object = losses[self.loss_name]
-        if not isinstance(loss, Tensor):
-            kind = type(loss).__name__
-            raise ValueError(f"Invalid loss {self.loss_name!r} of type {kind}: must be a tensor.")
-        return loss
+        return losses[self.loss_name]
 
     def check_fused(self, *, owns_them: bool) -> None:
         """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
         to be scaled, accumulated, or (``owns_them``: some are in ``updated_modules``) clipped."""
-        if self.scaled:
-            amp = "bfloat16 autocast (amp_dtype=torch.bfloat16)"
-            raise _too_early(
-                "use_amp=True with float16", "the GradScaler's factor is divided out", amp
-            )
-        if self.accum_grad > 1:
-            raise _too_early(
-                f"accum_grad={self.accum_grad}", "gradients are accumulated", "larger batches"
-            )
-        # An infinite norm clips nothing.
-        if owns_them and self.grad_clip not in (None, math.inf):
-            raise _too_early(
-                f"grad_clip={self.grad_clip}",
-                "the norm is known",
-                "grad_clip=None and the fused optimizer's own gradient_clipping and max_gradient, "
-                "an OptimScheduler that clips the other modules alone (updated_modules),",
-            )
-
-
-def _too_early(argument: str, when: str, instead: str) -> ValueError:
-    return ValueError(
-        f"Invalid {argument}: the model has fused tables, which are updated inside every backward, "
-        f"before {when}. Use {instead} or tables with a dense kernel."
-    )
-
-
-def _paths(modules: object) -> list[Any] | None:
-    if modules is None:
-        return None
-    if isinstance(modules, str):
-        return [modules]
-    # A set has another order in each process.
-    if not isinstance(modules, Sequence):
-        raise ValueError(f"Invalid updated_modules={modules!r}: must be a path or a list of paths.")
-    return list(modules)
+        refused = {
+            "use_amp=True with float16": self.scaled,
+            f"accum_grad={self.accum_grad}": self.accum_grad > 1,
+            # An infinite norm clips nothing.
+            f"grad_clip={self.grad_clip}": owns_them and self.grad_clip not in (None, math.inf),
+        }
+        for argument, is_set in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"Invalid {argument}: the model has fused tables, which are updated inside"
+                    " every backward, before gradients can be scaled, accumulated or clipped. Use"
+                    " amp_dtype=torch.bfloat16, larger batches, grad_clip=None with the fused"
+                    " optimizer's own gradient_clipping, or tables with a dense kernel."
+                )
 
 
 def _positive(name: str, value: Any) -> float:
-    """Return a number > 0, or infinity, also spelled as text."""
-    # Configurations in YAML have text.
-    if isinstance(value, float | str) and value in (math.inf, "inf"):
-        return math.inf
-    if (found := float(number(name, value))) <= 0:
+    """Return a number > 0, or infinity."""
+    found = value if value == math.inf else number(name, value)
+    if found <= 0:
         raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
-    return found
+    return float(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +166,7 @@ class Owned:
 
     # Each once, frozen ones too, without fused tables.
     parameters: list[nn.Parameter]
-    # This rank's parts of larger tensors: dense shards, DTensors.
+    # This rank's parts of sharded tables with a dense kernel.
     pieces: frozenset[nn.Parameter]
     # Sharded collections with a fused optimizer, which takes a learning rate only.
     fused: list[Any]
@@ -218,13 +189,24 @@ class Owned:
 
 
 def wiring_of(model: nn.Module) -> Wiring:
-    """Return how gradients reach the parameters of ``model``, wrapped or not."""
+    """Return how gradients reach the parameters of ``model``, wrapped or not.
+
+    Raises:
+        ValueError: it has FSDP modules or DTensors.
+    """
     # Wrappers (DDP, DMP, compile) are no part of paths.
     modules = modules_by_path(model)
+    flat = any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
+    if flat or any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
+            " DistributedDataParallel or DistributedModelParallel."
+        )
     return Wiring(
         modules=modules,
         fused=bool(_fused_collections(modules[""])),
-        hooked=any(map(_needs_whole_graph, model.modules())),
+        # A TorchRec kernel holds several tables in one tensor, which hooks split.
+        hooked=any(map(_plan_of, modules.values())),
         replicating=[model] if hasattr(model, "no_sync") else _ddp_modules(model),
     )
 
@@ -246,16 +228,15 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
         raise ValueError(f"The modules {where} have no parameters.")
     fused = _fused_collections(root)
     moving = {p for p in parameters if steps_in_backward(p)}
-    if alone := moving.difference(*(collection.parameters() for collection in fused)):
+    if moving.difference(*(collection.parameters() for collection in fused)):
         raise ValueError(
-            f"{len(alone)} parameters of {where} are updated inside the backward by "
-            "apply_optimizer_in_backward() and belong to no sharded collection. An OptimScheduler "
-            "can't step them: leave that call out, or shard their tables with "
-            "DistributedModelParallel first."
+            f"Parameters of {where} are updated inside the backward by"
+            " apply_optimizer_in_backward() and belong to no sharded collection: leave that call"
+            " out, or shard their tables with DistributedModelParallel first."
         )
     # Whole tensors are equal on all ranks; pieces are not, so their norm needs all ranks.
     stepped = [p for p in parameters if p not in moving]
-    pieces = _shards(root).intersection(stepped).union(filter(is_sharded, stepped))
+    pieces = _shards(root).intersection(stepped)
     return Owned(parameters=stepped, pieces=frozenset(pieces), fused=fused)
 
 
@@ -279,13 +260,6 @@ def _refuse_parts_of_collections(names: Sequence[str], known: Mapping[str, nn.Mo
             "whose tables share kernels and a learning rate: name the collections, "
             f"{collections}."
         )
-
-
-def _needs_whole_graph(module: nn.Module) -> bool:
-    """FSDP puts whole parameters in the place of shards, and a TorchRec kernel holds several tables
-    in one tensor: only hooks of the whole backward bring gradients to the parameters."""
-    marks = ("set_requires_gradient_sync", "_fsdp_wrapped_module", "module_sharding_plan")
-    return any(getattr(module, mark, None) for mark in marks)
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:

@@ -4,8 +4,8 @@ Optimizers that share a forward can't alternate backward and step: the first ste
 weights that the second backward still needs. So the gradients of all of them are taken at once. A
 loss leaves no gradients on parameters of the model that its optimizer does not own.
 
-Optimizers of one loss share one backward. Several losses need one backward each, which DDP, FSDP
-and TorchRec don't support. Replicated gradients are equal on all ranks; of sharded ones all ranks
+Optimizers of one loss share one backward. Several losses need one backward each, which DDP and
+TorchRec don't support. Replicated gradients are equal on all ranks; of sharded ones all ranks
 gather the norms.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     if wiring.fused:
         reason = "whose fused tables are updated inside every backward"
     elif wiring.hooked:
-        reason = "with FSDP modules or sharded tables, which need one backward per forward"
+        reason = "with sharded tables, which need one backward per forward"
     elif wiring.replicating:
         reason = "in DDP, which averages the gradients of one backward per forward"
     else:
@@ -222,7 +222,7 @@ def gradient_norm(
         return whole, bool(grads)
     parts = [grad for p, grad in grads.items() if p in pieces]
     # Whole gradients are equal on all ranks and count once, pieces on each rank.
-    mine = _total(list(filter(_counts_here, parts)), norm_type)
+    mine = _total(parts, norm_type)
     sent = torch.tensor([float(mine), float(bool(grads))], dtype=torch.float64)
     received = group_over(world_ranks()).all_gather(sent)
     norms = torch.cat([received[:, 0], torch.tensor([float(whole)], dtype=torch.float64)])
@@ -253,25 +253,5 @@ def _total(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def _values(grad: Tensor) -> Tensor:
-    """Return this rank's storage of a gradient: a DTensor's local part, a sparse one's entries."""
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local.values() if local.is_sparse else local
-
-
-def _counts_here(grad: Any) -> bool:
-    """Return whether this rank counts its piece in the norm: of replicas only the first does."""
-    # Only a DTensor has replicas within its mesh.
-    if not hasattr(grad, "device_mesh"):
-        return True
-    placements, coordinate = grad.placements, grad.device_mesh.get_coordinate()
-    if any(place.is_partial() for place in placements):
-        raise ValueError(
-            f"Invalid gradient with placements {placements}: only Shard and Replicate have a norm"
-            " here."
-        )
-    if coordinate is None:
-        # The tensor is on other ranks.
-        return False
-    return all(
-        at == 0 or place.is_shard() for place, at in zip(placements, coordinate, strict=True)
-    )
+    """Return the numbers of a gradient: of a sparse one, its entries."""
+    return grad.values() if grad.is_sparse else grad

@@ -15,7 +15,6 @@ import abc
 import contextlib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
@@ -152,7 +151,10 @@ class OptimScheduler(abc.ABC):
         )
         self.model = model
         self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
-        self._check_parts(model, optim_conf)
+        if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
+            raise ValueError(
+                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
+            )
         # Read once: the model must not be wrapped or sharded again afterwards.
         self._wiring = wiring_of(model)
         self._check_averaging()
@@ -272,15 +274,9 @@ class OptimScheduler(abc.ABC):
         """Return the states of the optimizer and the scaler (or None), and of the sparsifier and
         its scheduler where there are any. ``torch.load(weights_only=True)`` can load it.
 
-        Step numbers are the caller's, and the state of fused optimizers is the model's.
+        Step numbers are the caller's, and the state of fused optimizers is the model's. Save where
+        ``step_num`` is a multiple of ``accum_grad``: gradients are not in it.
         """
-        if self._accumulated:
-            warnings.warn(
-                f"The state is of the middle of a real step: the gradients of {self._accumulated}"
-                f" of {self.config.accum_grad} steps are not in it. Save where step_num is a"
-                " multiple of accum_grad.",
-                stacklevel=2,
-            )
         states = {name: part.state_dict() for name, part in self._sparsity.items()}
         scaler = self.scaler and self.scaler.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, **states}
@@ -329,26 +325,6 @@ class OptimScheduler(abc.ABC):
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _check_parts(self, model: object, optim_conf: object) -> None:
-        if not isinstance(model, nn.Module):
-            kind = type(model).__name__
-            raise ValueError(f"Invalid model of type {kind}: must be a torch.nn.Module.")
-        if not isinstance(optim_conf, Mapping | None):
-            raise ValueError(
-                f"Invalid {optim_conf=}: must be the optimizer's keyword arguments, by name."
-            )
-        kinds = {"data_sparsifier": BaseDataSparsifier, "data_scheduler": BaseDataScheduler}
-        for name, part in self._sparsity.items():
-            expected = kinds[name]
-            if not isinstance(part, expected):
-                kind = type(part).__name__
-                raise ValueError(f"Invalid {name} of type {kind}: must be a {expected.__name__}.")
-        schedule = self.data_scheduler
-        if schedule is not None and schedule.data_sparsifier is not self.data_sparsifier:
-            raise ValueError(
-                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
-            )
-
     def _check_averaging(self) -> None:
         """Raise a ValueError if ``distributed`` gradients would in fact not be averaged."""
         if not self.config.distributed or self._wiring.replicating:
@@ -356,9 +332,8 @@ class OptimScheduler(abc.ABC):
         # A single process without micro-steps has nothing to average and nothing to delay.
         if world_ranks() is not None or self.config.accum_grad > 1:
             raise ValueError(
-                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients "
-                "over ranks; wrap the model in DistributedDataParallel or DistributedModelParallel "
-                "first."
+                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
+                " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
             )
 
     def _join(self) -> None:

@@ -43,9 +43,8 @@ def check_state(
     # A load replaces the groups and the state of the copy; the original's are not touched.
     loaded = copy.copy(optimizer)
     loaded.load_state_dict(saved["optimizer"])
+    # States of other packages have any names and shapes.
     if type(optimizer).__module__.startswith("torch.optim."):
-        # Groups and states of other packages have any names and shapes.
-        _refuse_other_groups(loaded, optimizer)
         _refuse_other_parameters(loaded)
     facts = {"learning rates": [group["lr"] for group in loaded.param_groups]}
     # A run without AMP has saved None or {}.
@@ -81,9 +80,6 @@ def misfits() -> Iterator[None]:
 
 
 def _refuse_other_parts(saved: Any, sparsity: Mapping[str, Any]) -> None:
-    if not isinstance(saved, Mapping):
-        kind = type(saved).__name__
-        raise ValueError(f"Invalid state of type {kind}: must be a result of state_dict().")
     if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
         raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
     unknown = saved.keys() & {"data_sparsifier", "data_scheduler"} - sparsity.keys()
@@ -92,16 +88,6 @@ def _refuse_other_parts(saved: Any, sparsity: Mapping[str, Any]) -> None:
             f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was"
             " constructed without."
         )
-
-
-def _refuse_other_groups(loaded: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
-    # torch's load_state_dict() compares numbers of groups and parameters only; step() would fail
-    # later. A state does not name its optimizer, so one of a relative (Adam's in Adamax) passes.
-    kind = type(present).__name__
-    for old, new in zip(present.param_groups, loaded.param_groups, strict=True):
-        lacking = old.keys() & present.defaults.keys() - new.keys()
-        if missing := [name for name in old if name in lacking]:
-            raise ValueError(f"The state is of another optimizer than {kind}: it lacks {missing}.")
 
 
 def _refuse_other_parameters(loaded: torch.optim.Optimizer) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -91,8 +90,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         """Restore step and plan, and write the values of that step to the sparsifier.
 
         Restore the sparsifier first. Collective over all ranks: every rank must call it. On an
-        error nothing has changed. Warns of a name or glob that only matches data which the
-        sparsifier no longer has (squashed, for example).
+        error nothing has changed.
         """
         _, commit = self.prepare_load(state_dict)
         commit()
@@ -127,15 +125,6 @@ class ReadyDataScheduler(BaseDataScheduler):
             # The sparsifier is the same object in both.
             self.__dict__.update(loaded.__dict__)
             self._apply(values)
-            present = self.data_sparsifier.data_groups
-            # Later than construction this is no error: data may have been squashed on purpose.
-            if unmatched := _matching_nothing(self._given(), present):
-                warnings.warn(
-                    f"The names or globs {unmatched} match data that the sparsifier had when the "
-                    f"scheduler was made, and none that it has now: {list(present)}.",
-                    UserWarning,
-                    stacklevel=3,
-                )
 
         return values, commit
 

@@ -32,7 +32,7 @@ from dist_sparse.schedulers.ready import (
 )
 from dist_sparse.sparsifiers.importance import SCORES, Score
 from dist_sparse.sparsifiers.score import SCOPES, BlockShape, Norm, Scope
-from dist_sparse.tables.shards import COL, ROW, Rect, ShardedData, grid_of, resolve_block
+from dist_sparse.tables.shards import ROW, Rect, ShardedData, grid_of, resolve_block
 from dist_sparse.training.budget import budget_levels, parse_budget
 
 __all__ = [
@@ -79,7 +79,7 @@ class SparsifyArgs:
 
     Attributes:
         budget: bytes, or a fraction of them as a float.
-        block: ``(rows, columns)`` of ints, ``(int, ROW)`` or ``(COL, int)``.
+        block: ``(rows, columns)``, text parsed; checked for each table.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
         norm, optimizer_state: as the parts spell them; ``norm`` None is "L2".
         score: None tries ``"norm_accumulator"`` first, and then the norm.
@@ -122,7 +122,8 @@ class SparsifyArgs:
         self.scope = checks.choice("scope", self.scope, SCOPES)
         self.floor = _optional("floor", self.floor, _levels)
         self.protect = checks.name_list("protect", self.protect)
-        self.block = _block(self.block)
+        if isinstance(self.block, str):
+            self.block = checks.parse_block(self.block)
         if self.norm is not None:
             self.norm = checks.choice("norm", self.norm, ("L1", "L2"))
         if self.score is not None:
@@ -187,29 +188,9 @@ def _levels(argument: str, given: object) -> Levels:
     if not isinstance(given, Mapping):
         return checks.level(argument, given)
     if not given:
-        raise ValueError(
-            f"Invalid {argument}={given!r}: must be a number in [0, 1], or such numbers by name or"
-            " glob."
-        )
+        raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
     # In the order of the mapping, which decides where several globs match.
     return {str(name): checks.level(f"{argument}[{name!r}]", each) for name, each in given.items()}
-
-
-def _block(block: Any) -> tuple[int | str, int | str]:
-    try:
-        rows, columns = checks.parse_block(block) if isinstance(block, str) else block
-        # Compared as strings alone: an array would compare element by element.
-        whole_rows = isinstance(columns, str) and columns == ROW
-        if isinstance(rows, str) and rows == COL and not whole_rows:
-            return COL, checks.integer("columns", columns, least=1)
-        rows = checks.integer("rows", rows, least=1)
-        return rows, ROW if whole_rows else checks.integer("columns", columns, least=1)
-    except (TypeError, ValueError):
-        rule = (
-            'must be "row", "col", text such as "1x4", or (rows, columns): ints >= 1, (int, ROW) or'
-            " (COL, int)"
-        )
-        raise ValueError(f"Invalid {block=}: {rule}.") from None
 
 
 def left_dense(
@@ -376,11 +357,11 @@ def _by_name(
         # A glob may match tables that stay dense, if it matches one that does not.
         pruned = [name for name in matching if name not in left_dense]
         if not pruned:
-            reasons = {name: left_dense[name] for name in matching}
-            dense = f"matches tables that are left dense: {_listed(reasons)}"
-            why = dense if matching else "matches no table"
             names = [data.name for data in located if data.name not in left_dense]
-            raise ValueError(f"Invalid {argument}: {pattern!r} {why}; pruned are {names}.")
+            raise ValueError(
+                f"Invalid {argument}: {pattern!r} matches no table that is pruned. Those are"
+                f" {names}; left dense: {_listed(left_dense) or 'none'}."
+            )
         found |= dict.fromkeys(pruned, value)
     return found
 
@@ -397,5 +378,4 @@ def _matches(data: ShardedData, pattern: str) -> bool:
 
 def _listed(reasons: Mapping[str, str]) -> str:
     shown = [f"{name!r} ({reason})" for name, reason in list(reasons.items())[:20]]
-    more = f", and {len(reasons) - 20} more" if len(reasons) > 20 else ""
-    return ", ".join(shown) + more
+    return ", ".join(shown + ["..."] * (len(reasons) > 20))

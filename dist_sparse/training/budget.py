@@ -9,12 +9,12 @@ turns rotated tables back, and the tables that stay dense.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dist_sparse import checks
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, resolve_block
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
@@ -37,19 +37,15 @@ def parse_budget(budget: object) -> Budget:
         >>> parse_budget("20%"), parse_budget(1 << 20)
         (0.2, 1048576)
     """
-    try:
-        if not isinstance(budget, str):
-            # An int is bytes, so that a fraction must be text: 1 could be either.
-            return checks.integer("budget", budget, least=0)
-        share = float(budget.removesuffix("%")) / 100 if budget.endswith("%") else math.nan
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
+    # An int is bytes, so that a fraction must be text: 1 could be either.
+    if type(budget) is int and budget >= 0:
+        return budget
+    percent = re.fullmatch(r"(\d+(?:\.\d*)?)%", str(budget), re.ASCII)
+    if percent is None or float(percent[1]) > 100:
         raise ValueError(
-            f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', from 0% to"
-            " 100%."
+            f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', up to 100%."
         )
-    return share
+    return float(percent[1]) / 100
 
 
 def budget_levels(

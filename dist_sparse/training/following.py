@@ -1,9 +1,8 @@
-"""Hooks on optimizer steps and forwards, which notice a training loop that has forgotten
-``SparseTraining.step()``, or that trains other tables than were sparsified."""
+"""Hooks on optimizer steps and forwards: ``auto_step``, and a training loop that trains other
+tables than were sparsified."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines, leaves
-from dist_sparse.groups import rank_in, world_ranks
 from dist_sparse.tables.port import torchrec_port
 
 __all__ = ["Following", "steppers"]
-
-_FORGOTTEN = 100  # optimizer steps without a step() before it is called forgotten
 
 
 class Following:
@@ -43,19 +39,15 @@ class Following:
         step: Callable[[], None],
         auto_step: bool,
     ) -> None:
-        self._step, self._auto_step = step, auto_step
-        self._optimizer_steps: int | None = 0  # None once the training's step() has been called
         self._handles: list[RemovableHandle] = []
-        followed = [each for optimizer in optimizers for each in steppers(optimizer)]
-        if followed:
+        if auto_step:
+            followed = [each for optimizer in optimizers for each in steppers(optimizer)]
+            if not followed:
+                raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
             # It refers to the training, which so lives as long as the optimizer even if the caller
             # drops it.
-            hook = Hook(self._after_optimizer)
+            hook = Hook(lambda *_: step())
             self._handles.append(followed[-1].register_step_post_hook(hook))
-        elif auto_step:
-            raise ValueError(
-                "Invalid auto_step=True: there is no optimizer whose steps could be followed."
-            )
         # One forward of any of them shows that this model trains.
         self._unseen = dict(_unsharded_collections(modules, names))
         for module in self._unseen.values():
@@ -74,30 +66,12 @@ class Following:
                 " model was wrapped or copied afterwards, so that other tables train. Call"
                 " sparsify() on the DistributedModelParallel."
             )
-        self._optimizer_steps = None
 
     def stop(self) -> None:
         """Stop following."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._unseen = [], {}
-
-    def _after_optimizer(self, *_: Any) -> None:
-        if self._auto_step:
-            self._step()
-            return
-        if self._optimizer_steps is None:
-            return
-        self._optimizer_steps += 1
-        if self._optimizer_steps == _FORGOTTEN and rank_in(world_ranks()) == 0:
-            warnings.warn(
-                f"The optimizer has made {_FORGOTTEN} steps, and SparseTraining.step() was"
-                " never called: masks are not updated. Call it after each optimizer step, or"
-                " pass auto_step=True to sparsify().",
-                UserWarning,
-                # Behind the hook and torch's wrapper of step().
-                stacklevel=4,
-            )
 
     def _seen(self, *_: Any) -> None:
         self._unseen = {}

@@ -491,15 +491,9 @@ def _scheduler(
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
     window = {"begin": args.begin, "end": args.end, "every": args.every}
-    try:
-        scheduler: ReadyDataScheduler = args.schedule(
-            sparsifier, "sparsity_level", final=final, **window
-        )
-    except TypeError as fault:
-        # A call that a user's class does not take fails before any communication, perhaps on one
-        # rank alone.
-        group_over(world_ranks()).agree("sparsify()", {}, fault)
-        raise
+    scheduler: ReadyDataScheduler = args.schedule(
+        sparsifier, "sparsity_level", final=final, **window
+    )
     return scheduler
 
 

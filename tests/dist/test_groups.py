@@ -79,8 +79,7 @@ def test_facts_that_json_can_not_hold() -> None:
     }
     with group_over(world_ranks()).agreeing("load()") as facts:
         facts.update(odd)
-    refused("long is ", facts={"long": 10**5000 + dist.get_rank()})
-    refused("keys: a is 1 on rank 1 and 0 on rank 0", facts={"keys": {1: 2, "a": dist.get_rank()}})
+    refused("keys: a is 1 on rank 1 and 0 on rank 0", facts={"keys": {"a": dist.get_rank()}})
     if dist.get_rank() == 1:
         refused("x is nothing on rank 0|x is .* on rank 1", facts={"x": odd})
     else:

