@@ -8,6 +8,7 @@ different collectives.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,6 +23,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
+
+import pytest
 
 from tests import seeds
 
@@ -237,9 +240,18 @@ def _start(folder: Path, rank: int, world: int) -> None:
     timeout = timedelta(seconds=_COLLECTIVES_END)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    # Modules are never garbage: a full collection takes 0.2 s less, and copies no page of theirs.
+    gc.freeze()
 
 
 def _run(work: bytes) -> Any:
     seed, fn, args, kwargs = pickle.loads(work)
     seeds.seed(seed)  # so that a function draws the same, whatever ran before it
-    return fn(*args, **kwargs)
+    try:
+        with warnings.catch_warnings():
+            return fn(*args, **kwargs)
+    finally:
+        # pytest undoes the patches of its own process, not those of the copies it has sent here.
+        for patches in kwargs.values():
+            if isinstance(patches, pytest.MonkeyPatch):
+                patches.undo()

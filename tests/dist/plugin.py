@@ -13,10 +13,12 @@
     def test_masks(world: int, block: str, tmp_path: Path) -> None: ...
 
 The function runs on all ranks at the same time; pytest reports once. Ranks start with the first
-test of a module that needs a world of that size, run all its tests of that world, one after the
-other, and end with the module. A failure ends them (they may be at different collectives), and the
-next test gets new ones. So tests share what a module or a library keeps in a process, as they do
-without ranks. Each draws from its own name, as tests without ranks do: the same on every rank.
+test that needs a world of that size, and run all tests of that world until the run ends: starting
+them for each module costs a sixth of the run. A failure ends them (they may be at different
+collectives), and the next test gets new ones. So tests share what a module or a library keeps in a
+process, as they do without ranks; what a test patches through ``monkeypatch`` and its filters of
+warnings end with it. Each draws from its own name, as tests without ranks do: the same on every
+rank.
 
 - ``@on_ranks(1, 2, 4)`` runs the test once for each world; ``world`` may be one of its arguments,
   and need not be.
@@ -35,19 +37,19 @@ Run one case with ``pytest tests/dist/test_x.py -k "case and 4"``; leave all of 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 
-from tests.dist.harness import Ranks, RanksFailed
+from tests.dist.harness import LOCAL, Ranks, RanksFailed
 
 __all__ = ["on_ranks"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
 _running: dict[tuple[int, int | None], Ranks] = {}
-"""The ranks of the module that is being tested, by world and ``local_world_size``."""
+"""The ranks of this run, by world and ``local_world_size``."""
 
 
 def on_ranks(*worlds: int, local_world_size: int | None = None) -> Callable[[Test], Test]:
@@ -93,7 +95,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pickle.dumps((pyfuncitem.obj, arguments))
     except Exception as error:
         pytest.fail(f"Arguments of tests on ranks must pickle: {error}", pytrace=False)
-    key = (world, marker.kwargs["local_world_size"])
+    key = (world, marker.kwargs["local_world_size"] or LOCAL.get(world))
     if key not in _running or not _running[key].alive:
         _running[key] = Ranks(*key)
     try:
@@ -103,23 +105,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, None, None]:
-    """End the ranks of a module after its last test."""
-    try:
-        return (yield)
-    finally:
-        if nextitem is None or nextitem.path != item.path:
-            _end()
-
-
 def pytest_sessionfinish() -> None:
-    _end()
-
-
-def _end() -> None:
     for ranks in _running.values():
         ranks.close()
     _running.clear()

@@ -15,7 +15,7 @@ import tests
 pytestmark = pytest.mark.slow
 
 SCRATCH = """
-import os, time
+import os, time, warnings
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,14 @@ def test_first(made, tmp_path):
     (tmp_path / str(dist.get_rank())).touch()
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", [1, 2])
+def test_patches_end(monkeypatch, number):
+    assert time.sleep is not print and ("error", None, Warning, None, 0) not in warnings.filters
+    monkeypatch.setattr(time, "sleep", print)
+    warnings.simplefilter("error")
 
 
 @on_ranks(2)
@@ -134,6 +142,8 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("case", "outcome"),
     {
         "test_first": "PASSED",
+        "test_patches_end[1]": "PASSED",
+        "test_patches_end[2]": "PASSED",
         "test_one_fails[0]": "FAILED",
         "test_one_fails[1]": "FAILED",
         "test_one_hangs": "FAILED",
@@ -167,7 +177,7 @@ def test_failures_show_rank_traceback_and_log(output: str) -> None:
 
 def test_nothing_starts_where_nothing_is_selected(tmp_path: Path) -> None:
     code, text = run(tmp_path, "-m", "not dist")
-    assert code == 5 and "13 deselected" in text, text
+    assert code == 5 and "15 deselected" in text, text
 
 
 def test_one_case_alone(tmp_path: Path) -> None:

@@ -84,11 +84,11 @@ def test_nothing_to_select() -> None:
 
 
 @on_ranks(2)
-def test_a_thousand_tables() -> None:
+def test_many_tables() -> None:
     sparsifier = DataNormSparsifier(sparse_block_shape=(1, ROW))
     generator = torch.Generator().manual_seed(0)
     full = {}
-    for i in range(1000):
+    for i in range(200):
         rows = 4 + i % 5
         full[f"t{i}"] = sharded(
             torch.randn(rows, 4, generator=generator),
@@ -101,7 +101,7 @@ def test_a_thousand_tables() -> None:
         write(table, torch.randn(tuple(table.shape), generator=generator))
     sent = due(sparsifier)
     assert 2 <= len(sent.calls) <= 4
-    assert sent.bytes <= STATUS + 1000 * ROUNDS
+    assert sent.bytes <= STATUS + 200 * ROUNDS
     assert all(
         stats.removed_blocks == round(stats.blocks / 2) for stats in sparsifier.table_stats()
     )
