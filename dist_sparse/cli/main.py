@@ -27,6 +27,7 @@ from dist_sparse.cli.parsing import (
 )
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
+from dist_sparse.cli.selftest import add_selftest
 from dist_sparse.launch.parsing import closest
 
 __all__ = ["main"]
@@ -41,6 +42,7 @@ _EXAMPLES = f"""examples:
   dist-sparse plan model.py:trained --budget 10%  what 10% of the bytes can hold
   dist-sparse frontier model.py:measured          its metrics at a few sizes
   dist-sparse serve-check served/                 is this artifact whole?
+  dist-sparse selftest                            does it work on these GPUs?
 
 {STATUS}
 Options of a command: dist-sparse COMMAND --help
@@ -111,6 +113,7 @@ def _main(words: Sequence[str] | None) -> int:
         add_frontier,
         _add_serve_check,
         _add_doctor,
+        add_selftest,
     ):
         add(commands)
     # Last: its script has the options of all others.
