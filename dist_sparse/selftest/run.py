@@ -119,30 +119,34 @@ class _Attempt:
         while True:
             # Asked before the files are read: a process that has ended writes no more.
             ended = [process.poll() is not None for process in processes]
-            lines = [_lines(folder / f"{rank}.jsonl") for rank in range(self._world)]
-            found = [line[number] for line in lines if len(line) > number]
-            wrong = any(each["status"] in ("differs", "failed") for each in found)
-            if len(found) == self._world or wrong:
+            answers = [self._answer(folder, rank, number) for rank in range(self._world)]
+            found = [answer for answer in answers if answer is not None]
+            wrong = any(answer["status"] in ("differs", "failed") for answer in found)
+            if wrong or len(found) == self._world:
                 return _worst(found)
-            lost = any(end and len(line) <= number for end, line in zip(ended, lines, strict=True))
+            pairs = zip(ended, answers, strict=True)
+            lost = any(end and answer is None for end, answer in pairs)
             if lost or time.monotonic() - started > _LIMIT:
-                says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
-                logs = {"logs": [_tail(folder / f"{rank}.log") for rank in range(self._world)]}
-                return Outcome(check=name, status="failed", says=says, figures=logs)
+                return self._no_answer(name, folder, lost)
             time.sleep(0.05)
+
+    def _no_answer(self, name: str, folder: Path, lost: bool) -> Outcome:
+        says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
+        logs = [_tail(folder / f"{rank}.log") for rank in range(self._world)]
+        return Outcome(check=name, status="failed", says=says, figures={"logs": logs})
+
+    def _answer(self, folder: Path, rank: int, number: int) -> dict[str, Any] | None:
+        """Return what a rank has found in a check, None if nothing yet."""
+        file = folder / f"{rank}.jsonl"
+        # The last line may not be whole yet.
+        *lines, _ = file.read_text().split("\n") if file.exists() else [""]
+        found: dict[str, Any] | None = json.loads(lines[number]) if len(lines) > number else None
+        return found
 
 
 def _tail(log: Path) -> str:
     """Return the end of what a process has printed."""
     return log.read_text(errors="replace")[-2_000:]
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return what a rank has written so far; its last line may not be whole yet."""
-    if not file.exists():
-        return []
-    *whole, _ = file.read_text().split("\n")
-    return [json.loads(line) for line in whole]
 
 
 def _worst(found: Sequence[dict[str, Any]]) -> Outcome:
