@@ -28,6 +28,7 @@ from dist_sparse.cli.parsing import (
 )
 from dist_sparse.cli.planning import add_frontier, add_plan
 from dist_sparse.cli.runs import add_inspect, add_report
+from dist_sparse.cli.selftest import add_selftest
 from dist_sparse.launch.parsing import closest
 
 __all__ = ["main", "parser"]
@@ -42,6 +43,7 @@ _EXAMPLES = f"""examples:
   dist-sparse plan model.py:trained --budget 10%  what 10% of the bytes can hold
   dist-sparse frontier model.py:measured          its metrics at a few sizes
   dist-sparse serve-check served/                 is this artifact whole?
+  dist-sparse selftest                            does it work on these GPUs?
 
 {STATUS}
 Options of a command: dist-sparse COMMAND --help
@@ -205,5 +207,6 @@ _COMMANDS: Final = {
     "frontier": add_frontier,
     "serve-check": _add_serve_check,
     "doctor": _add_doctor,
+    "selftest": add_selftest,
 }
 """What adds the parser of each subcommand, in the order of the help."""

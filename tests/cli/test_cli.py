@@ -88,7 +88,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "launch"],
+    ["inspect", "report", "plan", "frontier", "serve-check", "doctor", "selftest", "launch"],
 )
 def test_each_has_a_help_of_its_own(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,70 @@
+"""The subcommand `dist-sparse selftest`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dist_sparse.cli.output import fail, progress, show
+from dist_sparse.cli.parsing import Commands, add_json, subcommand
+
+__all__ = ["add_selftest"]
+
+_EPILOG = """examples:
+  dist-sparse selftest
+  dist-sparse selftest --device cuda --out selftest.json
+  dist-sparse selftest --device cpu --nproc 4
+
+Trains small models on every device and compares masks and weights with those of
+the CPU; measures mask updates. Takes up to ten minutes on GPUs, two on a CPU.
+Needs TorchRec. What it finds on GPUs is worth an issue: docs/cuda.md.
+
+exit status: 0 everything that ran is right, 1 something differs or failed,
+2 invalid command line
+"""
+
+
+def _run(options: argparse.Namespace) -> int:
+    from dist_sparse.selftest.run import selftest
+
+    try:
+        found = selftest(options.device, options.nproc, progress)
+    except ValueError as error:
+        return fail("selftest", error)
+    finally:
+        progress("")
+    text = json.dumps(found.to_json(), indent=2)
+    if options.out is not None:
+        try:
+            options.out.write_text(f"{text}\n")
+        except OSError as error:
+            # The result took minutes: it is shown all the same.
+            show(found.text())
+            return fail("selftest", f"can't write {options.out}: {error.strerror}")
+    status = show(text if options.json else found.text())
+    # Output that could not be written comes first.
+    return status or (0 if found.passed else 1)
+
+
+def _processes(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def add_selftest(commands: Commands) -> None:
+    """Add the subcommand."""
+    parser = subcommand(
+        commands, "selftest", "trains on this machine's devices, and compares with the CPU", _EPILOG
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "--nproc", type=_processes, metavar="N", help="processes; default: one a GPU, 2 on a CPU"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="writes JSON for an issue")
+    add_json(parser)
+    parser.set_defaults(run=_run)

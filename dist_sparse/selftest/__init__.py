@@ -1,0 +1,1 @@
+"""``dist-sparse selftest``: what the package does on this machine's devices."""

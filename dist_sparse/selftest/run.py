@@ -1,0 +1,168 @@
+"""Runs a self-test: starts its processes, and collects what they find.
+
+All checks run in one set of processes. After one that is not passed the rest runs in a new set:
+the device may be unusable, and ranks may be at different collectives. A limit ends a hang.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dist_sparse.selftest.results import Outcome, Results
+
+__all__ = ["NAMES", "WORKER", "selftest"]
+
+WORKER: Final = ("-m", "dist_sparse.selftest.worker")
+"""What Python runs in each process."""
+
+NAMES: Final = (
+    *("masks", "ordinary steps", "mask updates", "collectives"),
+    *("TrainPipelineSparseDist", "TrainPipelineFusedSparseDist"),
+    *("fused optimizers", "float16", "fused_uvm", "fused_uvm_caching"),
+)
+"""Of :data:`~dist_sparse.selftest.checks.CHECKS`, which imports TorchRec."""
+
+_LIMIT: Final = 180.0
+"""Seconds for one check, loading TorchRec included."""
+
+# The worst of all ranks counts.
+_ORDER: Final = ("ok", "not run", "differs", "failed")
+
+
+def selftest(
+    device: str | None = None,
+    nproc: int | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Results:
+    """Run all checks on this machine.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``; None takes GPUs where there are some.
+        nproc: processes, one for each GPU; None is one for each GPU, or two on a CPU.
+        progress: is called with the name of each check when it begins.
+
+    Raises:
+        ValueError: the machine has no GPU, or too few.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and gpus < (nproc or 1):
+        raise ValueError(f"Invalid {device=} with {nproc=}: torch finds {gpus} GPUs here.")
+    world = nproc or (gpus if device == "cuda" else 2)
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(NAMES):
+        outcomes += _Attempt(device, world, NAMES[len(outcomes) :], progress).outcomes()
+    return Results(device=device, nproc=world, machine=_machine(gpus), outcomes=tuple(outcomes))
+
+
+class _Attempt:
+    """One set of processes, until they are done or one of them fails."""
+
+    def __init__(
+        self, device: str, world: int, names: Sequence[str], progress: Callable[[str], None]
+    ) -> None:
+        self._device, self._world, self._names = device, world, names
+        self._progress = progress
+
+    def outcomes(self) -> list[Outcome]:
+        """Return at least one outcome, in the order of the checks."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            processes = [self._start(folder, rank) for rank in range(self._world)]
+            try:
+                return self._collect(folder, processes)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+
+    def _start(self, folder: Path, rank: int) -> subprocess.Popen[bytes]:
+        words = [str(folder), str(rank), str(self._world), self._device, *self._names]
+        # Gloo would otherwise bind the address of the host's name, which may not be its own.
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+        environment["LOCAL_RANK"] = str(rank)
+        with (folder / f"{rank}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, *WORKER, *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _collect(self, folder: Path, processes: list[subprocess.Popen[bytes]]) -> list[Outcome]:
+        done: list[Outcome] = []
+        for name in self._names:
+            self._progress(name)
+            outcome = self._wait_for(name, len(done), folder, processes)
+            done.append(outcome)
+            if outcome.status in ("differs", "failed"):
+                break  # other ranks may wait for that one forever
+        return done
+
+    def _wait_for(
+        self, name: str, number: int, folder: Path, processes: list[subprocess.Popen[bytes]]
+    ) -> Outcome:
+        """Return the outcome of the next check."""
+        started = time.monotonic()
+        while True:
+            # Asked before the files are read: a process that has ended writes no more.
+            ended = [process.poll() is not None for process in processes]
+            answers = [self._answer(folder, rank, number) for rank in range(self._world)]
+            found = [answer for answer in answers if answer is not None]
+            wrong = any(answer["status"] in ("differs", "failed") for answer in found)
+            if wrong or len(found) == self._world:
+                return _worst(found)
+            pairs = zip(ended, answers, strict=True)
+            lost = any(end and answer is None for end, answer in pairs)
+            if lost or time.monotonic() - started > _LIMIT:
+                return self._no_answer(name, folder, lost)
+            time.sleep(0.05)
+
+    def _no_answer(self, name: str, folder: Path, lost: bool) -> Outcome:
+        says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
+        logs = [_tail(folder / f"{rank}.log") for rank in range(self._world)]
+        return Outcome(check=name, status="failed", says=says, figures={"logs": logs})
+
+    def _answer(self, folder: Path, rank: int, number: int) -> dict[str, Any] | None:
+        """Return what a rank has found in a check, None if nothing yet."""
+        file = folder / f"{rank}.jsonl"
+        # The last line may not be whole yet.
+        *lines, _ = file.read_text().split("\n") if file.exists() else [""]
+        found: dict[str, Any] | None = json.loads(lines[number]) if len(lines) > number else None
+        return found
+
+
+def _tail(log: Path) -> str:
+    """Return the end of what a process has printed."""
+    return log.read_text(errors="replace")[-2_000:]
+
+
+def _worst(found: Sequence[dict[str, Any]]) -> Outcome:
+    """Return the outcome of a check: that of the first of the ranks that fared worst."""
+    worst = max(found, key=lambda each: _ORDER.index(each["status"]))
+    return Outcome(**{**worst, "seconds": max(each["seconds"] for each in found)})
+
+
+def _machine(gpus: int) -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for package in ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of the two builds of FBGEMM, one
+    if gpus:
+        found["CUDA"] = str(torch.version.cuda)
+        found["GPU"] = f"{gpus} x {torch.cuda.get_device_name(0)}"
+    return found

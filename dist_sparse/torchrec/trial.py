@@ -1,0 +1,114 @@
+"""A small sharded model with which ``dist-sparse selftest`` tries a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.train_pipeline import (
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+__all__ = ["Shapes", "TrialModel", "layers_optimizer", "pipeline_of", "trial_batch", "trial_model"]
+
+Shapes = Mapping[str, tuple[int, int]]
+"""Rows and columns by table."""
+
+
+class TrialModel(nn.Module):
+    """Bags of some tables and a linear layer, in a forward that TorchRec's pipelines can trace."""
+
+    def __init__(self, shapes: Shapes, half: bool) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=cols,
+                feature_names=[f"{name}_ids"],
+                data_type=DataType.FP16 if half else DataType.FP32,
+            )
+            for name, (rows, cols) in shapes.items()
+        ]
+        # Without memory: each rank allocates its own shards.
+        self.tables = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        self.over = nn.Linear(sum(cols for _, cols in shapes.values()), 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """The loss, and one number per sample."""
+        out = self.over(self.tables(features).values().float()).squeeze(1)
+        return out.square().mean(), out.detach()
+
+
+def trial_model(
+    shapes: Shapes,
+    device: torch.device,
+    *,
+    optimizer: str = "EXACT_SGD",
+    kernel: str = "fused",
+    half: bool = False,
+) -> DistributedModelParallel:
+    """Return a model whose tables are cut by rows over all ranks. Collective.
+
+    Args:
+        shapes: of the tables.
+        device: of this rank.
+        optimizer: FBGEMM's name of the fused optimizer.
+        kernel: TorchRec's compute kernel.
+        half: whether weights are float16, rounded stochastically where FBGEMM does.
+    """
+    torch.manual_seed(0)  # the layers are equal on all ranks
+    net = TrialModel(shapes, half)
+    fused: dict[str, Any] = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
+    if kernel == "fused_uvm_caching":
+        fused["cache_load_factor"] = 0.2
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    plan = construct_module_sharding_plan(
+        net.tables,
+        dict.fromkeys(shapes, row_wise(compute_kernel=kernel)),
+        sharder=sharder,
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
+        device_type=device.type,
+    )
+    sharders: list[Any] = [sharder]
+    return DistributedModelParallel(
+        net, device=device, plan=ShardingPlan({"tables": plan}), sharders=sharders
+    )
+
+
+def layers_optimizer(model: nn.Module) -> KeyedOptimizerWrapper:
+    """Return the optimizer of the parameters that no fused optimizer steps."""
+    layers = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return KeyedOptimizerWrapper(layers, lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+def trial_batch(shapes: Shapes, seed: int, bags: int = 64, each: int = 8) -> KeyedJaggedTensor:
+    """Return a batch in CPU memory: ``each`` ids of each table in each bag, drawn by ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(rows, (bags * each,), generator=generator) for rows, _ in shapes.values()]
+    lengths = torch.full((len(shapes) * bags,), each)
+    return KeyedJaggedTensor([f"{name}_ids" for name in shapes], torch.cat(ids), lengths=lengths)
+
+
+def pipeline_of(
+    kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Any:
+    """Return one of TorchRec's pipelines, by the name of its class."""
+    kinds: dict[str, Any] = {
+        each.__name__: each for each in (TrainPipelineSparseDist, TrainPipelineFusedSparseDist)
+    }
+    return kinds[kind](model, optimizer, device)

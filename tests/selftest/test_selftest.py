@@ -1,0 +1,122 @@
+"""`dist-sparse selftest`, whole, on a CPU; and what it says of wrong results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_sparse.cli.main import main
+from dist_sparse.selftest import run
+from dist_sparse.selftest.results import Outcome, Results
+
+ROOT = Path(__file__).parents[2]
+ON_A_CPU = {
+    "masks",
+    "mask updates",
+    "collectives",
+    "TrainPipelineSparseDist",
+    "fused optimizers",
+    "float16",
+}
+
+
+@pytest.mark.slow
+def test_on_this_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "selftest.json"
+    command = ["-m", "dist_sparse", "selftest", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stdout.startswith("As it should be on cpu, 2 processes; 4 of 10 checks not run.")
+    found = json.loads(out.read_text())
+    assert found["passed"] and found["device"] == "cpu" and found["nproc"] == 2
+    status = {each["check"]: each["status"] for each in found["outcomes"]}
+    assert {name for name, one in status.items() if one == "ok"} == ON_A_CPU
+    assert set(status.values()) == {"ok", "not run"}
+
+
+WRONG = """
+import sys
+from dist_sparse.selftest import checks, worker
+
+def differs(machine):
+    if machine.rank == 1:
+        raise checks.Difference("a weight differs")
+    return checks.Found("right")
+
+def ends(machine):
+    sys.exit(5)
+
+checks.CHECKS.update({"masks": differs, "ordinary steps": ends, "collectives": lambda machine: 1 / 0})
+for name in checks.CHECKS:
+    if name not in ("masks", "ordinary steps", "collectives"):
+        checks.CHECKS[name] = lambda machine: checks.Found("right")
+sys.exit(worker.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_differences_errors_and_lost_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is named, and the checks behind it run all the same."""
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    monkeypatch.setattr(run, "WORKER", (str(script),))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    said: list[str] = []
+    found = run.selftest("cpu", 2, said.append)
+    assert said == [each.check for each in found.outcomes]
+    status = {each.check: (each.status, each.says) for each in found.outcomes}
+    assert status.pop("masks") == ("differs", "a weight differs")
+    assert status.pop("ordinary steps") == ("failed", "a process ended")
+    assert status.pop("collectives") == ("failed", "ZeroDivisionError: division by zero")
+    assert set(status.values()) == {("ok", "right")}
+    assert not found.passed
+    assert found.text().startswith(
+        "Not as it should be on cpu, 2 processes: masks, ordinary steps, collectives."
+    )
+
+
+def test_the_checks_are_those_that_it_starts() -> None:
+    pytest.importorskip("torchrec")
+    from dist_sparse.selftest.checks import CHECKS
+
+    assert tuple(CHECKS) == run.NAMES
+
+
+def results(*outcomes: Outcome) -> Results:
+    return Results(device="cuda", nproc=1, machine={"torch": "2"}, outcomes=outcomes)
+
+
+def test_exit_status_and_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Outcome(check="masks", status="ok", says="bit for bit", seconds=1.5)
+    wrong = Outcome(check="float16", status="differs", says="a long story " * 20)
+    found = results(right)
+    monkeypatch.setattr(run, "selftest", lambda device, nproc, progress: found)
+    assert main(["selftest"]) == 0
+    assert "As it should be on cuda, 1 process; 0 of 1 checks" in capsys.readouterr().out
+    found = results(right, wrong)
+    assert main(["selftest", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == found.to_json() | {
+        "outcomes": [vars(right), vars(wrong)]
+    }
+    assert main(["selftest", "--out", str(tmp_path / "none" / "out.json")]) == 1
+    shown = capsys.readouterr()
+    assert max(map(len, shown.out.splitlines())) <= 80
+    assert "can't write" in shown.err and "float16" in shown.out
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--device", "cuda", "--nproc", "99"]) == 1
+    assert "torch finds" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["selftest", "--nproc", "0"])
