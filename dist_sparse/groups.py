@@ -49,6 +49,7 @@ __all__ = [
     "reset_traffic",
     "set_timeout",
     "traffic",
+    "weights_are_on",
     "world_ranks",
 ]
 
@@ -143,6 +144,7 @@ class _Sent(threading.local):
 _sent = _Sent()
 _timeout = timedelta(seconds=600)
 _groups: dict[tuple[tuple[int, ...], str | None], tuple[Any, Group]] = {}
+_weights_device: torch.device | None = None
 
 
 def traffic() -> Traffic:
@@ -192,6 +194,14 @@ def set_timeout(seconds: float) -> None:
     _timeout = timedelta(seconds=seconds)
 
 
+def weights_are_on(device: torch.device) -> None:
+    """Note where this process has sharded weights: backends without CPU tensors send from there,
+    whatever the current device is."""
+    global _weights_device
+    if device.type != "cpu":
+        _weights_device = device
+
+
 def world_ranks() -> tuple[int, ...] | None:
     """Return all global ranks, or None when torch.distributed is not in use or the world is this
     process alone."""
@@ -204,6 +214,12 @@ def world_ranks() -> tuple[int, ...] | None:
 def rank_in(ranks: tuple[int, ...] | None) -> int:
     """Return this process's place among ``ranks``. Does not communicate."""
     return 0 if ranks is None or len(ranks) == 1 else ranks.index(dist.get_rank())
+
+
+def _bound_device() -> torch.device | None:
+    """Return the ``device_id`` that the world was initialized with, if any."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return getattr(world, "bound_device_id", None)
 
 
 class Group:
@@ -223,12 +239,22 @@ class Group:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
         self.process_group = self._group = process_group
-        backend = dist.get_backend(process_group) if process_group is not None else "gloo"
-        self.device = torch.device("cpu")
-        if "nccl" in backend:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        # "cpu:gloo,cuda:nccl": get_backend() is "undefined" for several.
+        config = "cpu:gloo" if process_group is None else dist.get_backend_config(process_group)
+        self._device_types = [each.split(":")[0] for each in config.split(",")]
         self._timeout = _timeout
         self._at = "before any agreement"
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages are sent from: the CPU if the backend takes its tensors, since most
+        messages are made there; otherwise the device of the weights."""
+        if "cpu" in self._device_types:
+            return torch.device("cpu")
+        # Found when used: the first group may be older than the tables, and than set_device().
+        return (
+            _bound_device() or _weights_device or torch.device("cuda", torch.cuda.current_device())
+        )
 
     def all_reduce(self, tensor: Tensor, rider: Rider | None = None) -> Tensor:
         """Return the sum over ranks. Collective over the group.
@@ -529,9 +555,12 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
     known = _groups.get((ranks, apart))
     # A destroyed and re-initialised world needs new groups.
     if known is None or known[0] is not parent:
-        backend = None if apart is None else "gloo"
         # Only the members of a smaller group make it: others need not know of it.
         apart_of_world = ranks != world_ranks()
+        # In a world bound to devices, NCCL would split a smaller group off the world's, which waits
+        # for all ranks of the world.
+        splits = apart_of_world and _bound_device() is not None
+        backend = "gloo" if splits or apart is not None else None
         made = dist.new_group(
             list(ranks), _timeout, backend, use_local_synchronization=apart_of_world
         )

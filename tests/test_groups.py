@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from dist_sparse import groups
 from dist_sparse.facts import explain_actions, explain_errors, explain_facts
 from dist_sparse.groups import Group, Parcels, Rider, agreeing, group_over, set_timeout, traffic
 
@@ -42,6 +45,63 @@ def test_nothing_is_sent_by_a_world_of_one() -> None:
 def test_invalid_timeouts(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"^Invalid seconds="):
         set_timeout(seconds)
+
+
+CUDA = torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "bound", "weights", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", CUDA, CUDA, "cpu"),
+        ("cpu:gloo,cuda:nccl", None, CUDA, "cpu"),
+        ("cuda:nccl", None, CUDA, "cuda:3"),
+        ("cuda:nccl", CUDA, torch.device("cpu"), "cuda:3"),
+    ],
+)
+def test_messages_are_sent_from_a_device_of_the_backend(
+    config: str,
+    bound: torch.device | None,
+    weights: torch.device,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(groups, "_bound_device", lambda: bound)
+    monkeypatch.setattr(groups, "_weights_device", None)
+    made: Any = object()
+    group = Group((0, 1), made)
+    # The first group is often older than the tables.
+    groups.weights_are_on(weights)
+    assert str(group.device) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bound", "backend"),
+    [((1, 2), CUDA, "gloo"), ((1, 2), None, None), ((0, 1, 2, 3), CUDA, None)],
+)
+def test_no_group_is_split_off_a_world_bound_to_devices(
+    ranks: tuple[int, ...],
+    bound: torch.device | None,
+    backend: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would wait for the ranks that are not in it."""
+    asked: list[Any] = []
+
+    def new_group(ranks: Any, timeout: Any, backend: Any, **options: Any) -> Any:
+        asked.append(backend)
+        return object()
+
+    monkeypatch.setattr(groups.dist, "new_group", new_group)
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(groups, "world_ranks", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(groups, "_bound_device", lambda: bound)
+    monkeypatch.setattr(groups, "_groups", {})
+    assert group_over(ranks).rank == 1 - ranks[0]
+    assert asked == [backend]
 
 
 def test_one_mistake_on_512_ranks_is_said_once() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.cuts import Decision, Owned, exchange_partials, return_decisions
+from dist_sparse.masking.device import sent
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
@@ -194,13 +195,13 @@ def _masks_of_small_tables(
 
 def _joint_masks(joint: JointScores, shards: Sequence[_SmallShard]) -> dict[int, NewMask]:
     """Return the new masks of shards that were scored together, by the place of their table."""
-    limits = [-1] * joint.sizes.numel()  # below every score: such a table loses nothing
+    limits = [-1] * len(joint.starts)  # below every score: such a table loses nothing
     for shard in shards:
         if shard.threshold.last != -1:
             limits[shard.number] = shard.threshold.bits
-    of_tables = torch.tensor(limits, dtype=torch.int32, device=joint.bits.device)
+    of_tables = sent(limits, joint.bits.device, torch.int32)
     gone = joint.bits <= of_tables[joint.tables()]
-    starts = (joint.sizes.cumsum(0) - joint.sizes).tolist()
+    starts = joint.starts
     for shard in shards:
         threshold, segment = shard.threshold, shard.segment
         if threshold.last is not None and threshold.last >= 0:
@@ -237,6 +238,8 @@ def _new_mask(
 
 def _dirty_rule(table: ScoredTable, threshold: Threshold) -> DirtyRule | None:
     """Return how to find removed blocks that are not zero yet; None if there are none."""
+    if _device_of([table]).type != "cpu":
+        return None  # all that is removed is written there, in one pass
     if not table.goal.shows_zeros:
         return _any_removed
     if table.cuts is not None:
@@ -286,7 +289,7 @@ def _mask_of_elements(
     height, grid = goal.block[0], grid_of(shard.rect, goal.block)
     slabs = {} if decision is None else decision.slabs
     kept = BitWriter(rect.numel, shard.tensor.device)
-    for start, stop in row_chunks(rect, goal.block):
+    for start, stop in row_chunks(rect, goal.block, shard.tensor.device):
         first = (rect.row + start) // height - grid.row
         bits = segment.rows(first, first - (start - stop) // height)
         chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)

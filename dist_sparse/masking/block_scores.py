@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.cuts import CutTable, Partials
+from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.scores import (
     BATCH,
     SMALL,
@@ -30,6 +31,7 @@ from dist_sparse.masking.scores import (
 from dist_sparse.masking.segments import (
     HISTOGRAM,
     KEPT,
+    NOT_FINITE,
     JointPart,
     JointScores,
     Segment,
@@ -38,10 +40,6 @@ from dist_sparse.masking.segments import (
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "ScoredTable", "cuts_of", "score_table", "score_tables"]
-
-# Scores to check and count at a time: few enough to be in the cache still, enough to make the
-# calls worth it.
-_COUNTED = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +121,19 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
     """:func:`score_table` of many tables, each with this rank in its group; small ones are scored
     together."""
     scored: dict[int, ScoredTable] = {}
+    unread: list[_Unread] = []
     for places in _batches(goals):
         if len(places) == 1:
             continue  # nothing to share a pass with
-        tables = _score_together([goals[i] for i in places], [ranks[i] for i in places])
+        tables = _score_together([goals[i] for i in places], [ranks[i] for i in places], unread)
         scored.update(zip(places, tables, strict=True))
     for i, goal in enumerate(goals):
         # In the order of the tables, as an error names the first.
         if i not in scored:
-            scored[i] = score_table(goal, ranks[i])
+            scored[i] = _score_table(goal, ranks[i], unread)
+    # One wait for the scores of all tables on an accelerator.
+    for each, counts in zip(unread, on_host([each.counts for each in unread]), strict=True):
+        each.read(counts)
     return [scored[i] for i in range(len(goals))]
 
 
@@ -146,24 +148,42 @@ def score_table(goal: Goal, rank: int) -> ScoredTable:
         ValueError: a score is not finite or is negative, or a block that loses only some elements
             is cut by a column border.
     """
+    [table] = score_tables([goal], [rank])
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class _Unread:
+    """Counts of scores that the host has not read yet.
+
+    Args:
+        counts: int64, of any shape, on any device.
+        read: takes them once they are in CPU memory; raises for scores that are refused.
+    """
+
+    counts: Tensor
+    read: Callable[[Tensor], None]
+
+
+def _score_table(goal: Goal, rank: int, unread: list[_Unread]) -> ScoredTable:
     table = ScoredTable(goal, cuts_of(goal))
     mine = set(goal.data.owned(rank))
     for shard in goal.data.shards:
         # A rank may hold two replicas of a shard.
         if shard.rect not in table.segments:
             counts = shard.rect in mine
-            table.segments[shard.rect] = _score_shard(table, shard, counts)
+            table.segments[shard.rect] = _score_shard(table, shard, counts, unread)
     return table
 
 
-def _score_shard(table: ScoredTable, shard: Shard, counts: bool) -> Segment:
+def _score_shard(table: ScoredTable, shard: Shard, counts: bool, unread: list[_Unread]) -> Segment:
     """Return the scores of a shard, and note in ``table`` what is known of its cut blocks."""
     goal, cuts = table.goal, table.cuts
     if goal.block == (1, 1):
         # Elements are scored again in each pass: to store the scores would take as much memory as
         # the weights.
         segment = _segment(goal, shard, counts, partial(_element_bits, goal, shard))
-        segment.first_histogram = _checked_histogram(goal, shard, segment)
+        _count_elements(goal, shard, segment, unread)
         return segment
     segment = _segment(goal, shard, counts)
     kept = table.kept_scores(shard.rect)
@@ -172,11 +192,11 @@ def _score_shard(table: ScoredTable, shard: Shard, counts: bool) -> Segment:
         kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
         kept.fill(segment)
     elif cuts is None:
-        _score_blocks(goal, shard, segment, None)
+        _score_blocks(goal, shard, segment, None, unread)
     else:
         known = cuts.partials(shard.rect, shard.tensor.device)
         table.partials[shard.rect] = known
-        _score_blocks(goal, shard, segment, known)
+        _score_blocks(goal, shard, segment, known, unread)
         _score_slabs(goal, shard, known)
     return segment
 
@@ -269,21 +289,17 @@ def _batch_key(goal: Goal) -> Hashable:
     )
 
 
-def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
+def _score_together(
+    goals: Sequence[Goal], ranks: Sequence[int], unread: list[_Unread]
+) -> list[ScoredTable]:
     shards = [goal.data.shards[0] for goal in goals]
     width, block = goals[0].data.shape[1], goals[0].block
     batch = Batch.of(shards, width, block, [goal.measure for goal in goals])
-    if not _fine(batch.scores):
-        # One of them raises, with the name of its table.
-        for i, goal in enumerate(goals):
-            _check(goal, shards[i], batch.part(i), shards[i].rect.row)
     bits = batch.scores.view(torch.int32)
+    extremes = _extremes(bits)
     # Rows between the shards are no blocks of any table.
     bits.index_fill_(0, batch.gaps, KEPT)
-    ends = torch.tensor([*batch.starts[1:], bits.shape[0]])
-    sizes = (ends - torch.tensor(batch.starts)) * bits.shape[1]
-    joint = JointScores(bits.view(-1), sizes.to(bits.device))
-    histograms = joint.first_histograms().cpu()
+    joint = JointScores(bits.view(-1), [start * bits.shape[1] for start in batch.starts])
     # The same for all: they are on the same columns.
     columns = _segment(goals[0], shards[0], True).col_ids
     tables = []
@@ -291,31 +307,92 @@ def _score_together(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredT
         counts = shard.rect in goal.data.owned(ranks[i])
         segment = Segment(shard.rect.row, columns, goal.grid.cols, counts=counts)
         segment.add(bits[batch.starts[i] : batch.starts[i] + batch.rows[i]])
-        segment.first_histogram = histograms[i]
         segment.joint = JointPart(joint, i)
         tables.append(ScoredTable(goal, None, {shard.rect: segment}))
+
+    def read(counts: Tensor) -> None:
+        if _refused(extremes=counts[-2:]):
+            # One of them raises, with the name of its table.
+            for goal, shard in zip(goals, shards, strict=True):
+                _find_refused(goal, shard)
+        histograms = counts[:-2].view(-1, HISTOGRAM)
+        for table, histogram in zip(tables, histograms, strict=True):
+            [segment] = table.segments.values()
+            segment.first_histogram = histogram
+
+    unread.append(_Unread(torch.cat([joint.first_histograms().flatten(), extremes]), read))
     return tables
 
 
-def _score_blocks(goal: Goal, shard: Shard, segment: Segment, cut: Partials | None) -> None:
+class _CounterOnCpu:
+    """Checks and counts the scores of a shard while they are in the cache."""
+
+    def __init__(self, goal: Goal, shard: Shard) -> None:
+        self._goal, self._shard = goal, shard
+        self._histogram = torch.zeros(HISTOGRAM, dtype=torch.int64)
+        self._scratch = torch.empty(0, dtype=torch.int32)
+
+    def check(self, scores: Tensor, first: int) -> None:
+        """Refuse scores that are not finite or negative, float32 ``(block rows, block columns)``
+        from the shard's block row ``first`` on."""
+        _check(self._goal, self._shard, scores, first)
+
+    def count(self, bits: Tensor) -> None:
+        """Count scores, int32 ``(n,)``."""
+        # Reused: most pieces are as large as the first.
+        if self._scratch.numel() < bits.numel():
+            self._scratch = torch.empty_like(bits)
+        self._histogram += first_histogram(bits, self._scratch)
+
+    def close(self, segment: Segment, unread: list[_Unread]) -> None:
+        """Note what was counted."""
+        segment.first_histogram = self._histogram
+
+
+class _CounterOnAccelerator:
+    """A :class:`_CounterOnCpu` that does not wait for the device: what it finds is left unread."""
+
+    def __init__(self, goal: Goal, shard: Shard) -> None:
+        self._goal, self._shard = goal, shard
+        device = shard.tensor.device
+        self._histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
+        self._extremes: list[Tensor] = []
+
+    def check(self, scores: Tensor, first: int) -> None:
+        self._extremes.append(_extremes(scores.view(torch.int32)))
+
+    def count(self, bits: Tensor) -> None:
+        self._histogram += first_histogram(bits)
+
+    def close(self, segment: Segment, unread: list[_Unread]) -> None:
+        def read(counts: Tensor) -> None:
+            if _refused(extremes=counts[HISTOGRAM:]):
+                _find_refused(self._goal, self._shard)
+            segment.first_histogram = counts[:HISTOGRAM]
+
+        unread.append(_Unread(torch.cat([self._histogram, *self._extremes]), read))
+
+
+def _counter(goal: Goal, shard: Shard) -> _CounterOnCpu | _CounterOnAccelerator:
+    return (_CounterOnCpu if shard.tensor.is_cpu else _CounterOnAccelerator)(goal, shard)
+
+
+def _score_blocks(
+    goal: Goal, shard: Shard, segment: Segment, cut: Partials | None, unread: list[_Unread]
+) -> None:
     """Fill ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and ``cut``
     with the partial sums of those."""
-    grid = grid_of(shard.rect, goal.block)
-    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=shard.tensor.device)
-    scratch = torch.empty(0, dtype=torch.int32, device=shard.tensor.device)
+    counter = _counter(goal, shard)
     for first, piece in _score_pieces(goal, shard, segment.col_ids, cut):
-        _check(goal, shard, piece, grid.row + first)
+        counter.check(piece, first)
         bits = piece.view(torch.int32)
         if cut is not None:
             if cut.cuts_all:
                 continue  # the segment stays empty until the decision
             cut.mark(bits, first)
-        # Reused: most pieces are as large as the first.
-        if scratch.numel() < bits.numel():
-            scratch = torch.empty_like(bits).view(-1)
-        histogram += first_histogram(bits.view(-1), scratch)
+        counter.count(bits.view(-1))
         segment.add(bits)
-    segment.first_histogram = histogram
+    counter.close(segment, unread)
 
 
 def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
@@ -336,13 +413,14 @@ def _score_pieces(
     grid, shape = grid_of(shard.rect, goal.block), goal.data.shape
     widths = block_widths(shape, goal.block, columns)
     waiting: list[Tensor] = []
+    least = pieces_on(shard.tensor.device).scores
     start = 0
     for first, sums in block_sums(shard.tensor, shard.rect, goal.block, goal.measure):
         last = first + sums.shape[0]
         if cut is not None:
             cut.note(first, sums)
         waiting.append(to_scores(sums, grid.row + first, widths, shape, goal.block))
-        if (last - start) * grid.cols >= _COUNTED or last == grid.rows:
+        if (last - start) * grid.cols >= least or last == grid.rows:
             yield start, waiting[0] if len(waiting) == 1 else torch.cat(waiting)
             waiting, start = [], last
 
@@ -350,7 +428,7 @@ def _score_pieces(
 def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     """Return the scores of a shard that no border cuts, in one piece, and their histogram."""
     segment = _segment(goal, shard, True)
-    _score_blocks(goal, shard, segment, None)
+    _score_blocks(goal, shard, segment, None, [])  # on a CPU, where nothing is left to be read
     return torch.cat([bits for _, bits in segment.pieces()]), segment.histogram()
 
 
@@ -360,23 +438,41 @@ def _element_bits(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
         yield first * shard.rect.cols, sums.to(torch.float32).view(torch.int32).flatten()
 
 
-def _checked_histogram(goal: Goal, shard: Shard, segment: Segment) -> Tensor:
-    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=shard.tensor.device)
+def _count_elements(goal: Goal, shard: Shard, segment: Segment, unread: list[_Unread]) -> None:
+    """Check and count scores that are computed again in each pass."""
+    counter = _counter(goal, shard)
+    cols = segment.col_ids.numel()
     for start, bits in segment.chunks():
-        scores = bits.view(torch.float32).view(-1, shard.rect.cols)
-        _check(goal, shard, scores, shard.rect.row + start // shard.rect.cols)
-        histogram += first_histogram(bits)
-    return histogram
+        counter.check(bits.view(torch.float32).view(-1, cols), start // cols)
+        counter.count(bits)
+    counter.close(segment, unread)
 
 
-def _check(goal: Goal, shard: Shard, scores: Tensor, first_row: int) -> None:
+def _extremes(bits: Tensor) -> Tensor:
+    """Return the least and the largest of some scores as integers, int64 ``(2,)``."""
+    return torch.stack(bits.aminmax()).to(torch.int64)
+
+
+def _refused(extremes: Tensor) -> bool:
+    """Return whether a score is negative or not finite."""
+    return bool(((extremes < 0) | (extremes >= NOT_FINITE)).any())
+
+
+def _find_refused(goal: Goal, shard: Shard) -> None:
+    """Score a shard again, to name the first score that is refused."""
+    columns = _segment(goal, shard, True).col_ids
+    for first, scores in _score_pieces(goal, shard, columns, None):
+        _check(goal, shard, scores, first)
+
+
+def _check(goal: Goal, shard: Shard, scores: Tensor, first: int) -> None:
     """Refuse scores that are not finite or negative; ``scores`` ``(block rows, block columns)``
-    from block row ``first_row``."""
+    from the shard's block row ``first`` on."""
     if _fine(scores):
         return
     i, j = (~((scores >= 0) & (scores < torch.inf))).nonzero()[0].tolist()
-    row = (first_row + i) * goal.block[0]
-    col = (grid_of(shard.rect, goal.block).col + j) * goal.block[1]
+    grid = grid_of(shard.rect, goal.block)
+    row, col = (grid.row + first + i) * goal.block[0], (grid.col + j) * goal.block[1]
     raise ValueError(
         f"Table {goal.data.name!r}: the block at row {row}, column {col} scores"
         f" {float(scores[i, j])}; scores must be finite and not negative, so no mask was changed."

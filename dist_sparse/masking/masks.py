@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
 __all__ = [
@@ -32,9 +33,6 @@ __all__ = [
 
 # Bytes whose bits Python counts sooner than torch makes its first call.
 _FEW = 1 << 8
-
-# Elements expanded at a time.
-_CHUNK = 1 << 20
 
 # Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much.
 _WRITTEN = 1 << 15
@@ -101,12 +99,12 @@ def count_bits(packed: Tensor) -> int:
     """Return how many bits of ``packed`` (uint8, any length) are 1."""
     if packed.numel() <= _FEW:
         return int.from_bytes(packed.tolist()).bit_count()
-    total = 0
-    for part in torch.split(packed, _CHUNK):
+    total = torch.zeros((), dtype=torch.int64, device=packed.device)
+    for part in torch.split(packed, pieces_on(packed.device).flags):
         pairs = part - ((part >> 1) & 0x55)
         fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-        total += int(((fours + (fours >> 4)) & 0x0F).sum())
-    return total
+        total += ((fours + (fours >> 4)) & 0x0F).sum()
+    return int(total)
 
 
 def positions(packed: Tensor) -> Tensor:
@@ -192,13 +190,21 @@ class BlockMask:
         """Number of blocks that touch the shard."""
         return self.grid.blocks
 
+    @property
+    def _at_once(self) -> int:
+        """Flags expanded at a time."""
+        return pieces_on(self.bits.device).flags
+
     @cached_property
     def removes(self) -> bool:
         """Whether anything is removed. Computed once: masks are replaced, not edited."""
+        return bool(self._any_removed())
+
+    def _any_removed(self) -> Tensor:
+        """Return whether anything is removed, as a bool scalar on the device of the mask."""
         whole, rest = divmod(self.blocks, 8)
-        return bool((self.bits[:whole] != 0xFF).any()) or (
-            rest > 0 and int(self.bits[whole]) != (1 << rest) - 1
-        )
+        found = (self.bits[:whole] != 0xFF).any()
+        return found | (self.bits[whole] != (1 << rest) - 1) if rest else found
 
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
         """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``;
@@ -211,9 +217,10 @@ class BlockMask:
             last - first, self.grid.cols
         )
 
-    def row_chunks(self, most: int = _CHUNK) -> Iterator[tuple[int, int]]:
-        """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks, for
-        :meth:`flags`."""
+    def row_chunks(self, most: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks (None: as many
+        as are quick on the device), for :meth:`flags`."""
+        most = self._at_once if most is None else most
         step = max(8, most // max(1, self.grid.cols) // 8 * 8)
         for first in range(0, self.grid.rows, step):
             yield first, min(first + step, self.grid.rows)
@@ -239,13 +246,13 @@ class BlockMask:
                 return
             # Every row is the same, however many there are.
             kept = self._over_columns(self.flags())
-            step = max(1, _CHUNK // self.rect.cols)
+            step = max(1, self._at_once // self.rect.cols)
             for top in range(0, self.rect.rows, step):
                 rows = slice(top, min(top + step, self.rect.rows))
                 yield rows, kept.expand(rows.stop - top, -1)
             return
         height, cols = self.block[0], self.grid.cols
-        for first, last in self.row_chunks(_CHUNK // (height * self.block[1])):
+        for first, last in self.row_chunks(self._at_once // (height * self.block[1])):
             part = self.bits[first * cols // 8 : -(-last * cols // 8)]
             if only_removing and bool((part == 0xFF).all()):
                 continue
@@ -284,7 +291,7 @@ class BlockMask:
         cols = self.grid.cols
         width = 1 if cols == 1 else self.block[1]
         # Whole bytes of bits.
-        step = max(1, _CHUNK // max(1, self.rect.cols) // 8) * 8
+        step = max(1, self._at_once // max(1, self.rect.cols) // 8) * 8
         for first in range(0, self.rect.rows, step):
             part = live[first : first + step].view(word)
             at = self.bits[first * cols // 8 : -(-(first + len(part)) * cols // 8)].to(torch.int32)
@@ -319,10 +326,16 @@ class BlockMask:
     ) -> None:
         """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small
         masks are looked up at once."""
+        _learn_removes([mask for mask, *_ in changes])
         together: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
         size = 0
         for change in changes:
             mask, tensor, before, dirty = change
+            if not tensor.is_cpu:
+                # To find what is to be written would wait for the device.
+                if mask.removes and mask is not before:
+                    mask.apply_(tensor)
+                continue
             if not mask._is_small(tensor, before):
                 mask.apply_changed_(tensor, before, dirty)
                 continue
@@ -355,10 +368,10 @@ class BlockMask:
         """Write zero to the blocks whose bit is set in ``gone``."""
         # Autograd must not see the writes: a forward may be waiting for its backward.
         live = tensor.data
-        by_rows = self._rows_of_blocks(live)
+        by_rows = self._rows_of_blocks(live) if live.is_cpu else None
         if by_rows is None:
             others = BlockMask(self.rect, self.block, ~gone)
-            for rows, kept in others.element_chunks(only_removing=True):
+            for rows, kept in others.element_chunks(only_removing=live.is_cpu):
                 live[rows].masked_fill_(~kept, 0)
             return
         by_block = wide(by_rows)
@@ -457,6 +470,15 @@ class BlockMask:
         if word is not None:
             return self.bits.view(word) == 0
         return self.bits.view(-1, size).amax(1) == 0
+
+
+def _learn_removes(masks: Sequence[BlockMask]) -> None:
+    """Read :attr:`BlockMask.removes` of all masks on an accelerator, with one wait."""
+    away = [mask for mask in masks if not mask.bits.is_cpu and "removes" not in vars(mask)]
+    flags = [mask._any_removed().view(1) for mask in away]
+    for mask, removes in zip(away, on_host(flags), strict=True):
+        # Where cached_property keeps it.
+        vars(mask)["removes"] = bool(removes)
 
 
 def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dist_sparse.masking.device import pieces_on, sent
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 __all__ = [
@@ -59,17 +60,6 @@ class WeightedSquares:
 Measure = (
     Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
 )
-
-# Most elements scored at a time: 8 MiB of float64, about what the last-level cache of one core
-# keeps.
-CHUNK_ELEMENTS = 1 << 20
-
-# Fewest elements scored at a time, unless the shard has fewer.
-_LEAST_CHUNK = 1 << 18
-
-# A shard is scored in so many chunks: the first one writes into fresh memory, whose pages are
-# mapped in while it does, which takes longer than scoring.
-_CHUNKS = 8
 
 # Up to this width, adding strided slices is faster than a reduction over the last dimension.
 _FEW = 16
@@ -124,7 +114,7 @@ def block_sums(
     """
     grid = grid_of(rect, block)
     buffer = folded = torch.empty(0, dtype=torch.float64, device=tensor.device)
-    for start, stop in row_chunks(rect, block):
+    for start, stop in row_chunks(rect, block, tensor.device):
         height = min(block[0], stop - start)
         total: Tensor | None = None
         # A tall block, which is alone in its chunk, is summed in pieces.
@@ -144,16 +134,17 @@ def block_sums(
         yield (rect.row + start) // block[0] - grid.row, total
 
 
-def row_chunks(rect: Rect, block: Block) -> Iterator[tuple[int, int]]:
-    """The shard's rows in chunks ``[start, stop)`` of whole block rows, of at most about
-    CHUNK_ELEMENTS elements.
+def row_chunks(rect: Rect, block: Block, device: torch.device) -> Iterator[tuple[int, int]]:
+    """The shard's rows in chunks ``[start, stop)`` of whole block rows, as large as is quick on the
+    device.
 
     A block row that is not whole (cut by the shard's border, or the last of the table) makes a
     chunk of its own, and so does a tall one.
     """
     if rect.numel == 0:
         return
-    elements = min(CHUNK_ELEMENTS, max(_LEAST_CHUNK, rect.numel // _CHUNKS))
+    sizes = pieces_on(device)
+    elements = min(sizes.elements, max(sizes.least, rect.numel // sizes.chunks))
     per_chunk = block[0]
     if block[0] <= _LONG:
         per_chunk *= max(1, elements // (rect.cols * block[0]))
@@ -328,7 +319,7 @@ class Batch:
             scores.append(to_scores(sums, start, widths, (at, width), block))
         together = scores[0] if len(scores) == 1 else torch.cat(scores)
         heights = [shard.rect.rows for shard in shards]
-        return Batch(together, starts, heights, torch.tensor(gaps, dtype=torch.int64).to(device))
+        return Batch(together, starts, heights, sent(gaps, device))
 
     def part(self, i: int) -> Tensor:
         """Return the scores of one shard, a view ``(rows, block columns)``."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from dist_sparse.masking.device import count_each, sent
 from dist_sparse.masking.masks import pack, positions
 from dist_sparse.records import LEADING_SHIFT
 
@@ -122,6 +124,11 @@ class Segment:
         yield from zip(self._starts, self._pieces, strict=True)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the host reads scores without waiting for a device."""
+        return self.col_ids.is_cpu
+
+    @property
     def blocks(self) -> int:
         """Number of scores added."""
         return self._rows * self.col_ids.numel()
@@ -157,6 +164,10 @@ class Segment:
         rows = positions // cols + self.first_row
         return rows * self.grid_cols + self.col_ids[positions % cols]
 
+    def ids_from(self, start: int, count: int) -> Tensor:
+        """Global block indices of ``count`` blocks from a flat position on, int64 ``(count,)``."""
+        return self.ids(torch.arange(start, start + count, device=self.col_ids.device))
+
     def find_tied(self, threshold: int) -> None:
         """Set ``tied`` to the positions of the scores that are exactly ``threshold``."""
         near = None if self.index is None else self.index.within(threshold, threshold)
@@ -185,24 +196,32 @@ class JointScores:
 
     Args:
         bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
-        sizes: number of scores of each table, int64 ``(tables,)``.
+        starts: where the scores of each table begin.
     """
 
     bits: Tensor
-    sizes: Tensor
+    starts: list[int]
+
+    @cached_property
+    def _sizes(self) -> Tensor:
+        """Number of scores of each table, int64 ``(tables,)``."""
+        ends = [*self.starts[1:], self.bits.numel()]
+        sizes = [end - start for start, end in zip(self.starts, ends, strict=True)]
+        return sent(sizes, self.bits.device)
 
     def tables(self) -> Tensor:
         """The number of the table of each score, int64 ``(scores,)``. Not kept: it is twice as
         large as the scores."""
-        numbers = torch.arange(self.sizes.numel(), device=self.bits.device)
-        return numbers.repeat_interleave(self.sizes, output_size=self.bits.numel())
+        numbers = torch.arange(len(self.starts), device=self.bits.device)
+        return numbers.repeat_interleave(self._sizes, output_size=self.bits.numel())
 
     def first_histograms(self) -> Tensor:
         """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
         # Bucket 0 for zeros, 1 + leading bits for others.
         leading = torch.bitwise_right_shift(self.bits, LEADING_SHIFT).add_(1).mul_(self.bits != 0)
+        leading.clamp_(min=0)  # a score that is refused later must count somewhere
         at = self.tables().mul_(HISTOGRAM).add_(leading)
-        counts = torch.bincount(at, minlength=self.sizes.numel() * HISTOGRAM).view(-1, HISTOGRAM)
+        counts = _bincount(at, len(self.starts) * HISTOGRAM).view(-1, HISTOGRAM)
         counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
         return counts
 
@@ -212,17 +231,26 @@ class JointScores:
         """Return, for the given tables, how many of their scores other than 0 that have the prefix
         (all bits from ``before`` on) fall into each bucket of the next bits: int64
         ``(len(numbers), buckets)``."""
-        device, count = self.bits.device, self.sizes.numel()
+        device = self.bits.device
         # By table: the prefix (no score has -1), and its row in the result.
-        wanted = torch.full((count,), -1, dtype=torch.int32)
-        wanted[numbers] = torch.tensor(prefixes, dtype=torch.int32)
-        place = torch.zeros(count, dtype=torch.int64)
-        place[numbers] = torch.arange(len(numbers))
-        tables = self.tables()
-        inside = ((self.bits >> before) == wanted.to(device)[tables]) & (self.bits != 0)
-        next_bits = (self.bits[inside] >> shift) & (buckets - 1)
-        at = place.to(device)[tables[inside]] * buckets + next_bits
-        return torch.bincount(at, minlength=len(numbers) * buckets).view(-1, buckets)
+        wanted, place = [-1] * len(self.starts), [0] * len(self.starts)
+        for row, (number, prefix) in enumerate(zip(numbers, prefixes, strict=True)):
+            wanted[number], place[number] = prefix, row
+        tables, bits = self.tables(), self.bits
+        inside = ((bits >> before) == sent(wanted, device, torch.int32)[tables]) & (bits != 0)
+        if bits.is_cpu:
+            tables, bits = tables[inside], bits[inside]
+        at = sent(place, device)[tables] * buckets + ((bits >> shift) & (buckets - 1))
+        wanted_here = None if bits.is_cpu else inside
+        return _bincount(at, len(numbers) * buckets, wanted_here).view(-1, buckets)
+
+
+def _bincount(at: Tensor, buckets: int, wanted: Tensor | None = None) -> Tensor:
+    """Return torch.bincount of many buckets, of the ``wanted`` (None: all), on any device."""
+    if at.is_cpu:
+        return torch.bincount(at if wanted is None else at[wanted], minlength=buckets)
+    ones = torch.ones_like(at) if wanted is None else wanted.to(torch.int64)
+    return torch.zeros(buckets, dtype=torch.int64, device=at.device).index_add_(0, at, ones)
 
 
 def bucket_counts(bits: Tensor, shift: int, buckets: int) -> Tensor:
@@ -232,8 +260,9 @@ def bucket_counts(bits: Tensor, shift: int, buckets: int) -> Tensor:
 
 
 def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Return the first round's histogram of finite scores, int64 ``(HISTOGRAM,)``: the number of
-    zeros, then other scores by leading bits. A scorer may sum it while the chunk is in the cache.
+    """Return the first round's histogram of finite scores, int64 ``(HISTOGRAM,)`` on their device:
+    the number of zeros, then other scores by leading bits. A scorer may sum it while the chunk is
+    in the cache.
 
     Zeros are apart because removed blocks score 0: a threshold among them is found at once.
 
@@ -242,17 +271,19 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
         scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are
             kept would leave holes in the heap.
     """
+    if not bits.is_cpu:
+        leading = (bits >> LEADING_SHIFT).bitwise_and_(LEADING_BUCKETS - 1).add_(bits != 0)
+        return count_each(leading, HISTOGRAM)
     out = None if scratch is None else scratch[: bits.numel()]
     leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
     copies = 1
-    if bits.is_cpu and bits.numel() % 64 == 0:
+    if bits.numel() % 64 == 0:
         # Adding to the same bucket twice in a row is slow: neighbours count in different copies.
         copies = 4
         lanes = torch.arange(64, dtype=torch.int32).remainder_(copies).mul_(LEADING_BUCKETS)
         leading.view(-1, 64).add_(lanes)
     counts = torch.bincount(leading, minlength=copies * LEADING_BUCKETS)
     counts = counts.view(copies, LEADING_BUCKETS).sum(0)
-    # A tensor, not a number: no host sync on a GPU.
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
     return torch.cat([zeros, counts])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
+from dist_sparse.masking.device import count_within, on_host
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import (
     HISTOGRAM,
@@ -123,7 +124,8 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
         if search.inside <= _CHUNK:
             # Once, for up to three rounds and for the masks.
             for segment in table.segments:
-                segment.find_tied(bits)
+                if segment.on_cpu:
+                    segment.find_tied(bits)
         if search.holders > 1 or table.spread_replicas:
             counted = [segment for segment in table.segments if segment.counts]
             over_ranks.append(_TieSearch(search, counted))
@@ -131,10 +133,9 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
             # One rank owns all that tie. It, and any replica of it, sees them all and finds the
             # order alone; the others see none, and remove none.
             alone.append(_TieSearch(search, table.segments))
-    for ties in alone:
-        _narrow([ties], _index_rounds(ties.scores.table.blocks), _of_this_rank)
-    most = max((ties.scores.table.blocks for ties in over_ranks), default=1)
-    _narrow(over_ranks, _index_rounds(most), group.all_reduce)
+    for searches, reduce in ((alone, _of_this_rank), (over_ranks, group.all_reduce)):
+        most = max((ties.scores.table.blocks for ties in searches), default=1)
+        _narrow(searches, _index_rounds(most), reduce)
     for ties in [*alone, *over_ranks]:
         ties.scores.last_index = ties.last
 
@@ -149,6 +150,7 @@ class _Search:
 
     Args:
         wanted: number of keys wanted.
+        segments: where this rank's keys are.
 
     Attributes:
         last: the largest key that is removed, once found.
@@ -162,28 +164,55 @@ class _Search:
         joint: where the keys are stored if they share a tensor with those of other tables.
     """
 
-    def __init__(self, wanted: int) -> None:
+    def __init__(self, wanted: int, segments: Sequence[Segment]) -> None:
         self.left, self.last, self.inside, self.holders, self.below = wanted, 0, 0, 0, 0
+        self._segments = segments
         self.done = False
         self.prefix = 0
         self.shift: int | None = None
         self.joint: JointPart | None = None
         self._few: list[Tensor] | None = None
 
-    def keys(self) -> Iterator[Tensor]:
-        """Yield this rank's keys in chunks; called once per round until few enough are left to be
-        stored."""
+    def keys(self, segment: Segment) -> Iterator[Tensor]:
+        """Yield the keys in a segment on a CPU, in chunks; called once per round until few enough
+        are left to be stored."""
         raise NotImplementedError
 
-    def histogram(self, shift: int, buckets: int) -> Tensor:
-        """Return how many keys that have the prefix fall into each bucket of the next bits, int64
-        ``(buckets,)`` on the CPU."""
+    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
+        """Yield numbers in a segment on an accelerator, in chunks, negative where they are no key:
+        to leave these out would wait for the device."""
+        raise NotImplementedError
+
+    def histogram(self, shift: int, buckets: int) -> list[Tensor]:
+        """Return how many keys that have the prefix fall into each bucket of the next bits, as
+        parts to be added up: int64 ``(buckets,)``, each on the device of its keys."""
+        parts = [self._count_on_cpu(shift, buckets)]
+        for segment in self._segments:
+            if not segment.on_cpu:
+                parts += self._count_on_device(segment, shift, buckets)
+        return parts
+
+    def _count_on_device(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
+        low = 0 if self.shift is None else self.prefix << self.shift
+        total: Tensor | None = None
+        for keys in self.keys_on_device(segment):
+            counts = count_within(keys, low, shift, buckets)
+            total = counts if total is None else total.add_(counts)
+        if total is not None:
+            yield total
+
+    def _keys_on_cpu(self) -> Iterator[Tensor]:
+        for segment in self._segments:
+            if segment.on_cpu:
+                yield from self.keys(segment)
+
+    def _count_on_cpu(self, shift: int, buckets: int) -> Tensor:
         counts = torch.zeros(buckets, dtype=torch.int64)
         few: list[Tensor] | None = None if self._few else []
         seen = found = 0
-        for chunk in self._few or self.keys():
+        for chunk in self._few or self._keys_on_cpu():
             inside = self._with_prefix(chunk)
-            counts += bucket_counts(inside, shift, buckets).cpu()
+            counts += bucket_counts(inside, shift, buckets)
             seen, found = seen + chunk.numel(), found + inside.numel()
             if found * 8 > max(seen, _CHUNK):
                 few = None  # storing them would take too much memory
@@ -223,22 +252,26 @@ class _ScoreSearch(_Search):
     """
 
     def __init__(self, table: Candidates) -> None:
-        super().__init__(table.k)
+        self.counted = [segment for segment in table.segments if segment.counts]
+        super().__init__(table.k, self.counted)
         self.table = table
         self.last_index: int | None = None
         self.first_counts: Tensor | None = None
-        self.counted = [segment for segment in table.segments if segment.counts]
         self._index: Index | None = None
         # Of several segments the counts must be added up: they are read in chunks.
         if len(self.counted) == 1:
             self.joint, self._index = self.counted[0].joint, self.counted[0].index
 
-    def keys(self) -> Iterator[Tensor]:
-        for segment in self.counted:
-            for _, bits in segment.chunks():
-                yield bits
+    def keys(self, segment: Segment) -> Iterator[Tensor]:
+        for _, bits in segment.chunks():
+            yield bits
 
-    def histogram(self, shift: int, buckets: int) -> Tensor:
+    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
+        for _, bits in segment.chunks():
+            # Zeros have had a bucket of their own in the first round.
+            yield bits.masked_fill(bits == 0, -1) if self.prefix == 0 else bits
+
+    def histogram(self, shift: int, buckets: int) -> list[Tensor]:
         """As :meth:`_Search.histogram`; in the first round with one more bucket in front, for
         zeros."""
         if self.shift is None:
@@ -246,18 +279,23 @@ class _ScoreSearch(_Search):
         if self._index is not None:
             known = self._index.counts(self.prefix, self.shift, shift, buckets)
             if known is not None:
-                return known
+                return [known]
         return super().histogram(shift, buckets)
 
-    def _first_histogram(self) -> Tensor:
+    def _first_histogram(self) -> list[Tensor]:
         if self.joint is not None:
-            return self.counted[0].histogram()  # leaves KEPT out already
-        counts = torch.zeros(HISTOGRAM, dtype=torch.int64)
+            return [self.counted[0].histogram()]  # leaves KEPT out already
+        parts = [torch.zeros(HISTOGRAM, dtype=torch.int64)]
         for segment in self.counted:
-            counts += segment.histogram().cpu()
-        # Something else decides about these blocks.
-        counts[1 + (KEPT >> LEADING_SHIFT)] = 0
-        return counts
+            counts = segment.histogram()
+            if counts.is_cpu:
+                parts[0] += counts
+            else:
+                parts.append(counts)
+        for counts in parts:
+            # Something else decides about these blocks.
+            counts[1 + (KEPT >> LEADING_SHIFT)] = 0
+        return parts
 
     def _with_prefix(self, keys: Tensor) -> Tensor:
         inside = super()._with_prefix(keys)
@@ -296,18 +334,22 @@ class _TieSearch(_Search):
         segments: where to look for ties.
     """
 
-    def __init__(self, scores: _ScoreSearch, segments: Iterable[Segment]) -> None:
-        super().__init__(scores.left)
-        self.scores, self._segments = scores, segments
+    def __init__(self, scores: _ScoreSearch, segments: Sequence[Segment]) -> None:
+        super().__init__(scores.left, segments)
+        self.scores = scores
 
-    def keys(self) -> Iterator[Tensor]:
+    def keys(self, segment: Segment) -> Iterator[Tensor]:
         """Yield the global indices of the tied blocks."""
-        for segment in self._segments:
-            if segment.tied is not None:
-                yield segment.ids(segment.tied)
-                continue
-            for start, bits in segment.chunks():
-                yield segment.ids((bits == self.scores.last).nonzero().flatten() + start)
+        if segment.tied is not None:
+            yield segment.ids(segment.tied)
+            return
+        for start, bits in segment.chunks():
+            yield segment.ids((bits == self.scores.last).nonzero().flatten() + start)
+
+    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
+        for start, bits in segment.chunks():
+            ids = segment.ids_from(start, bits.numel())
+            yield ids.masked_fill_(bits != self.scores.last, -1)
 
 
 def _narrow(
@@ -360,21 +402,25 @@ def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor
     pass."""
     before = searches[0].shift  # the same for all: they are in the same round
     joint: dict[JointScores, dict[int, int]] = {}
-    rows: list[Tensor] = []
+    places: list[int] = []
+    parts: list[Tensor] = []
     for i, search in enumerate(searches):
         if search.joint is None or before is None:
-            rows.append(search.histogram(shift, buckets))
+            found = search.histogram(shift, buckets)
+            places += [i] * len(found)
+            parts += found
         else:
-            rows.append(torch.empty(buckets, dtype=torch.int64))
             joint.setdefault(search.joint.scores, {})[i] = search.joint.number
-    counts = torch.stack(rows)
-    # One pass over the scores of many small tables, which fills their rows.
+    # One pass over the scores of many small tables.
     for scores, numbers in joint.items():
         assert before is not None
         prefixes = [searches[i].prefix for i in numbers]
-        found = scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
-        counts[[*numbers]] = found.cpu()
-    return counts
+        places += numbers
+        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets).unbind()
+    rows: dict[int, Tensor] = {}
+    for i, part in zip(places, on_host(parts), strict=True):
+        rows[i] = rows[i] + part if i in rows else part
+    return torch.stack([rows[i] for i in range(len(searches))])
 
 
 def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:

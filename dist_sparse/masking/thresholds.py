@@ -51,6 +51,10 @@ class Threshold:
     def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
         """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of
         ``segment``."""
+        if not segment.on_cpu and self.last is not None:
+            # To look for ties would wait for the device.
+            ids = segment.ids_from(start, bits.numel())
+            return (bits < self.bits) | ((bits == self.bits) & (ids <= self.last))
         removed = bits <= self.bits
         if self.last is not None:
             # Few blocks tie, so only their indices are compared.

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import Facts, Group, Rider, group_over, world_ranks
+from dist_sparse.groups import Facts, Group, Rider, group_over, weights_are_on, world_ranks
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers import stats
@@ -210,6 +210,9 @@ class BaseDataSparsifier(abc.ABC):
             # Not model_source(), which would walk the model once more.
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
+            for data in located:
+                for shard in data.shards:
+                    weights_are_on(shard.tensor.device)
             self.masks.tables.check_new(located, self.masks.plain.tensors())
             # All is checked before anything is registered.
             rules = _rules(config or {}, self.defaults)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Replica
+from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
@@ -30,9 +31,8 @@ __all__ = [
 _ROWS, _COLS = 0x51, 0xC3
 # Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
 _MIX = 0x1E3779B97F4A7C15
-# Blocks, and bytes, at a time: temporary tensors of int64 stay small.
+# Blocks at a time: temporary tensors of int64 stay small.
 _STEP = 1 << 16
-_HASHED = 1 << 22
 
 
 def mask_hash(mask: BlockMask) -> int:
@@ -52,16 +52,22 @@ def element_counts(mask: BlockMask) -> int:
 
 
 def hash_tensor(tensor: Tensor) -> int:
-    """Return a 64-bit hash of the bytes of ``tensor``, in row-major order.
+    """Return a 64-bit hash of the bytes of ``tensor``, in row-major order."""
+    return int(_hashed(tensor)) % (1 << 64)
+
+
+def _hashed(tensor: Tensor) -> Tensor:
+    """Return :func:`hash_tensor` modulo 2**64, an int64 scalar on the device of ``tensor``.
 
     Each word is mixed with its position by steps that can be undone, so a change of one word always
     changes the sum; and not linearly, so that changes which cancel as numbers do not cancel here.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     # The length counts: zeros at the end would change nothing else.
-    total = raw.numel()
-    for start in range(0, raw.numel(), _HASHED):
-        part = raw[start : start + _HASHED]
+    total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
+    step = pieces_on(raw.device).hashed
+    for start in range(0, raw.numel(), step):
+        part = raw[start : start + step]
         if rest := -part.numel() % 8:
             part = torch.cat([part, part.new_zeros(rest)])
         if part.storage_offset() % 8:
@@ -74,8 +80,9 @@ def hash_tensor(tensor: Tensor) -> int:
         for shift in (32, 29):
             # Torch shifts int64 with its sign: the bits shifted in are cleared.
             mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(_MIX)
-        total += int((mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum())
-    return total % (1 << 64)
+        # Int64 wraps around: sums are modulo 2**64.
+        total += (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum()
+    return total
 
 
 def shape_hash(shape: tuple[int, int]) -> int:
@@ -84,17 +91,23 @@ def shape_hash(shape: tuple[int, int]) -> int:
     return int(_mix(rows, _ROWS ^ 0xFF) * 3 + _mix(cols, _COLS ^ 0xFF))
 
 
-def shared_weights(data: ShardedData, rank: int) -> dict[str, Replica]:
+def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replica]:
     """Return hashes of the weights that group rank ``rank`` holds in common with others, by place;
     local."""
+    hashes: dict[str, Tensor] = {}
+    holders_of: dict[str, list[int]] = {}
+    for data in tables:
+        for shard in data.shards:
+            # Rectangles of other ranks are known from metadata: equal ones are replicas.
+            holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
+            if len(holders) > 1:
+                place = f"{data.name} {shard.rect}"
+                hashes[place], holders_of[place] = _hashed(shard.tensor), holders
     found = {}
-    for shard in data.shards:
-        # Rectangles of other ranks are known from metadata: equal ones are replicas.
-        holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
-        if len(holders) > 1:
-            found[f"{data.name} {shard.rect}"] = Replica(
-                hash_tensor(shard.tensor), holders[0] == rank, len(holders)
-            )
+    # One wait for all of them.
+    for place, value in zip(hashes, on_host([*hashes.values()]), strict=True):
+        holders = holders_of[place]
+        found[place] = Replica(int(value) % (1 << 64), holders[0] == rank, len(holders))
     return found
 
 

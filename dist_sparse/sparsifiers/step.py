@@ -252,10 +252,10 @@ def _note_facts(
 
 def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
-    for data in tables:
-        # Copies are trained apart.
-        if data.replicated and not data.copied:
-            facts.replicas |= shared_weights(data, group_over(data.ranks).rank)
+    # Copies are trained apart.
+    equal = [data for data in tables if data.replicated and not data.copied]
+    if equal:
+        facts.replicas |= shared_weights(equal, group_over(equal[0].ranks).rank)
     facts.on_drift = _refuse_drift
 
 

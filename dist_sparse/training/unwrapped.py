@@ -79,7 +79,7 @@ class Unwrapped:
                 continue  # squashed since
             # Located alone, the table is in a world of one: every rank holds its one tile.
             held = replace(data, ranks=self._world.ranks, tiling=data.tiling * self._world.size)
-            found |= shared_weights(held, self._world.rank)
+            found |= shared_weights([held], self._world.rank)
             found |= self._sums(data)
         return found
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dist_sparse.masking import scores
+from dist_sparse.masking import device
 from dist_sparse.masking.scores import block_sums, block_widths, row_chunks, to_scores
 from dist_sparse.tables.shards import Rect, grid_of
 from tests.oracle import oracle_scores
@@ -46,7 +48,7 @@ def test_neither_chunks_nor_threads_nor_neighbours_change_a_bit(
     whole = score(weight, Rect(0, 0, 160, 37), (160, 37), block, "L2")
     threads = torch.get_num_threads()
     for chunk, count in ((1, 1), (500, 2), (1 << 20, threads + 1)):
-        monkeypatch.setattr(scores, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(device, "ON_CPU", replace(device.ON_CPU, elements=chunk))
         torch.set_num_threads(count)
         assert torch.equal(score(weight, Rect(0, 0, 160, 37), (160, 37), block, "L2"), whole)
     torch.set_num_threads(threads)
@@ -73,8 +75,8 @@ def test_one_long_row_does_not_depend_on_threads() -> None:
 
 
 def test_row_chunks_cover_the_shard_in_whole_block_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 40)
-    chunks = list(row_chunks(Rect(5, 0, 30, 4), (3, 2)))
+    monkeypatch.setattr(device, "ON_CPU", replace(device.ON_CPU, elements=40))
+    chunks = list(row_chunks(Rect(5, 0, 30, 4), (3, 2), torch.device("cpu")))
     # Row 5 ends block row 1; rows 33 and 34 begin block row 11.
     assert chunks[0] == (0, 1) and chunks[-1] == (
         28,
@@ -82,7 +84,7 @@ def test_row_chunks_cover_the_shard_in_whole_block_rows(monkeypatch: pytest.Monk
     )
     assert [start for start, _ in chunks[1:]] == [stop for _, stop in chunks[:-1]]
     assert all((5 + start) % 3 == 0 for start, _ in chunks[1:])
-    assert list(row_chunks(Rect(5, 0, 0, 4), (3, 2))) == []
+    assert list(row_chunks(Rect(5, 0, 0, 4), (3, 2), torch.device("cpu"))) == []
 
 
 def test_tall_blocks_are_summed_in_an_order_of_their_own() -> None:

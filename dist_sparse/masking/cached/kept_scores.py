@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.cached.indexed import IndexedScores
+from dist_sparse.masking.device import ON_CPU
 from dist_sparse.masking.masks import BlockMask, positions
-from dist_sparse.masking.scores import CHUNK_ELEMENTS, block_sums, block_widths, to_scores
+from dist_sparse.masking.scores import block_sums, block_widths, to_scores
 from dist_sparse.masking.segments import NOT_FINITE, Segment
 from dist_sparse.masking.thresholds import DirtyRule, NewMask, Threshold, mask_of_blocks
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
@@ -218,7 +219,7 @@ def _scores_of_rows(
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
     weights = shard.tensor.detach()
     found = []
-    for some in torch.split(rows, max(1, CHUNK_ELEMENTS // shard.rect.cols)):
+    for some in torch.split(rows, max(1, ON_CPU.elements // shard.rect.cols)):
         rect = Rect(0, shard.rect.col, len(some), shard.rect.cols)
         if isinstance(measure, str):
             parts = block_sums(weights, rect, block, measure, of=some)
