@@ -262,7 +262,14 @@ class SparsifyCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End enforcement."""
-        self._detach()
+        try:
+            self._detach()
+        except Exception:
+            # The exception that ended the fit matters more.
+            _log.warning(
+                "Removed weights may not all be 0 after the exception that ended the fit.",
+                exc_info=True,
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End enforcement if nothing else has."""

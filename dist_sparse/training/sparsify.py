@@ -491,9 +491,15 @@ def _scheduler(
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
     window = {"begin": args.begin, "end": args.end, "every": args.every}
-    scheduler: ReadyDataScheduler = args.schedule(
-        sparsifier, "sparsity_level", final=final, **window
-    )
+    try:
+        scheduler: ReadyDataScheduler = args.schedule(
+            sparsifier, "sparsity_level", final=final, **window
+        )
+    except TypeError as fault:
+        # A call that a user's class does not take fails before any communication, perhaps on one
+        # rank alone.
+        group_over(world_ranks()).agree("sparsify()", {}, fault)
+        raise
     return scheduler
 
 
