@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from dist_sparse.records import MaskChange
-from dist_sparse.report.comparison import artifacts_of_runs, baseline
+from dist_sparse.report.comparison import artifacts_of, baseline
 from dist_sparse.report.figures import Bar, BarChart, Chart, DotChart, Dots, Line, LineChart, Point
 from dist_sparse.report.run import DueStep, Run, Series, share_of, total
 from dist_sparse.report.summary import target_of
@@ -57,16 +57,17 @@ def _shows_something(chart: Chart) -> bool:
 
 def _auc_over_bytes(run: Run) -> list[DotChart]:
     """Return the artifacts of all runs, or their weights; nothing of fewer than two."""
-    found = artifacts_of_runs(run)
-    if sum(map(len, found.values())) < 2:
-        return []
     runs = []
     # In the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
-        dots = tuple((each.name, each.bytes, each.auc) for each in found.get(one.name, ()))
+        largest_first = sorted(artifacts_of(one), key=lambda each: -each.bytes)
+        # A logarithmic axis has no place for 0 bytes.
+        dots = tuple((each.name, each.bytes, each.auc) for each in largest_first if each.bytes)
         role = "main" if one is run else "other"
         if dots:
             runs.append(Dots(name=one.name, role=role, number=one.number, dots=dots))
+    if sum(len(one.dots) for one in runs) < 2:
+        return []
     base = baseline(run)
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"

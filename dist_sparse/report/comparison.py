@@ -18,7 +18,7 @@ from dist_sparse.text import percent, printable, shortened, size
 
 __all__ = [
     "RunRow",
-    "artifacts_of_runs",
+    "artifacts_of",
     "baseline",
     "blocks_of",
     "compare",
@@ -87,22 +87,11 @@ def quality(run: Run) -> tuple[str, float] | None:
     return None
 
 
-def artifacts_of_runs(run: Run) -> dict[str, list[ArtifactBytes]]:
-    """Return the artifacts by run, the largest first. The kept weights stand for those of a run
-    that has none; runs with neither are left out."""
-    found = {}
-    for one in run.all_runs:
-        # A logarithmic axis has no place for 0 bytes.
-        artifacts = [each for each in one.artifacts or _weights(one) if each.bytes]
-        if artifacts:
-            found[one.name] = sorted(artifacts, key=lambda each: -each.bytes)
-    return found
-
-
-def _weights(run: Run) -> list[ArtifactBytes]:
+def artifacts_of(run: Run) -> Sequence[ArtifactBytes]:
+    """Return the artifacts of a run. The kept weights stand for those of a run that has none."""
     kept, auc = run.bytes_kept, quality(run)
-    if kept is None or auc is None:
-        return []
+    if run.artifacts or kept is None or auc is None:
+        return run.artifacts
     return [ArtifactBytes(name="weights", bytes=kept, auc=auc[1])]
 
 

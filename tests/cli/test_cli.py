@@ -206,12 +206,12 @@ def test_plan_of_a_module(
     [
         (
             ["plan", "{model}:two", "--budget", "1%", "--cold", "x"],
-            "Invalid cold pattern 'x'",
+            "Invalid cold: 'x' matches none of",
         ),
         (["plan", "{model}:two", "--budget", "101%"], "Invalid budget='101%'"),
         (
             ["plan", "{model}:driving", "--budget", "1%", "--cold", "x"],
-            "none of the tables a\\x1b[2J (",
+            "matches none of ['a\\x1b[2J'].",
         ),
         (["inspect", "{model}"], "holds no run: there is no run.json"),
     ],
