@@ -143,13 +143,14 @@ def _measure(case: dict[str, Any], root: Path) -> dict[str, Any]:
     for name in ("save", "save_dcp", "load", "load_dcp"):
         memory[f"{name}_memory"] = peak_extra_bytes(calls[name])
         wait()
-    found = checkpoints.inspect()
-    grids = {key: shape for key, (shape, _) in found.tensors.items() if ".masks." in key}
+    folder = Path(checkpoints.root, f"step-{checkpoints.steps()[-1]:08d}")
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    masks = [each.size for key, each in saved.items() if ".masks." in key]
     return {
         **case,
         "shard_bytes": case["tables"] * case["rows"] * case["dim"] * 4 // dist.get_world_size(),
-        "bytes": found.bytes,
-        "mask_bytes": sum(rows * columns for rows, columns in grids.values()),
+        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        "mask_bytes": sum(rows * columns for rows, columns in masks),
         "blocks": sum(table.blocks for table in sparse.sparsifier.table_stats()),
         **{f"{name}_s": min(each) for name, each in times.items()},
         **{f"{name}_all_s": each for name, each in times.items()},

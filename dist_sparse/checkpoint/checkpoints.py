@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
 from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker
-from dist_sparse.checkpoint.inspection import Inspection, inspect_checkpoint
 from dist_sparse.checkpoint.optimizers import OptimizerState, RowWiseState, gathered
 from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
 from dist_sparse.groups import Group, group_over, world_ranks
@@ -223,15 +222,6 @@ class Checkpoints:
         # Rank 0 alone has listed the folder: listings of several ranks may differ.
         step = group.all_gather_json(steps[-1] if steps else None)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
-
-    def inspect(self, step: int | None = None) -> Inspection:
-        """Return what the checkpoint of a step, or the newest one, holds, after verifying every
-        byte. Local.
-
-        Raises:
-            ValueError: there is none, or a file is missing or damaged; names it.
-        """
-        return inspect_checkpoint(self._folders, step)
 
     def _due(self, step: int, force: bool) -> bool:
         checks.integer("step", step, least=0)

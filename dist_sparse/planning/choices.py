@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from dist_sparse.planning.candidates import (
@@ -128,6 +129,7 @@ class Choices:
         tables fit; the highest level below 1 if none is low enough. Its levels are the least."""
         cold = [table for table in self.tables if table.name in self.cold]
         others = [table for table in self.tables if table.name not in self.cold]
+        # Priced once: the search below changes cold tables alone.
         room = self.budget - candidate.served_bytes(others).total
 
         def level_at(step: int, table: SizedTable) -> float:
@@ -150,8 +152,10 @@ class Choices:
     def _rows(self) -> list[Choice]:
         """Return cold tables without rows, at widths that do not fit with all rows: the fewer
         columns, the fewer rows are removed."""
+        # The better way to fewer columns, where there are both.
         kind: Kind = "columns" if self.groups else "small"
         widest = max(table.shape[1] for table in self._narrowed(kind))
+        # A few widths are enough: which of them is best has to be measured anyway.
         fractions = dict.fromkeys(min(width / widest, 1.0) for width in (4, 8, 16, widest))
         wide = [self.choice(kind, dtype, fraction) for dtype in _FEW_BITS for fraction in fractions]
         # Where all rows fit, none has to be removed.
@@ -174,12 +178,16 @@ class Choices:
             candidate = replace(candidate, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
 
+    @cached_property
+    def _named(self) -> dict[str, SizedTable]:
+        return {table.name: table for table in self.tables}
+
     def _saves(self, candidate: Candidate, group: tuple[str, ...]) -> bool:
         """Return whether the narrow tables of a group take fewer bytes, their basis counted."""
         if len(group) > 1:
             # Tables that are rotated together are not turned back, and need no basis.
             return True
-        table = next(table for table in self.tables if table.name == group[0])
+        table = self._named[group[0]]
         narrow = replace(candidate, groups=(group,)).table_bytes(table, 0.0)
         return narrow.total < replace(candidate, columns=1.0).table_bytes(table, 0.0).total
 

@@ -28,13 +28,10 @@ from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import protected
 
-__all__ = ["BUDGETS", "LOWER_IS_BETTER", "TOLERANCE", "frontier"]
+__all__ = ["BUDGETS", "frontier"]
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 """Fractions of the tables' bytes."""
-
-LOWER_IS_BETTER = ("ne", "loss")
-TOLERANCE = 0.002
 
 _MIN_ROWS: Final = 16
 """Tables with fewer keep all rows, as in `sparsify()`."""
@@ -51,8 +48,8 @@ def frontier(
     rotate: Rotate = "table",
     protect: str | list[str] | None = None,
     metric: str | None = None,
-    lower_is_better: Sequence[str] = LOWER_IS_BETTER,
-    tolerance: float = TOLERANCE,
+    lower_is_better: Sequence[str] = ("ne", "loss"),
+    tolerance: float = 0.002,
     out: str | os.PathLike[str] | None = None,
 ) -> Frontier:
     """Measure what a trained model is worth at a few sizes of its tables. Collective: every rank of
@@ -107,8 +104,10 @@ def frontier(
         'rotated'
     """
     world = group_over(world_ranks())
+    # Whatever would stop a rank later is checked here: an evaluation may take hours.
     with world.agreeing("frontier()") as facts:
         chosen = _methods(methods, train)
+        # A set: equal budgets have the same points.
         shares = sorted({checks.level("budgets", each) for each in budgets}, reverse=True)
         if not shares:
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
@@ -117,7 +116,7 @@ def frontier(
         located = model_source(model).locate()
         pruned = _prunable(located, checks.name_list("protect", protect))
         groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
-        # Before hours of evaluation: the rotated candidates are tried last.
+        # The rotated candidates are tried last.
         check_candidate(model, Candidate(groups=groups), {data.name: data for data in located})
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
@@ -171,6 +170,7 @@ def _best_points(
         measured: of all attempts in turn.
     """
     found: list[Point] = []
+    # Measurements are in the order of the attempts, one each.
     in_turn = iter(measured)
     for budget, attempts in tried.items():
         by_method: dict[str, list[Point]] = {}
@@ -179,6 +179,7 @@ def _best_points(
             by_method.setdefault(attempt.method, []).append(point)
         best = []
         for some in by_method.values():
+            # Within the tolerance fewer bytes count more than the metric.
             near = result.near_best(some)
             best.append(min(near, key=lambda p: (p.measured.bytes, result.loss(p.measured))))
         found += sorted(best, key=lambda point: result.loss(point.measured))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -106,6 +107,7 @@ class Measurements:
         if attempt.trained is not None:
             model, evaluate = self._trained(*attempt.trained)
             tables = shapes_of(model_source(model).locate())
+        # The weights are restored on leaving, also after an error of evaluate().
         with serving(model, attempt.candidate):
             metrics = self._metrics(model, evaluate)
         found = {"bytes": attempt.candidate.served_bytes(tables).total, "metrics": metrics}
@@ -113,6 +115,7 @@ class Measurements:
         with self._world.agreeing("writing the file of trials"):
             if self.folder is not None:
                 line = json.dumps({"model": self._fingerprint, **asdict(attempt), **found})
+                # Opened for each line, so that a killed run has lost none.
                 with (self.folder / _FILE).open("a") as stream:
                     stream.write(line + "\n")
 
@@ -143,6 +146,7 @@ class Measurements:
         """Return a hash of the tables' weights and of the metrics."""
         mine = []
         for data in located:
+            # Replicas count once, so that the hash is the same for any number of them.
             owned = data.owned(rank_in(data.ranks))
             for shard in data.shards:
                 if shard.rect in owned:
@@ -158,21 +162,14 @@ class Measurements:
         with self._world.agreeing("reading the file of trials"):
             if self.folder is not None and (self.folder / _FILE).exists():
                 for text in (self.folder / _FILE).read_text().splitlines():
-                    line = _parsed(text)
-                    if line.get("model") == self._fingerprint:
-                        found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
+                    # A line that was cut off when the run was interrupted is measured again.
+                    with suppress(json.JSONDecodeError):
+                        line = json.loads(text)
+                        if line["model"] == self._fingerprint:
+                            found[_key(line)] = {name: line[name] for name in ("bytes", "metrics")}
         # All ranks must skip the same attempts.
         of_rank_0: Any = self._world.all_gather_json(found)[0]
         return dict(of_rank_0)
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Return a line of the file; empty if it was cut off when the run was interrupted."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return {}
-    return line if isinstance(line, dict) else {}
 
 
 def _key(attempt: Attempt | Mapping[str, Any]) -> str:

@@ -52,6 +52,7 @@ def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype
         methods: of :data:`METHODS`.
         dtypes: dtypes of the stored weights.
     """
+    # The gain of the other methods would not be theirs, were the untouched rows removed too.
     all_rows = replace(choices, untouched={})
     found: list[Attempt] = []
     # fp16 costs nothing to try, so it is tried even where dtypes leaves it out.
@@ -83,6 +84,7 @@ def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
         return []
     found: list[Attempt] = []
     if small := choices.widest("small", dtype):
+        # Served whole: another model is trained that narrow.
         trained: tuple[Part, float] = ("columns", small.candidate.columns)
         found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
     pruned = [("rows", whole.candidate)]

@@ -88,6 +88,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         with torch.no_grad():
             _remove_rows(model, candidate, located, world)
             bases = _rotate(candidate, located)
+            # A rotation may give weights that 16 bits can't hold.
             with world.agreeing("a trial"):
                 check_range(tables, candidate.dtype)
             for data in tables:
@@ -119,6 +120,7 @@ def check_candidate(
         check_group([located[name] for name in group])
         for name in group if len(group) > 1 else ():
             find_lookup([model], located[name], turned=False)
+    # Rows are scored and rounded whole, and each copy has rows of its own.
     for name, data in located.items():
         if data.copied and cut_by_columns(data):
             raise ValueError(

@@ -66,6 +66,7 @@ def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         >>> torch.allclose(user @ r_user @ (item @ r_item).T, user @ item.T)
         True
     """
+    # A column that one table lacks adds nothing to a dot product.
     used = ((first.diagonal() != 0) & (second.diagonal() != 0)).nonzero().flatten()
     (root_a, inverse_a), (root_b, inverse_b) = _root(_part(first, used)), _root(_part(second, used))
     left, singular, right = torch.linalg.svd(root_a.T @ root_b)

@@ -41,6 +41,7 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         ValueError: there is nothing, its output is not a sum of rows, another module reads the
             weight too, or something else than dot products reads the output.
     """
+    # A table is in one of them; the others have no module at its path.
     for modules in map(modules_by_path, models):
         module, outputs = _module_of(modules, data)
         if module is None:
@@ -81,6 +82,7 @@ def _refusal(
 ) -> str:
     """Why the output of a table is not a sum of its rows, or not the only reader of the weight; ""
     if neither."""
+    # A processor holds the collection that holds the table.
     torchrec, around = torchrec_port(), modules.get(".".join(_path_of(data)[:-3]))
     if in_collection and torchrec and around and torchrec.processes_features(around):
         return f"{type(around).__name__} reads its collection without calling it"

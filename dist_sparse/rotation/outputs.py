@@ -45,6 +45,7 @@ def turn_back(
     """
     if not has_basis(root, data.name):
         device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
+        # A basis of 16 bits would lose more than the table has.
         exact = torch.float64 if data.dtype == torch.float64 else torch.float32
         root.register_buffer(
             _BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device)
@@ -115,6 +116,7 @@ def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[
     for name in set(hook.names.values()):
         basis = hook.basis(name)
         root.register_buffer(_BASIS + name, basis[:, : widths.get(name, basis.shape[1])].clone())
+    # The old model is consumed: the basis is a buffer of the new one now.
     hook.buffers = root._buffers
     new.register_forward_hook(hook)
 

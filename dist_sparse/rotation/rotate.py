@@ -74,6 +74,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         facts["tables"] = groups
         located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
+        # It may be attached later: then update() checks it.
         if sparsifier.masks.enforcer is not None:
             _enforcer(sparsifier).check_rotation(names)
         models = [source.model for source in packed.sources if hasattr(source, "model")]
@@ -119,6 +120,7 @@ class _Rotation:
         packed, groups = self._sparsifier.masks.tables, self.groups
         with packed.agreeing("step()"):
             located = packed.locate()
+        # Masks follow their shards first: the rotation reads them.
         packed.reshard(located)
         with packed.agreeing("step()"):
             enforcer = _enforcer(self._sparsifier)
@@ -158,6 +160,7 @@ class _Rotation:
         counted. Collective."""
         found: dict[str, Tensor] = {}
         for ranks, names in self._by_ranks().items():
+            # None weighs all rows alike.
             lookups = None
             if self._sparsifier.counts_lookups:
                 lookups = {name: self._sparsifier.masks.tables.counts(name) or () for name in names}
@@ -241,6 +244,7 @@ def _refuse_unfit(
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
     for name in _names(groups):
+        # Any other block would remove rotated elements, which mean nothing alone.
         block = sparsifier.data_groups[name].get("sparse_block_shape")
         if not isinstance(block, (tuple, list)) or block[0] != COL:
             raise ValueError(

@@ -87,6 +87,7 @@ def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: G
     readers = [_spans(rects) for rects in data.tiling]
     for (start, stop), rows in _whole_rows(data, group, readers):
         changed = change(rows)
+        # Column cuts of a rank may be several shards of the same rows.
         for rect, weight in data.shards:
             if rect.row <= start and stop <= rect.row_end:
                 own = changed[:, rect.col : rect.col_end]
@@ -125,6 +126,7 @@ def _whole_rows(
     Args:
         readers: for each group rank the rows that it reads, each once, all of one shard each.
     """
+    # A table of very many columns still moves by a row.
     step = max(1, _CHUNK // data.shape[1])
     if cut_by_columns(data):
         for top in range(0, data.shape[0], step):

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.cli.main import main
+from dist_sparse.planning.candidates import Candidate, TableShape
+from dist_sparse.planning.choices import Choices
 from dist_sparse.planning.frontier import frontier
+from dist_sparse.planning.methods import attempts_of
 from dist_sparse.planning.trials import serving
 
 IDS = torch.arange(400).view(80, 5)
@@ -131,8 +134,8 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     # Read from trials.jsonl.
     assert found(model, budgets=[0.2, 0.1], **options) == points and trained == []
     written = (tmp_path / "trials.jsonl").read_text()
-    # Other lines; interrupted in the last one.
-    (tmp_path / "trials.jsonl").write_text("3\n{}\n" + written[:-40])
+    # Interrupted in the last line.
+    (tmp_path / "trials.jsonl").write_text(written[:-40])
     assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
     assert (
         json.loads((tmp_path / "frontier.json").read_text())["recommendation"]
@@ -143,6 +146,23 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     trained.clear()
     model.weight.data[0, 0] += 1
     assert found(model, budgets=[0.1], **options) and trained  # of another model
+
+
+def test_untouched_rows_are_a_method_of_their_own() -> None:
+    choices = Choices(
+        tables=[TableShape("cross", (1000, 16))],
+        budget=5_000,
+        groups=(("cross",),),
+        cold=("cross",),
+        untouched={"cross": 750},
+    )
+    by_method: dict[str, list[Candidate]] = {}
+    for attempt in attempts_of(choices, ["bits", "untouched", "rows"], ["fp32", "int4"]):
+        by_method.setdefault(attempt.method, []).append(attempt.candidate)
+    assert "bits" not in by_method
+    assert [each.dtype for each in by_method["untouched"]] == ["int4"]
+    assert by_method["untouched"][0].levels == {"cross": 0.75}
+    assert all(each.levels["cross"] != 0.75 for each in by_method["rows"])
 
 
 def test_errors(tmp_path: Path) -> None:
