@@ -9,13 +9,11 @@ masks alone: not on the sharding, nor on the number of ranks.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +49,6 @@ __all__ = ["Exported", "export"]
 _log = logging.getLogger(__name__)
 
 Consume = Callable[[Iterator[Tensor]], object]
-Bar = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -236,20 +233,19 @@ def _write(
     artifact: Any = None
     checks: dict[str, Mapping[str, int | float]] = {}
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(manifest, shown=world.rank == 0))
         with world.agreeing("export()"):
             if world.rank == 0:
                 writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
         for name, source in sources.items():
             write = partial(_write_table, writer, name, manifest.tables[name], source)
-            _stream(world, source, write, bar)
+            _stream(world, source, write)
         with world.agreeing("export()"):
             if writer is not None:
                 manifest = writer.seal(manifest)
                 artifact = VerifiedArtifact(writer.folder, manifest)
         for name, source in sources.items():
             # The model is read again, so that a bad message of the first time is found too.
-            _stream(world, source, partial(_compare, artifact, name, source, checks), bar)
+            _stream(world, source, partial(_compare, artifact, name, source, checks))
         with world.agreeing("export()"):
             if writer is not None:
                 checked = {
@@ -263,10 +259,10 @@ def _write(
     return Manifest.from_text(texts[0])
 
 
-def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> None:
+def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
     """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
     raised on all ranks."""
-    chunks = _counted(source.chunks(), bar)
+    chunks = source.chunks()
     error: Exception | None = None
     try:
         if world.rank == 0:
@@ -279,12 +275,6 @@ def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> No
     with world.agreeing("export()"):
         if error is not None:
             raise error
-
-
-def _counted(chunks: Iterator[Tensor], bar: Bar) -> Iterator[Tensor]:
-    for rows in chunks:
-        yield rows
-        bar(len(rows))
 
 
 def _write_table(
@@ -312,17 +302,3 @@ def _compare(
     for rows in chunks:
         check.add(rows)
     checks[name] = check.result()
-
-
-@contextmanager
-def _progress(manifest: Manifest, *, shown: bool) -> Iterator[Bar]:
-    """Yield a function that counts streamed rows, on a bar of tqdm's: only on a terminal, and if
-    tqdm is installed."""
-    if not shown or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda rows: None
-        return
-    rows = sum(table.stored for table in manifest.tables.values())
-    look = {"desc": f"export {manifest.dtype}", "unit": " rows", "unit_scale": True}
-    with importlib.import_module("tqdm").tqdm(total=rows, **look) as bar:
-        # Every row is streamed twice, to be written and to be verified: each time it is half done.
-        yield lambda streamed: bar.update(streamed / 2)
