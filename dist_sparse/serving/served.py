@@ -8,8 +8,7 @@ its ``lookup``, a module that takes and returns tensors.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -30,7 +29,7 @@ from dist_sparse.serving.lookup import (
 from dist_sparse.serving.manifest import Collection
 from dist_sparse.torchrec import kernels
 
-__all__ = ["Served", "ServedModel", "load_served"]
+__all__ = ["Served", "load_served"]
 
 
 class _Lookup(nn.Module):
@@ -309,58 +308,13 @@ class Served(nn.Module):
             program = torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args))
             torch.export.save(program, str(file))
 
-    def extra_repr(self) -> str:
-        """Return the arguments shown by ``repr``."""
-        return f"path={self.path!r}, kind={self.kind!r}, features={self.features}"
-
-
-class ServedModel(nn.Module):
-    """The collections of an artifact by their paths in the model:
-    ``served["sparse_arch.user"](kjt)``."""
-
-    def __init__(self, collections: Mapping[str, Served]) -> None:
-        super().__init__()
-        self._paths = list(collections)
-        self._served = nn.ModuleList(collections.values())
-
-    def __getitem__(self, path: str) -> Served:
-        if path not in self._paths:
-            raise KeyError(f"{path!r} is none of the collections {self._paths}")
-        found = self._served[self._paths.index(path)]
-        assert isinstance(found, Served)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def keys(self) -> list[str]:
-        """Return the paths."""
-        return list(self._paths)
-
-    @property
-    def unknown(self) -> dict[str, int]:
-        """How many ids out of range were looked up since the artifact was loaded, by table."""
-        found: Counter[str] = Counter()
-        for path in self:
-            found.update(self[path].unknown)
-        return dict(found)
-
-    def forward(self, *args: Any) -> Any:
-        """Raise a TypeError: a collection must be chosen."""
-        raise TypeError(
-            f"Call one of the collections: {[f'served[{path!r}](...)' for path in self._paths]}."
-        )
-
 
 def load_served(
     path: str | os.PathLike[str],
     *,
     fbgemm: bool | None = None,
     unknown: Literal["zero", "raise", "id0"] = "zero",
-) -> Served | ServedModel:
+) -> Served | dict[str, Served]:
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
     Args:
@@ -375,7 +329,7 @@ def load_served(
 
     Returns:
         For a model with one collection, a module that takes the same input as the collection; with
-        several, a mapping from their paths to such modules. Pooled columns are in the order of the
+        several, a dictionary from their paths to such modules. Pooled columns are in the order of the
         collection's configurations; a sharded collection orders them by sharding type, so
         read both by key. A table that several collections look up is stored in each of them.
 
@@ -411,7 +365,7 @@ def load_served(
         for each in artifact.manifest.collections
     }
     # A model of one collection is served as that collection.
-    return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
+    return next(iter(served.values())) if len(served) == 1 else served
 
 
 def _served(
