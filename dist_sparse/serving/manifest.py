@@ -261,13 +261,6 @@ def _refuse_many_copies(collections: Sequence[Collection]) -> None:
 
 
 def _table(name: str, entry: Mapping[str, Any]) -> Table:
-    # Until 2026-11-23, tables with masks finer than rows were packed, and listed how many bytes
-    # their values took.
-    if entry.get("values") is not None:
-        raise ValueError(
-            f"table {name!r} is in the old packed format (bitmask and values), which is no longer"
-            " read: export it again"
-        )
     if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in get_args(Pooling):
         raise ValueError(
             f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
@@ -281,8 +274,6 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         block = integer("block", block[0], least=1), integer("block", block[1], least=1)
     if turned is not None:
         turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
-    # Artifacts of the old format count a mask, which is 0 in tables that are not packed.
-    taken = {part: size for part, size in entry["bytes"].items() if part != "mask"}
     return Table(
         rows=rows,
         kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
@@ -292,7 +283,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         block=block,
         default_row=entry["default_row"],
         turned=turned,
-        bytes=TableBytes(**taken),
+        bytes=TableBytes(**entry["bytes"]),
         crc32=dict(entry["crc32"]),
         check=dict(entry["check"]),
     )

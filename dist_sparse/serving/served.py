@@ -334,8 +334,8 @@ def load_served(
         read both by key. A table that several collections look up is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version or tables in
-            the old format of bitmask and values (names the file).
+        ValueError: the folder is not an artifact, is damaged, or has another version (names the
+            file).
         ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
         OSError: a file can't be read.
 

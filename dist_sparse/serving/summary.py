@@ -6,10 +6,10 @@ from __future__ import annotations
 from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.text import count, percent, printable, size, table_lines
 
-__all__ = ["dense_is_smaller", "summary"]
+__all__ = ["summary"]
 
 
-def dense_is_smaller(manifest: Manifest) -> list[str]:
+def _smaller_if_dense(manifest: Manifest) -> list[str]:
     """Return the tables that were pruned and would be smaller if they were dense, in 4 bits."""
 
     def pruned(table: Table) -> bool:
@@ -40,6 +40,6 @@ def summary(manifest: Manifest) -> str:
         f" {size(before)} dense"
     )
     lines = [*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole]
-    if smaller := dense_is_smaller(manifest):
+    if smaller := _smaller_if_dense(manifest):
         lines.append(f"dense rows of 4 bits would be smaller: {', '.join(map(printable, smaller))}")
     return "\n".join(lines)

@@ -212,31 +212,6 @@ def test_a_crafted_manifest_is_refused(
         open_artifact(copied)
 
 
-def test_the_old_format_is_refused_where_tables_are_packed(copied: Path) -> None:
-    """It stored tables with masks finer than rows as bitmask and values; its other tables are
-    read."""
-
-    def old(values: int | None) -> Callable[[dict[str, Any]], None]:
-        def change(manifest: dict[str, Any]) -> None:
-            for table in manifest["tables"].values():
-                table["bytes"]["mask"] = 0
-                table["values"] = None
-            manifest["tables"]['pac"ké']["values"] = values
-
-        return change
-
-    before = open_artifact(copied).manifest
-    rewritten(copied, old(None))
-    assert open_artifact(copied).manifest == before
-    rewritten(copied, old(2))
-    with pytest.raises(
-        ValueError,
-        match=r"manifest\.json is refused: table 'pac\"ké' is in the old packed format \(bitmas"
-        r"k and values\), which is no longer read: export it again",
-    ):
-        open_artifact(copied)
-
-
 def test_a_feature_of_another_collection_s_table_is_refused(copied: Path) -> None:
     """Of one that the artifact has, and the collection does not list."""
 
@@ -293,12 +268,8 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="exists already"):
             ArtifactWriter(path, TABLES)
     path.unlink()
-    with pytest.raises(ValueError, match=r"test_artifact\.py is no folder"):
+    with pytest.raises(NotADirectoryError):
         ArtifactWriter(Path(__file__) / "missing" / "artifact", TABLES)
-    (tmp_path / "link").symlink_to("lost")
-    with pytest.raises(ValueError, match="link is no folder"):
-        ArtifactWriter(tmp_path / "link" / "artifact", TABLES)
-    (tmp_path / "link").unlink()
     for new in (path, tmp_path / "missing" / "parents" / "artifact"):
         with (
             pytest.raises(AssertionError, match="not written whole"),

@@ -293,7 +293,6 @@ def refused(path: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "model": ("torch.nn.Module", lambda: export(sparsifier, sparsifier, served)),
         "no tables": ("holds no tables", lambda: export(nn.Linear(3, 3), None, served)),
         "integers": ("'0'.*torch.int8", lambda: single(nn.Embedding(3, 3, _weight=codes, _freeze=True))),
-        "parent": ("py is no folder", lambda: export(model, sparsifier, Path(__file__) / "missing" / "served")),
         "exists": ("exists already", lambda: export(model, sparsifier, path)),
         "another model": ("'user'.* another tensor", lambda: export(model_of(), sparsifier, served)),
         "part": ("'item' is none of the model's tables", lambda: export(part, sparsifier, served)),
@@ -372,7 +371,7 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         file.write(b"\xff")
     for path, message in (
         (tmp_path / "served", "tables.safetensors is damaged"),
-        (tmp_path, "There are artifacts inside: served."),
+        (tmp_path, "there is no manifest.json"),
     ):
         assert main(["serve-check", str(path)]) == 1
         captured = capsys.readouterr()
