@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import choice
 from dist_sparse.compaction.consumed import consume, consume_parameter
-from dist_sparse.compaction.kept_rows import kept_rows
+from dist_sparse.compaction.kept_rows import kept_rows, sparsifier_of
 from dist_sparse.compaction.moving import move_collection
 from dist_sparse.compaction.refusals import refuse_blocks, refuse_sites
 from dist_sparse.compaction.sites import (
@@ -59,7 +59,7 @@ def compact(
     sparse: SparseTraining | BaseDataSparsifier,
     *,
     optimizer: Any = None,
-    plan: Callable[[nn.Module], Any] | None = None,
+    plan: Planner | None = None,
     removed: Removed = "zero",
 ) -> nn.Module:
     """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
@@ -126,7 +126,8 @@ def compact(
     # communicates over the tables' groups.
     with world.agreeing("compact()") as facts:
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
-        sparsifier = _sparsifier_of(sparse)
+        sparsifier = sparsifier_of(sparse)
+        _refuse_plain_data(sparsifier)
         optimizers = _optimizers_of(sparsifier, optimizer)
         facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
         if isinstance(sparse, SparseTraining):
@@ -201,20 +202,9 @@ def _users_module(model: nn.Module) -> nn.Module:
 # Phase 1
 
 
-def _sparsifier_of(sparse: Any) -> BaseDataSparsifier:
-    """The sparsifier, if all that it holds are tables of models."""
-    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
-    if not isinstance(sparsifier, BaseDataSparsifier):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
-            " a sparsifier."
-        )
-    if sparsifier.masks.plain.names:
-        raise ValueError(
-            f"Plain data can't be compacted: {sparsifier.masks.plain.names} are no tables of a"
-            " model. Delete them from the sparsifier first."
-        )
-    return sparsifier
+def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
+    if names := sparsifier.masks.plain.names:
+        raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
 
 
 def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[Any] | None:
@@ -232,11 +222,6 @@ def _arguments(
     plan: Planner | None,
 ) -> dict[str, Any]:
     """The arguments of compact() that must be equal on all ranks."""
-    if plan is not None and not callable(plan):
-        raise ValueError(
-            f"Invalid plan of type {type(plan).__name__}: must be a function that returns a"
-            " ShardingPlan, or None."
-        )
     # Ranks may hold different objects, but they must be of the same kinds.
     return {
         "model": type(model).__name__,

@@ -7,34 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Unknown", "UnknownLookups"]
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Lookups of a table in one batch by ids that it does not have.
-
-    Args:
-        table, rows: the table, and how many rows it had originally.
-        id: the first of the ids.
-        lookups: how many there are.
-    """
-
-    table: str
-    rows: int
-    id: int
-    lookups: int
-
-    def __str__(self) -> str:
-        return (
-            f"id {self.id} of table {self.table!r}, which has {self.rows} rows"
-            f" ({self.lookups} such lookups in this batch)"
-        )
+__all__ = ["UnknownLookups"]
 
 
 class UnknownLookups:
@@ -53,8 +30,9 @@ class UnknownLookups:
         self._features = list(features)
         self.counts = dict.fromkeys(rows, 0)
 
-    def add(self, ids: Tensor, unknown: Tensor, lengths: Sequence[int]) -> list[Unknown]:
-        """Count the lookups of a batch, and return those of each table that has some.
+    def add(self, ids: Tensor, unknown: Tensor, lengths: Sequence[int]) -> dict[str, str]:
+        """Count the lookups of a batch, and return a description of those of each table that has
+        some: how many there are, and the first id.
 
         Args:
             ids: ``(n,)``, feature after feature.
@@ -70,9 +48,12 @@ class UnknownLookups:
         for table, some, flags in parts:
             if bool(flags.any()):
                 found[table].append(some[flags])
-        batch = []
+        described = {}
         for table, some_ids in found.items():
             ids = torch.cat(some_ids)
             self.counts[table] += len(ids)
-            batch.append(Unknown(table, self._rows[table], int(ids[0]), len(ids)))
-        return batch
+            described[table] = (
+                f"id {int(ids[0])} of table {table!r}, which has {self._rows[table]} rows"
+                f" ({len(ids)} such lookups in this batch)"
+            )
+        return described

@@ -10,7 +10,6 @@ masks alone: not on the sharding, nor on the number of ranks.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice
+from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
@@ -37,7 +37,7 @@ from dist_sparse.serving.sources import (
     registered_tables,
     served_tables,
 )
-from dist_sparse.serving.summary import dense_is_smaller, summary
+from dist_sparse.serving.summary import summary
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
@@ -45,8 +45,6 @@ from dist_sparse.text import size
 from dist_sparse.training.sparsify import SparseTraining
 
 __all__ = ["Exported", "export"]
-
-_log = logging.getLogger(__name__)
 
 Consume = Callable[[Iterator[Tensor]], object]
 
@@ -132,7 +130,7 @@ def export(
     world = group_over(world_ranks())
     with world.agreeing("export()") as facts:
         chosen: Any = choice("dtype", dtype, LARGEST)
-        sparsifier = _sparsifier_of(sparse)
+        sparsifier = None if sparse is None else sparsifier_of(sparse)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
         facts["path, dtype"] = [os.fspath(path), chosen]
@@ -169,22 +167,7 @@ def export(
     )
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    manifest = _write(manifest, tables, target, world)
-    if world.rank == 0 and (names := dense_is_smaller(manifest)):
-        _log.warning(
-            "dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names)
-        )
-    return Exported(target, manifest)
-
-
-def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:
-    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
-    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, a"
-            " sparsifier, or None."
-        )
-    return sparsifier
+    return Exported(target, _write(manifest, tables, target, world))
 
 
 def _refuse_without_rank_0(data: ShardedData) -> None:

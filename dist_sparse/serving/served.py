@@ -104,7 +104,7 @@ class _Lookup(nn.Module):
         lengths = [len(ids)] if self.features == 1 else counts.tolist()
         found = self._counted.add(ids, rows == UNKNOWN, lengths)
         if self.unknown == "raise":
-            raise ValueError("Out of range: " + "; ".join(map(str, found)) + ".")
+            raise ValueError("Out of range: " + "; ".join(found.values()) + ".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Lookup:
         """Move to another device, and keep dtypes: rounded scales would not give zeros for
@@ -329,9 +329,9 @@ def load_served(
 
     Returns:
         For a model with one collection, a module that takes the same input as the collection; with
-        several, a dictionary from their paths to such modules. Pooled columns are in the order of the
-        collection's configurations; a sharded collection orders them by sharding type, so
-        read both by key. A table that several collections look up is stored in each of them.
+        several, a dictionary from their paths to such modules. Pooled columns are in the order of
+        the collection's configurations; a sharded collection orders them by sharding type, so read
+        both by key. A table that several collections look up is stored in each of them.
 
     Raises:
         ValueError: the folder is not an artifact, is damaged, or has another version (names the

@@ -327,11 +327,7 @@ def test_unknown_ids_of_sequences(tmp_path: Path, fbgemm: bool, ids: Tensor) -> 
         load_served(path, fbgemm=fbgemm, unknown="id0"),
     )
     strict = load_served(path, fbgemm=fbgemm, unknown="raise")
-    assert (
-        isinstance(zero, dict)
-        and isinstance(as_zero, dict)
-        and isinstance(strict, dict)
-    )
+    assert isinstance(zero, dict) and isinstance(as_zero, dict) and isinstance(strict, dict)
     for name, args in (("words", (ids, torch.tensor([6]))), ("ids", (ids,))):
         assert zero[name](*args).tolist() == [
             [0.0] * 4,
