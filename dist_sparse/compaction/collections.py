@@ -17,9 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes, UnknownLookups
 from dist_sparse.compaction.tables import CompactCollection, cut
-from dist_sparse.compaction.unknown import UnknownLookups
 from dist_sparse.tables.port import collection_of
 from dist_sparse.torchrec.collections import configs_of, table_configs
 from dist_sparse.torchrec.jagged import reordered
@@ -292,7 +291,7 @@ class CompactEmbeddingBagCollection(_IndexedCollection):
         >>> import torch
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.compaction.row_index import RowIndex, UnknownLookups
         >>> table = EmbeddingBagConfig(
         ...     name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"]
         ... )
@@ -388,7 +387,7 @@ class CompactEmbeddingCollection(_IndexedCollection):
         >>> import torch
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingCollection
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.compaction.row_index import RowIndex, UnknownLookups
         >>> table = EmbeddingConfig(
         ...     name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"]
         ... )

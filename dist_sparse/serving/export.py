@@ -28,7 +28,7 @@ from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
 from dist_sparse.serving.check import TableCheck
 from dist_sparse.serving.codes import LARGEST, encode
-from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of
+from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of, summary
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
@@ -37,7 +37,6 @@ from dist_sparse.serving.sources import (
     registered_tables,
     served_tables,
 )
-from dist_sparse.serving.summary import summary
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data

@@ -17,6 +17,7 @@ import torch
 
 from dist_sparse.checks import integer
 from dist_sparse.files import sealed, unsealed
+from dist_sparse.text import count, percent, printable, size, table_lines
 
 __all__ = [
     "TABLES",
@@ -31,6 +32,7 @@ __all__ = [
     "TableBytes",
     "layout_of",
     "size_of",
+    "summary",
 ]
 
 FORMAT: Final = "dist_sparse.serving"
@@ -253,10 +255,10 @@ def _refuse_many_copies(collections: Sequence[Collection]) -> None:
     copies: Counter[str] = Counter()
     for collection in collections:
         copies.update(collection.tables)
-    for name, count in sorted(copies.items()):
-        if count > _MOST_COPIES:
+    for name, times in sorted(copies.items()):
+        if times > _MOST_COPIES:
             raise ValueError(
-                f"table {name!r} is in {count} collections, and may be in {_MOST_COPIES}"
+                f"table {name!r} is in {times} collections, and may be in {_MOST_COPIES}"
             )
 
 
@@ -326,3 +328,39 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
         raise ValueError(
             f"collection {path!r} has features of {strange}, which are none of its tables"
         )
+
+
+def _smaller_if_dense(manifest: Manifest) -> list[str]:
+    """Return the tables that were pruned and would be smaller if they were dense, in 4 bits."""
+
+    def pruned(table: Table) -> bool:
+        return table.kept < table.rows or (table.block is not None and table.block[1] < table.dim)
+
+    tables = manifest.tables.items()
+    return [
+        name
+        for name, table in tables
+        if pruned(table) and table.bytes.dense_int4 < table.bytes.after
+    ]
+
+
+def summary(manifest: Manifest) -> str:
+    """Return a table of the tables' bytes, and what to know about them."""
+    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", "scales")
+    rows = []
+    for name, table in manifest.tables.items():
+        taken = table.bytes
+        share = percent(taken.after / taken.before if taken.before else None)
+        sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.scales)
+        rows.append(
+            (name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes)
+        )
+    before = sum(table.bytes.before for table in manifest.tables.values())
+    whole = (
+        f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
+        f" {size(before)} dense"
+    )
+    lines = [*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole]
+    if smaller := _smaller_if_dense(manifest):
+        lines.append(f"dense rows of 4 bits would be smaller: {', '.join(map(printable, smaller))}")
+    return "\n".join(lines)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
-from dist_sparse.compaction.unknown import UnknownLookups
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes, UnknownLookups
 from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
