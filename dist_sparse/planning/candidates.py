@@ -16,7 +16,7 @@ import torch
 from dist_sparse import checks
 from dist_sparse.serving.artifact import file_bytes
 from dist_sparse.serving.codes import BITS
-from dist_sparse.serving.manifest import Dtype, Table, TableBytes
+from dist_sparse.serving.manifest import Dtype, Table
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
@@ -205,9 +205,7 @@ class Candidate:
                 dim=width,
                 pooling="sum",
                 dtype=self.dtype,
-                block=(1, width),
                 turned=table.shape[1] if self._turned_back(table) else None,
-                bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
             )
         return file_bytes(described)
 

@@ -28,7 +28,7 @@ from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
 from dist_sparse.serving.check import TableCheck
 from dist_sparse.serving.codes import LARGEST, encode
-from dist_sparse.serving.manifest import Dtype, Manifest, Table, TableBytes, size_of, summary
+from dist_sparse.serving.manifest import Dtype, Manifest, Table, summary
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
@@ -179,28 +179,16 @@ def _refuse_without_rank_0(data: ShardedData) -> None:
 def _planned(source: ServedTable, dtype: Dtype) -> Table:
     """Describe the table as it will be stored."""
     rows, dim = len(source.kept), source.data.shape[1]
-    table = Table(
+    return Table(
         rows=rows,
         kept=int(source.kept.count_nonzero()),
         dim=dim,
         pooling=source.pooling,
         dtype=dtype,
-        block=source.block,
         default_row=source.default_row,
         turned=None if source.rotation is None else source.rotation.shape[1],
-        bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
-    )
-    taken = {name: size_of(*each) for name, each in table.layout().items()}
-    counted = TableBytes(
         before=rows * dim * source.data.dtype.itemsize,
-        after=sum(taken.values()),
-        index=taken.get("kept", 0),
-        scales=taken.get("scale_bias", 0),
-        # Two codes a byte, and a scale and a bias in float16.
-        dense_int4=rows * (-(-dim // 2) + 4),
-        rotation=taken.get("rotation", 0),
     )
-    return replace(table, bytes=counted)
 
 
 def _write(

@@ -17,7 +17,7 @@ import torch
 
 from dist_sparse.checks import integer
 from dist_sparse.files import sealed, unsealed
-from dist_sparse.text import count, percent, printable, size, table_lines
+from dist_sparse.text import count, percent, size, table_lines
 
 __all__ = [
     "TABLES",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 1
+VERSION: Final = 2
 TABLES: Final = "tables.safetensors"
 
 Dtype = Literal["fp32", "fp16", "int8", "int4"]
@@ -102,7 +102,6 @@ class TableBytes:
         after: of all of its tensors in the file.
         index: of the bitmap of kept rows.
         scales: of the rows' scales and biases.
-        dense_int4: what the whole table would take in 4 bits with no mask at all.
         rotation: of the matrix that turns outputs back.
     """
 
@@ -110,8 +109,7 @@ class TableBytes:
     after: int
     index: int
     scales: int
-    dense_int4: int
-    rotation: int = 0
+    rotation: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +122,10 @@ class Table:
         dim: columns that are stored.
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
-        block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
         default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
             None.
-        bytes: what it takes.
+        before: bytes of the dense table, in the dtype that it was trained in.
         crc32: of each of its tensors, named as in :meth:`layout`.
         check: results of the comparison with the model before the artifact got its name.
     """
@@ -138,10 +135,9 @@ class Table:
     dim: int
     pooling: Pooling
     dtype: Dtype
-    block: tuple[int, int] | None
     default_row: bool = False
     turned: int | None = None
-    bytes: TableBytes
+    before: int = 0
     crc32: Mapping[str, str] = field(default_factory=dict)
     check: Mapping[str, int | float] = field(default_factory=dict)
 
@@ -149,6 +145,18 @@ class Table:
     def stored(self) -> int:
         """Rows that are stored."""
         return self.kept + self.default_row
+
+    @property
+    def bytes(self) -> TableBytes:
+        """What it takes."""
+        taken = {name: size_of(*each) for name, each in self.layout().items()}
+        return TableBytes(
+            before=self.before,
+            after=sum(taken.values()),
+            index=taken.get("kept", 0),
+            scales=taken.get("scale_bias", 0),
+            rotation=taken.get("rotation", 0),
+        )
 
     def layout(self) -> Layout:
         """Return dtype and shape of each of its tensors, by their names without the table's.
@@ -271,9 +279,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
     rows = integer("rows", entry["rows"], least=1, of=name)
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
-    block, turned = entry["block"], entry["turned"]
-    if block is not None:
-        block = integer("block", block[0], least=1), integer("block", block[1], least=1)
+    turned = entry["turned"]
     if turned is not None:
         turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
     return Table(
@@ -282,10 +288,9 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         dim=dim,
         pooling=entry["pooling"],
         dtype=entry["dtype"],
-        block=block,
         default_row=entry["default_row"],
         turned=turned,
-        bytes=TableBytes(**entry["bytes"]),
+        before=integer("before", entry["before"], least=0, of=name),
         crc32=dict(entry["crc32"]),
         check=dict(entry["check"]),
     )
@@ -330,20 +335,6 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
         )
 
 
-def _smaller_if_dense(manifest: Manifest) -> list[str]:
-    """Return the tables that were pruned and would be smaller if they were dense, in 4 bits."""
-
-    def pruned(table: Table) -> bool:
-        return table.kept < table.rows or (table.block is not None and table.block[1] < table.dim)
-
-    tables = manifest.tables.items()
-    return [
-        name
-        for name, table in tables
-        if pruned(table) and table.bytes.dense_int4 < table.bytes.after
-    ]
-
-
 def summary(manifest: Manifest) -> str:
     """Return a table of the tables' bytes, and what to know about them."""
     head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", "scales")
@@ -360,7 +351,4 @@ def summary(manifest: Manifest) -> str:
         f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
-    lines = [*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole]
-    if smaller := _smaller_if_dense(manifest):
-        lines.append(f"dense rows of 4 bits would be smaller: {', '.join(map(printable, smaller))}")
-    return "\n".join(lines)
+    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole])

@@ -185,7 +185,6 @@ class ServedTable:
     Args:
         data: as it is stored now.
         pooling: of the module that looks it up.
-        block: of its masks; None without any.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
             compact table.
@@ -196,7 +195,6 @@ class ServedTable:
 
     data: ShardedData
     pooling: Pooling
-    block: tuple[int, int] | None
     stored: Tensor
     kept: Tensor
     default_row: bool
@@ -269,29 +267,20 @@ def served_tables(
     Args:
         registered: from :func:`registered_tables`, after the masks have followed moved shards.
     """
-    blocks: dict[str, tuple[int, int]] = {}
-    kept: dict[str, Tensor] = {}
-    if sparsifier is not None:
-        kept = kept_rows(sparsifier, registered)
-        packed = sparsifier.masks.tables
-        # Plain data is masked element by element.
-        blocks = {name: packed.block(name) if name in packed else (1, 1) for name in kept}
+    kept = {} if sparsifier is None else kept_rows(sparsifier, registered)
     found = {}
     for data in located:
         stored = kept.get(data.name)
         if stored is None:
             stored = torch.ones(data.shape[0], dtype=torch.bool)
-        found[data.name] = _served_table(data, lookups, stored, blocks.get(data.name))
+        found[data.name] = _served_table(data, lookups, stored)
     return found
 
 
-def _served_table(
-    data: ShardedData, lookups: Lookups, stored: Tensor, block: tuple[int, int] | None
-) -> ServedTable:
+def _served_table(data: ShardedData, lookups: Lookups, stored: Tensor) -> ServedTable:
     kept, default_row = stored, False
     index = lookups.indexes.get(data.name)
     if index is not None:
-        block = block or (1, data.shape[1])
         default_row = index.default_row
         if default_row and not bool(stored[: index.stored].all()):
             raise ValueError(
@@ -303,13 +292,9 @@ def _served_table(
         kept = index.kept().cpu()
         # Of the ids that compact() kept, the ones whose rows masks keep still.
         kept[kept.clone()] = stored[: index.num_kept]
-    removes_nothing = bool(kept.all())
-    if block is not None and block[1] >= data.shape[1] and removes_nothing:
-        block = None
     return ServedTable(
         data=data,
         pooling=lookups.pooling[data.name],
-        block=block,
         stored=stored,
         kept=kept,
         default_row=default_row,

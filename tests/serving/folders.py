@@ -20,10 +20,7 @@ from dist_sparse.serving.manifest import (
     Manifest,
     Pooling,
     Table,
-    TableBytes,
 )
-
-NO_BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
 
 
 @dataclass
@@ -55,8 +52,6 @@ class Source:
             dim=self.weight.shape[1],
             pooling=self.pooling,
             dtype=self.dtype,
-            block=(1, self.weight.shape[1]),
-            bytes=NO_BYTES,
         )
         tensors: dict[str, Tensor] = {}
         if entry.kept < entry.rows:
