@@ -146,15 +146,8 @@ class CompactIds(nn.Module):
             raise ValueError(
                 "Batch sizes that differ between features are not supported by compact collections."
             )
-        keys = features.keys()
-        if keys == self._features:
+        if features.keys() == self._features:
             return features
-        known = set(keys)
-        missing = [feature for feature in self._features if feature not in known]
-        if missing:
-            raise ValueError(
-                f"The features {missing} are missing; the KeyedJaggedTensor has {keys}."
-            )
         return reordered(features, self._features)
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:

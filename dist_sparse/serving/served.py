@@ -76,11 +76,7 @@ class _Lookup(nn.Module):
             each = torch.ones(len(features), dtype=torch.int64)
             first = self.index(torch.zeros_like(each), each)
         self.register_buffer("first_rows", first, persistent=False)
-        self._counted = UnknownLookups(rows_of, features)
-
-    def unknown_lookups(self) -> dict[str, int]:
-        """Return how many ids out of range were looked up, by table."""
-        return dict(self._counted.counts)
+        self.counted = UnknownLookups(rows_of, features)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -101,7 +97,7 @@ class _Lookup(nn.Module):
         if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
         lengths = [len(ids)] if self.features == 1 else counts.tolist()
-        found = self._counted.add(ids, rows == UNKNOWN, lengths)
+        found = self.counted.add(ids, rows == UNKNOWN, lengths)
         if self.unknown == "raise":
             raise ValueError("Out of range: " + "; ".join(found.values()) + ".")
 
@@ -250,13 +246,10 @@ class Served(nn.Module):
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
-        if lengths is None:
+        if lengths is None or (self.weighted and weights is None):
             raise ValueError(
-                f"{self.path!r} takes ids and their {'lengths' if self.features else 'offsets'}."
-            )
-        if self.weighted and weights is None:
-            raise ValueError(
-                f"Collection {self.path!r} is weighted: it takes weights beside values and lengths."
+                f"{self.path!r} takes ids and their lengths or offsets, and weights if it is"
+                " weighted."
             )
         return self.lookup(ids, lengths, weights)
 
@@ -274,7 +267,7 @@ class Served(nn.Module):
     @property
     def unknown(self) -> dict[str, int]:
         """How many ids out of range were looked up since the artifact was loaded, by table."""
-        return self.lookup.unknown_lookups()
+        return dict(self.lookup.counted.counts)
 
     def to_pt2(self, file: str | os.PathLike[str]) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.

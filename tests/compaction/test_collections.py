@@ -211,7 +211,7 @@ def test_maps_follow_the_index() -> None:
 
 def test_refused_features() -> None:
     compact = CompactEmbeddingBagCollection(TABLES, {})
-    with pytest.raises(ValueError, match=r"The features \['g', 'h', 'i', 'j'\] are missing"):
+    with pytest.raises(ValueError, match=r"Features \['g', 'h', 'i', 'j'\] are not in"):
         compact(KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1])))
     varying = KeyedJaggedTensor(
         ["f", "g"],
