@@ -211,7 +211,7 @@ def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
 def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[Any] | None:
     """The optimizers that step tables themselves, None if they are unknown."""
     if optimizer is not None:
-        return optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        return optimizer if isinstance(optimizer, Sequence) else [optimizer]
     enforcer = sparsifier.masks.enforcer
     return enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
 

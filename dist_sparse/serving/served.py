@@ -304,15 +304,15 @@ class Served(nn.Module):
 def load_served(
     path: str | os.PathLike[str],
     *,
-    fbgemm: bool | None = None,
+    fbgemm: bool = True,
     unknown: Literal["zero", "raise", "id0"] = "zero",
 ) -> Served | dict[str, Served]:
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
     Args:
         path: the folder.
-        fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it
-            they are pure torch.
+        fbgemm: whether lookups use FBGEMM's operator where it is installed. Without it they are
+            pure torch.
         unknown: what becomes of an id that is out of the range of its table, such as one that is
             newer than the model. "zero": what becomes of a removed id: a zero vector, nothing added
             to a sum, and a mean counts it (it is never the default row). "raise": a ValueError that
@@ -328,7 +328,7 @@ def load_served(
     Raises:
         ValueError: the folder is not an artifact, is damaged, or has another version (names the
             file).
-        ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
+        ImportError: safetensors is missing.
         OSError: a file can't be read.
 
     Example::
@@ -348,9 +348,7 @@ def load_served(
                 [6., 8.]])
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    native = fbgemm is not False and kernels.available()
-    if fbgemm and not native:
-        raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
+    native = fbgemm and kernels.available()
     artifact = open_artifact(path)
     served = {
         each.path: _served(artifact, each, native, unknown)
