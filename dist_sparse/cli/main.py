@@ -158,7 +158,7 @@ def _add_launch(commands: Commands) -> None:
 def _add_serve_check(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
         from dist_sparse.serving.check import check_artifact
-        from dist_sparse.serving.summary import summary
+        from dist_sparse.serving.manifest import summary
 
         # A refusal is the answer of this command, not its failure.
         try:

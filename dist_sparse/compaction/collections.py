@@ -17,9 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes, UnknownLookups
 from dist_sparse.compaction.tables import CompactCollection, cut
-from dist_sparse.compaction.unknown import Unknown, UnknownLookups
 from dist_sparse.tables.port import collection_of
 from dist_sparse.torchrec.collections import configs_of, table_configs
 from dist_sparse.torchrec.jagged import reordered
@@ -83,8 +82,6 @@ class CompactIds(nn.Module):
     ) -> None:
         super().__init__()
         self._tables = [table.name for table in tables]
-        if unknown := sorted(set(indexes).difference(self._tables)):
-            raise ValueError(f"There are indexes of {unknown}, which are none of the tables.")
         self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
         # In a list: as a module it would be its own child.
         self.collection = [collection]
@@ -126,10 +123,8 @@ class CompactIds(nn.Module):
         rows = self.rows(features)
         # Rare, so that one comparison is all that it costs otherwise.
         if len(rows) and int(rows.min()) < REMOVED:
-            unknown = self._unknown.add(
-                features.values(), rows == UNKNOWN, features.length_per_key()
-            )
-            self._report(unknown)
+            flags = rows == UNKNOWN
+            self._report(self._unknown.add(features.values(), flags, features.length_per_key()))
         kept, weights = rows >= 0, features.weights_or_none()
         # The operator of the enforcer's drop: one pass over ids and lengths.
         rows, lengths = select_jagged(rows, features.lengths(), kept)
@@ -151,15 +146,8 @@ class CompactIds(nn.Module):
             raise ValueError(
                 "Batch sizes that differ between features are not supported by compact collections."
             )
-        keys = features.keys()
-        if keys == self._features:
+        if features.keys() == self._features:
             return features
-        known = set(keys)
-        missing = [feature for feature in self._features if feature not in known]
-        if missing:
-            raise ValueError(
-                f"The features {missing} are missing; the KeyedJaggedTensor has {keys}."
-            )
         return reordered(features, self._features)
 
     def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
@@ -217,20 +205,15 @@ class CompactIds(nn.Module):
             found[number] = indexes[number](ids).int() if number in indexes else ids
         return found
 
-    def _report(self, unknown: Sequence[Unknown]) -> None:
+    def _report(self, unknown: Mapping[str, str]) -> None:
         """Do for ids out of range what the collection did before it was compact."""
         modes = collection_of(self.collection[0].inner).bounds_checks()
-        logged = []
-        for each in unknown:
-            mode = modes.get(each.table, "FATAL")
+        for table, lookups in unknown.items():
+            mode = modes.get(table, "FATAL")
             if mode == "FATAL":
-                raise RuntimeError(f"Out of bounds access: {each}.")
+                raise RuntimeError(f"Out of bounds access: {lookups}.")
             if mode == "WARNING":
-                logged.append(str(each))
-        if logged:
-            _log.warning(
-                "Out of bounds access: %s. These ids read and train no row.", "; ".join(logged)
-            )
+                _log.warning("Out of bounds access: %s. They read and train no row.", lookups)
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the index of each table that has removed rows."""
@@ -252,15 +235,12 @@ class _IndexedCollection(CompactCollection):
         self,
         tables: Sequence[Any],
         indexes: Mapping[str, RowIndex],
-        device: torch.device | None,
         stored_rows: Mapping[str, int] | None,
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        on_meta = device is not None and torch.device(device).type == "meta"
-        # The index has values already, which the meta device would lose.
-        ids_device = torch.device("cpu") if on_meta else device
-        self.ids = CompactIds(tables, indexes, self).to(ids_device)
+        # On the device of the indexes: on the meta device they would lose their values.
+        self.ids = CompactIds(tables, indexes, self)
         # In a list: pipelines put another module in the place of the attribute.
         self._translation = [self.ids]
         self._stored = []
@@ -304,7 +284,7 @@ class CompactEmbeddingBagCollection(_IndexedCollection):
         >>> import torch
         >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.compaction.row_index import RowIndex, UnknownLookups
         >>> table = EmbeddingBagConfig(
         ...     name="user", num_embeddings=4, embedding_dim=2, feature_names=["user_id"]
         ... )
@@ -327,14 +307,7 @@ class CompactEmbeddingBagCollection(_IndexedCollection):
         device: torch.device | None = None,
         stored_rows: Mapping[str, int] | None = None,
     ) -> None:
-        means = [table.name for table in tables if table.pooling is PoolingType.MEAN]
-        if is_weighted and means:
-            raise ValueError(
-                f"The tables {means} are pooled by weighted means, which TorchRec divides by the"
-                " number of ids in some shardings and by the sum of their weights in others; make"
-                " them weighted sums."
-            )
-        super().__init__(tables, indexes, device, stored_rows)
+        super().__init__(tables, indexes, stored_rows)
         self.tables, self.weighted = table_configs(tables, pooled=True), is_weighted
         averaged: set[str] = set()
         for config in self._stored:
@@ -407,7 +380,7 @@ class CompactEmbeddingCollection(_IndexedCollection):
         >>> import torch
         >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
         >>> from dist_sparse.compaction.collections import CompactEmbeddingCollection
-        >>> from dist_sparse.compaction.row_index import RowIndex
+        >>> from dist_sparse.compaction.row_index import RowIndex, UnknownLookups
         >>> table = EmbeddingConfig(
         ...     name="word", num_embeddings=4, embedding_dim=2, feature_names=["query"]
         ... )
@@ -429,7 +402,7 @@ class CompactEmbeddingCollection(_IndexedCollection):
         device: torch.device | None = None,
         stored_rows: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(tables, indexes, device, stored_rows)
+        super().__init__(tables, indexes, stored_rows)
         self.tables, self.weighted = table_configs(tables, pooled=False), False
         self.zeros = _Zeros(self.ids)
         self.inner = EmbeddingCollection(self._stored, device)

@@ -11,7 +11,8 @@ It has three phases, and every rank agrees on the end of each step before the ne
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import choice
 from dist_sparse.compaction.consumed import consume, consume_parameter
-from dist_sparse.compaction.kept_rows import kept_rows
-from dist_sparse.compaction.moving import move_collection
-from dist_sparse.compaction.refusals import refuse_blocks, refuse_sites
+from dist_sparse.compaction.kept_rows import kept_rows, sparsifier_of
+from dist_sparse.compaction.moving import Stepped, Steppers, move_collection
 from dist_sparse.compaction.sites import (
     CollectionSite,
     Kept,
@@ -34,14 +34,15 @@ from dist_sparse.compaction.sites import (
     replace_modules,
     sites_of,
 )
-from dist_sparse.compaction.steppers import Stepped, Steppers
 from dist_sparse.compaction.tables import cut
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.records import TableStats
-from dist_sparse.rotation.outputs import move_bases
+from dist_sparse.rotation.outputs import is_turned, move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.protocols import Replacement, TorchRecPort
+from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
@@ -59,7 +60,7 @@ def compact(
     sparse: SparseTraining | BaseDataSparsifier,
     *,
     optimizer: Any = None,
-    plan: Callable[[nn.Module], Any] | None = None,
+    plan: Planner | None = None,
     removed: Removed = "zero",
 ) -> nn.Module:
     """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
@@ -126,7 +127,8 @@ def compact(
     # communicates over the tables' groups.
     with world.agreeing("compact()") as facts:
         default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
-        sparsifier = _sparsifier_of(sparse)
+        sparsifier = sparsifier_of(sparse)
+        _refuse_plain_data(sparsifier)
         optimizers = _optimizers_of(sparsifier, optimizer)
         facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
         if isinstance(sparse, SparseTraining):
@@ -143,7 +145,7 @@ def compact(
         widths = _widths(sparsifier, stats)
         reductions = _reductions(model, sparsifier, set(stats), widths, flags)
         sites = [each.site for each in reductions]
-        refuse_sites(model, sites, optimizers is not None, bool(widths), default_row)
+        _refuse_sites(model, sites, optimizers is not None, bool(widths), default_row)
 
     # Phase 2: build. The old tables are still there, so any failure leaves the model as it was.
     with world.agreeing("compact(), building its tables"):
@@ -201,26 +203,15 @@ def _users_module(model: nn.Module) -> nn.Module:
 # Phase 1
 
 
-def _sparsifier_of(sparse: Any) -> BaseDataSparsifier:
-    """The sparsifier, if all that it holds are tables of models."""
-    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
-    if not isinstance(sparsifier, BaseDataSparsifier):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
-            " a sparsifier."
-        )
-    if sparsifier.masks.plain.names:
-        raise ValueError(
-            f"Plain data can't be compacted: {sparsifier.masks.plain.names} are no tables of a"
-            " model. Delete them from the sparsifier first."
-        )
-    return sparsifier
+def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
+    if names := sparsifier.masks.plain.names:
+        raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
 
 
 def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[Any] | None:
     """The optimizers that step tables themselves, None if they are unknown."""
     if optimizer is not None:
-        return optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        return optimizer if isinstance(optimizer, Sequence) else [optimizer]
     enforcer = sparsifier.masks.enforcer
     return enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
 
@@ -232,11 +223,6 @@ def _arguments(
     plan: Planner | None,
 ) -> dict[str, Any]:
     """The arguments of compact() that must be equal on all ranks."""
-    if plan is not None and not callable(plan):
-        raise ValueError(
-            f"Invalid plan of type {type(plan).__name__}: must be a function that returns a"
-            " ShardingPlan, or None."
-        )
     # Ranks may hold different objects, but they must be of the same kinds.
     return {
         "model": type(model).__name__,
@@ -276,7 +262,7 @@ def _reductions(
     """What each module loses that holds a table with removed rows or columns."""
     store = sparsifier.masks.tables
     located = store.locate()
-    refuse_blocks(store, [located[name] for name in sorted(removed - set(widths))])
+    _refuse_blocks(store, [located[name] for name in sorted(removed - set(widths))])
     if not removed:
         raise ValueError("Nothing is removed yet, so there is nothing to compact.")
     # Another model may have tables of the same names. Tensors that were registered have no model.
@@ -322,6 +308,110 @@ def _narrowed(site: Site, names: Mapping[str, str], widths: Mapping[str, int]) -
             " rotate all."
         )
     return dict.fromkeys(found, max(found.values()))
+
+
+def _refuse_blocks(store: PackedStore, tables: Iterable[ShardedData]) -> None:
+    """Refuse tables whose masks remove parts of rows."""
+    for data in tables:
+        height, width = store.block(data.name)
+        if height != 1 or width < data.shape[1]:
+            raise ValueError(
+                f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole rows"
+                " can be compacted, (1, ROW), or columns of rotated tables: what a finer mask"
+                " removes inside of kept rows would come back. export() stores such masks."
+            )
+
+
+def _refuse_sites(
+    model: nn.Module,
+    sites: Iterable[Site],
+    optimizers_known: bool,
+    narrowed: bool,
+    default_row: bool,
+) -> None:
+    """Refuse modules that can't be compacted, or whose optimizers are unknown.
+
+    Args:
+        optimizers_known: whether the caller knows all optimizers that are not fused.
+        narrowed: whether any table loses columns.
+        default_row: whether removed ids share a row.
+    """
+    # Once: a model has thousands of parameters.
+    users = _users_of_parameters(model)
+    for site in sites:
+        _refuse_wrapper_inside(site, model)
+        if is_turned(site.module) and not narrowed:
+            raise ValueError(
+                f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
+                " compacted."
+            )
+        if reason := site.refusal(model, narrowed):
+            raise ValueError(f"{site.label} {reason}")
+        for parameter in site.parameters().values():
+            _refuse_tied_weight(site, users[parameter])
+            if parameter.requires_grad and not optimizers_known:
+                raise ValueError(
+                    f"{site.label} is stepped by a plain optimizer, which must get the new"
+                    " parameters: pass compact(optimizer=...), or optimizer=() if there is none."
+                    " An attached enforcer knows them."
+                )
+        _refuse_default_row(site, default_row)
+
+
+def _users_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
+    """Which modules of a model hold each parameter themselves."""
+    users: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        # named_parameters() of TorchRec's modules has those of their children too.
+        for parameter in filter(torch.is_tensor, module._parameters.values()):
+            users[parameter].append(module)
+    return users
+
+
+def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
+    """A wrapper around a part of the model can't be built again, as that of a DMP is."""
+    if dmp_port(model) is not None:
+        return
+    for path, wrapper in model.named_modules():
+        wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
+        if wraps and site.module in wrapper.modules():
+            place = f" at {path!r}" if path else ""
+            raise ValueError(
+                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to the old"
+                " parameters: compact the module inside, and wrap the result again."
+            )
+
+
+def _refuse_tied_weight(site: Site, users: Iterable[nn.Module]) -> None:
+    """A layer that shares a table's weight has a row for each id."""
+    # In a collection, an embedding inside of it holds the parameter.
+    own = set(site.module.modules())
+    others = [type(user).__name__ for user in users if user not in own]
+    if others:
+        raise ValueError(
+            f"{site.label} is the weight of other modules too ({others}): it can't be compacted."
+        )
+
+
+def _refuse_default_row(site: Site, default_row: bool) -> None:
+    """Refuse a default row where there is one, or where ids would have it that are padding."""
+    indexes = site.indexes().values()
+    if any(index.default_row for index in indexes):
+        raise ValueError(
+            f"{site.label} has default rows, and tables with a default row can't lose rows again."
+        )
+    if not default_row:
+        return
+    if site.padding_id is not None:
+        raise ValueError(
+            f"{site.label} has a padding_idx, whose id would get the default row if its row was"
+            " removed."
+        )
+    # The ids that were removed before would have no row, and the others that of the default.
+    if indexes:
+        raise ValueError(
+            f"{site.label} has already lost rows without a default row; it can't get one now."
+        )
 
 
 # Phase 2

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,23 @@ from dist_sparse.masking.masks import BlockMask, pack, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.tables.shards import Rect, ShardedData
+from dist_sparse.training.sparsify import SparseTraining
 
-__all__ = ["gather_rows", "kept_rows", "move_rows"]
+__all__ = ["gather_rows", "kept_rows", "move_rows", "sparsifier_of"]
 
 _SPAN = 4096
 """Rows that are counted together to cut a table into chunks."""
+
+
+def sparsifier_of(sparse: Any) -> BaseDataSparsifier:
+    """Return the sparsifier of what the user has: a SparseTraining, or the sparsifier itself."""
+    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
+    if not isinstance(sparsifier, BaseDataSparsifier):
+        raise ValueError(
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
+            " a sparsifier."
+        )
+    return sparsifier
 
 
 def kept_rows(

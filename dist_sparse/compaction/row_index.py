@@ -10,14 +10,15 @@ it runs in eager mode and under ``torch.export``, on any device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dist_sparse.masking.masks import pack, unpack
 
-__all__ = ["REMOVED", "UNKNOWN", "RowIndex", "RowIndexes"]
+__all__ = ["REMOVED", "UNKNOWN", "RowIndex", "RowIndexes", "UnknownLookups"]
 
 REMOVED = -1
 """In the place of a row: its id was removed."""
@@ -106,16 +107,8 @@ class RowIndex(nn.Module):
     def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
         _refuse_rows(rows)
-        need = _num_words(rows)
-        if words.dtype != torch.int32 or words.shape != (need,):
-            raise ValueError(
-                f"Invalid words, {words.dtype} {tuple(words.shape)}: must be torch.int32 ({need},),"
-                f" a bit for each of {rows} rows."
-            )
-        # Rows behind the last one would be counted as kept.
-        bits = unpack(words.contiguous().view(torch.uint8), 32 * need)
-        if bool(bits[rows:].any()):
-            raise ValueError(f"Invalid words: bits behind the last of {rows} rows must be 0.")
+        # Bits behind the last row would be counted: an artifact is verified before it comes here.
+        bits = unpack(words.view(torch.uint8), 32 * len(words))
         in_word = bits.view(-1, 32).sum(1, dtype=torch.int32)
         until = in_word.cumsum(0, dtype=torch.int32)
         self.register_buffer("words", words)
@@ -130,11 +123,6 @@ class RowIndex(nn.Module):
     @classmethod
     def of(cls, kept: Tensor, default_row: bool = False) -> RowIndex:
         """Return the index of a table from what is kept: bool ``(rows,)``."""
-        if kept.dtype != torch.bool or kept.dim() != 1:
-            raise ValueError(
-                f"Invalid kept, {kept.dtype} {tuple(kept.shape)}: must be torch.bool, one for each"
-                " row."
-            )
         padded = nn.functional.pad(kept, (0, 32 * _num_words(len(kept)) - len(kept)))
         return cls(pack(padded).view(torch.int32), len(kept), default_row)
 
@@ -159,21 +147,8 @@ class RowIndex(nn.Module):
 
     def compose(self, inner: RowIndex) -> RowIndex:
         """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of
-        this one.
-
-        Raises:
-            ValueError: ``inner`` is not of :attr:`num_kept` rows, or there is a default row.
-        """
-        if self.default_row or inner.default_row:
-            raise ValueError(
-                "A table with a default row can't lose rows: those would have no row, or another"
-                " one."
-            )
-        if inner.rows != self.num_kept:
-            raise ValueError(
-                f"Invalid inner index of {inner.rows} rows: must be of the {self.num_kept} kept"
-                " ones."
-            )
+        this one. Neither may have a default row: ids that share it can't be told apart."""
+        assert inner.rows == self.num_kept and not (self.default_row or inner.default_row)
         # The flags of the rows that are kept so far become those of the inner index.
         kept = self.kept()
         kept[kept.clone()] = inner.kept()
@@ -227,10 +202,6 @@ class RowIndexes(nn.Module):
                 # It keeps all rows: there is no word to read, and no removed id.
                 of_tables.append((last, -1, REMOVED))
                 continue
-            if table.rows != count:
-                raise ValueError(
-                    f"Invalid index of {table.rows} rows: must be of the table's {count}."
-                )
             self._indexed[number] = (count, table.default_row)
             of_tables.append((last, start, table.removed_row))
             words.append(table.words)
@@ -298,3 +269,48 @@ class RowIndexes(nn.Module):
         inside, first = row.masked_fill(dense, 0), start.clamp(min=0)
         found = _rank(self.words, self.counts, inside, first, self.constants)
         return torch.where(dense, row, found)
+
+
+class UnknownLookups:
+    """Counts, by table, the lookups of ids that are out of range.
+
+    Args:
+        rows: of each original table.
+        features: for each feature, the name of its table.
+
+    Attributes:
+        counts: lookups so far by table, 0 of tables that had none.
+    """
+
+    def __init__(self, rows: Mapping[str, int], features: Sequence[str]) -> None:
+        self._rows = dict(rows)
+        self._features = list(features)
+        self.counts = dict.fromkeys(rows, 0)
+
+    def add(self, ids: Tensor, unknown: Tensor, lengths: Sequence[int]) -> dict[str, str]:
+        """Count the lookups of a batch, and return a description of those of each table that has
+        some: how many there are, and the first id.
+
+        Args:
+            ids: ``(n,)``, feature after feature.
+            unknown: bool ``(n,)``, which of them are out of range.
+            lengths: how many ids each feature has; they add up to n.
+        """
+        # A table may have several features.
+        found: defaultdict[str, list[Tensor]] = defaultdict(list)
+        sizes = list(lengths)
+        parts = zip(
+            self._features, torch.split(ids, sizes), torch.split(unknown, sizes), strict=True
+        )
+        for table, some, flags in parts:
+            if bool(flags.any()):
+                found[table].append(some[flags])
+        described = {}
+        for table, some_ids in found.items():
+            ids = torch.cat(some_ids)
+            self.counts[table] += len(ids)
+            described[table] = (
+                f"id {int(ids[0])} of table {table!r}, which has {self._rows[table]} rows"
+                f" ({len(ids)} such lookups in this batch)"
+            )
+        return described

@@ -240,11 +240,6 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
     """
 
     def __init__(self, table: nn.EmbeddingBag, weight: Tensor, index: RowIndex) -> None:
-        if table.mode not in ("sum", "mean"):
-            raise ValueError(
-                f"Invalid mode={table.mode!r}: must be 'sum' or 'mean'; removed rows would count as"
-                " zeros."
-            )
         super().__init__(weight.shape[0], weight.shape[1], **lookup_options(table), _weight=weight)
         self._stand_in_for(table, index)
 

@@ -18,6 +18,7 @@ from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import dense_bytes, shapes_of
 from dist_sparse.planning.methods import Attempt, Part
 from dist_sparse.planning.trials import serving
+from dist_sparse.progress import progress
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
@@ -97,8 +98,11 @@ class Measurements:
         """Return the measurements of attempts, in their order."""
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         # In this order each model is trained once.
-        for attempt in sorted(new.values(), key=lambda a: a.trained or ("", 0.0)):
-            self._measure(attempt)
+        in_order = sorted(new.values(), key=lambda a: a.trained or ("", 0.0))
+        with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
+            for attempt in in_order:
+                self._measure(attempt)
+                bar(1)
         return [Measured(attempt=attempt, **self._done[_key(attempt)]) for attempt in attempts]
 
     def _measure(self, attempt: Attempt) -> None:

@@ -83,7 +83,7 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
             f"{folder} is what an unfinished export left: delete it, and export again."
         )
     if not file.is_file():
-        raise ValueError(f"{folder} holds no artifact: {_why_there_is_none(folder)}")
+        raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
     # Before the file is read: it may be anything that has this name.
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
@@ -92,13 +92,6 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
     except ValueError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
     return VerifiedArtifact(folder, manifest)
-
-
-def _why_there_is_none(folder: Path) -> str:
-    why = f"there is no {MANIFEST}." if folder.is_dir() else "there is no such folder."
-    if inside := sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}")):
-        why += f" There are artifacts inside: {', '.join(inside)}."
-    return why
 
 
 class ArtifactWriter:
@@ -111,8 +104,8 @@ class ArtifactWriter:
         tables: by name; their CRC32 and checks are not known yet.
 
     Raises:
-        ValueError: something is at ``path``, or one of its parents is no folder.
-        OSError: the folder can't be written.
+        ValueError: something is at ``path``.
+        OSError: the folder can't be written: one of its parents is a file, for example.
     """
 
     def __init__(self, path: str | os.PathLike[str], tables: Mapping[str, Table]) -> None:
@@ -204,14 +197,9 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an artifact that is to be written.
 
     Raises:
-        ValueError: something is there, one of its parents is no folder, or its name is one of
-            unfinished exports.
+        ValueError: something is there, or its name is one of unfinished exports.
     """
     found = Path(os.path.abspath(path))
-    # Parents that are missing are made; the first that is there must hold them.
-    nearest = next(parent for parent in found.parents if os.path.lexists(parent))
-    if not nearest.is_dir():
-        raise ValueError(f"Invalid path={str(path)!r}: {nearest} is no folder.")
     # A link to nothing is in the way too, which exists() does not see.
     if os.path.lexists(found):
         raise ValueError(

@@ -9,11 +9,8 @@ masks alone: not on the sharding, nor on the number of ranks.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +22,15 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice
+from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
 from dist_sparse.serving.check import TableCheck
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, TableBytes, size_of
+from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
@@ -40,7 +39,6 @@ from dist_sparse.serving.sources import (
     registered_tables,
     served_tables,
 )
-from dist_sparse.serving.summary import dense_is_smaller, summary
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
@@ -49,10 +47,7 @@ from dist_sparse.training.sparsify import SparseTraining
 
 __all__ = ["Exported", "export"]
 
-_log = logging.getLogger(__name__)
-
 Consume = Callable[[Iterator[Tensor]], object]
-Bar = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ def export(
     world = group_over(world_ranks())
     with world.agreeing("export()") as facts:
         chosen, by = _checked(dtype, scale)
-        sparsifier = _sparsifier_of(sparse)
+        sparsifier = None if sparse is None else sparsifier_of(sparse)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
@@ -178,12 +173,7 @@ def export(
     )
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    manifest = _write(manifest, tables, target, world)
-    if world.rank == 0 and (names := dense_is_smaller(manifest)):
-        _log.warning(
-            "dense tables of 4 bits would be smaller than what was pruned: %s", ", ".join(names)
-        )
-    return Exported(target, manifest)
+    return Exported(target, _write(manifest, tables, target, world))
 
 
 def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
@@ -192,16 +182,6 @@ def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
     if by == "column" and chosen != "int4":
         raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
     return chosen, by
-
-
-def _sparsifier_of(sparse: Any) -> BaseDataSparsifier | None:
-    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
-    if sparsifier is not None and not isinstance(sparsifier, BaseDataSparsifier):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, a"
-            " sparsifier, or None."
-        )
-    return sparsifier
 
 
 def _refuse_without_rank_0(data: ShardedData) -> None:
@@ -214,29 +194,17 @@ def _refuse_without_rank_0(data: ShardedData) -> None:
 def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
     """Describe the table as it will be stored."""
     rows, dim = len(source.kept), source.data.shape[1]
-    table = Table(
+    return Table(
         rows=rows,
         kept=int(source.kept.count_nonzero()),
         dim=dim,
         pooling=source.pooling,
         dtype=dtype,
         scale=scale,
-        block=source.block,
         default_row=source.default_row,
         turned=None if source.rotation is None else source.rotation.shape[1],
-        bytes=TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0),
-    )
-    taken = {name: size_of(*each) for name, each in table.layout().items()}
-    counted = TableBytes(
         before=rows * dim * source.data.dtype.itemsize,
-        after=sum(taken.values()),
-        index=taken.get("kept", 0),
-        scales=taken.get("scale_bias", taken.get("scales", 0)),
-        # Two codes a byte, and a scale and a bias in float16.
-        dense_int4=rows * (-(-dim // 2) + 4),
-        rotation=taken.get("rotation", 0),
     )
-    return replace(table, bytes=counted)
 
 
 def _write(
@@ -252,10 +220,10 @@ def _write(
     checks: dict[str, Mapping[str, int | float]] = {}
     scales: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(manifest, shown=world.rank == 0))
         with world.agreeing("export()"):
             if world.rank == 0:
                 writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
+        bar = stack.enter_context(_counted_once(manifest, shown=world.rank == 0))
         for name, source in sources.items():
             table = manifest.tables[name]
             if table.scale == "column":
@@ -298,6 +266,17 @@ def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> No
     with world.agreeing("export()"):
         if error is not None:
             raise error
+
+
+@contextmanager
+def _counted_once(manifest: Manifest, *, shown: bool) -> Iterator[Bar]:
+    """Yield a function that counts streamed rows on a progress bar."""
+    tables = manifest.tables.values()
+    # Rows are streamed to be written, and again to be verified; before that for scales of columns.
+    passes = 3 if any(table.scale == "column" for table in tables) else 2
+    rows = sum(table.stored for table in tables)
+    with progress(f"export {manifest.dtype}", rows, "rows", shown=shown) as bar:
+        yield lambda streamed: bar(streamed / passes)
 
 
 def _counted(chunks: Iterator[Tensor], bar: Bar) -> Iterator[Tensor]:
@@ -347,19 +326,3 @@ def _compare(
     for rows in chunks:
         check.add(rows)
     checks[name] = check.result()
-
-
-@contextmanager
-def _progress(manifest: Manifest, *, shown: bool) -> Iterator[Bar]:
-    """Yield a function that counts streamed rows, on a bar of tqdm's: only on a terminal, and if
-    tqdm is installed."""
-    if not shown or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda rows: None
-        return
-    rows = sum(table.stored for table in manifest.tables.values())
-    look = {"desc": f"export {manifest.dtype}", "unit": " rows", "unit_scale": True}
-    with importlib.import_module("tqdm").tqdm(total=rows, **look) as bar:
-        # Every row is streamed to be written, and to be verified, and before that for the scales
-        # of columns: each time a part of it is done.
-        passes = 3 if any(each.scale == "column" for each in manifest.tables.values()) else 2
-        yield lambda streamed: bar.update(streamed / passes)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import ENTRIES, books_of
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
@@ -107,14 +108,17 @@ class FbgemmLookup(RowLookup):
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
+        parts = {name: _stored_bytes(table) for name, table in tables.items()}
         starts, end = {}, 0
-        for name, table in tables.items():
+        for name, of_table in parts.items():
             starts[name] = end
-            end += -(-table.entry.stored * _row_bytes(table.entry) // _ALIGNMENT) * _ALIGNMENT
+            end += -(-sum(part.numel() for part in of_table) // _ALIGNMENT) * _ALIGNMENT
         # FBGEMM reads all tables from one buffer.
         weights = torch.zeros(end, dtype=torch.uint8)
-        for name, table in tables.items():
-            _store(weights[starts[name] :], table)
+        for name, of_table in parts.items():
+            count, width = len(of_table[0]), sum(part.shape[1] for part in of_table)
+            rows = weights[starts[name] : starts[name] + count * width].view(count, width)
+            torch.cat(of_table, 1, out=rows)
         dtype, count = tables[features[0]].entry.dtype, len(features)
         columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
         self.register_buffer("weights", weights)
@@ -145,27 +149,11 @@ class FbgemmLookup(RowLookup):
         )
 
 
-def _row_bytes(entry: Table) -> int:
-    """Bytes of a row as FBGEMM stores it: weights, or scale and bias followed by codes."""
-    return {
-        "fp32": 4 * entry.dim,
-        "fp16": 2 * entry.dim,
-        "int8": 4 + entry.dim,
-        "int4": 4 + -(-entry.dim // 2),
-    }[entry.dtype]
-
-
-def _store(weights: Tensor, table: StoredTable) -> None:
-    """Write the rows of a table to the front of FBGEMM's buffer."""
-    count, size = table.entry.stored, _row_bytes(table.entry)
-    rows = weights[: count * size].view(count, size)
-    # A row is its scale and bias, two float16, and its codes.
-    codes = table.tensors["rows"].view(torch.uint8)
-    if "scale_bias" in table.tensors:
-        rows[:, :4] = table.tensors["scale_bias"].view(torch.uint8)
-        rows[:, 4:] = codes
-    else:
-        rows.copy_(codes)
+def _stored_bytes(table: StoredTable) -> list[Tensor]:
+    """The parts of rows in FBGEMM's order: scales and biases, two float16 each, and codes; or the
+    weights. uint8 ``(rows, bytes)``."""
+    names = [name for name in ("scale_bias", "rows") if name in table.tensors]
+    return [table.tensors[name].view(torch.uint8) for name in names]
 
 
 class LibtorchLookup(RowLookup):
@@ -206,7 +194,7 @@ class _Group(nn.Module):
     """
 
     rows: Tensor
-    scale_bias: Tensor
+    scale_bias: Tensor | None
     firsts: Tensor
 
     def __init__(
@@ -226,9 +214,11 @@ class _Group(nn.Module):
             )
         for key in ("rows", "scale_bias"):
             parts = [tables[name].tensors[key] for name in mine if key in tables[name].tensors]
-            if not parts:
-                parts = [torch.empty(0, 2)]
-            self.register_buffer(key, torch.cat([*parts, parts[0].new_zeros(1, parts[0].shape[1])]))
+            # Weights have no scales.
+            stored = (
+                torch.cat([*parts, parts[0].new_zeros(1, parts[0].shape[1])]) if parts else None
+            )
+            self.register_buffer(key, stored)
         # For each feature, where its table's rows start; -1: they are in another group.
         first = torch.tensor([firsts[name] for name in features], dtype=torch.int32)
         self.register_buffer("firsts", first)
@@ -268,14 +258,8 @@ class _Group(nn.Module):
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
-        found = self.rows.index_select(0, here)
-        if self.dtype in ("fp32", "fp16"):
-            return found.float()
-        # Two codes a byte, the first in its lower half.
-        if self.dtype == "int4":
-            found = torch.stack((found & 15, found >> 4), 2).flatten(1)[:, : self.width]
-        scale, bias = self.scale_bias.index_select(0, here).float().chunk(2, 1)
-        return found * scale + bias
+        tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
+        return decode(Rows(self.rows.index_select(0, here), tail), self.width)
 
 
 class _BookGroup(_Group):

@@ -17,6 +17,7 @@ import torch
 
 from dist_sparse.checks import integer
 from dist_sparse.files import sealed, unsealed
+from dist_sparse.text import count, percent, size, table_lines
 
 __all__ = [
     "TABLES",
@@ -32,10 +33,11 @@ __all__ = [
     "TableBytes",
     "layout_of",
     "size_of",
+    "summary",
 ]
 
 FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 1
+VERSION: Final = 2
 TABLES: Final = "tables.safetensors"
 
 Dtype = Literal["fp32", "fp16", "int8", "int4"]
@@ -102,7 +104,6 @@ class TableBytes:
         after: of all of its tensors in the file.
         index: of the bitmap of kept rows.
         scales: of the rows' scales and biases, or of the columns' scales.
-        dense_int4: what the whole table would take in 4 bits with no mask at all.
         rotation: of the matrix that turns outputs back.
     """
 
@@ -110,8 +111,7 @@ class TableBytes:
     after: int
     index: int
     scales: int
-    dense_int4: int
-    rotation: int = 0
+    rotation: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +125,10 @@ class Table:
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
         scale: of 8 and 4 bits: whether each row or each column has a grid.
-        block: ``(rows, columns)`` of the sparse blocks that were pruned; None where nothing was.
         default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
             None.
-        bytes: what it takes.
+        before: bytes of the dense table, in the dtype that it was trained in.
         crc32: of each of its tensors, named as in :meth:`layout`.
         check: results of the comparison with the model before the artifact got its name.
     """
@@ -139,11 +138,10 @@ class Table:
     dim: int
     pooling: Pooling
     dtype: Dtype
-    block: tuple[int, int] | None
     scale: Scale = "row"
     default_row: bool = False
     turned: int | None = None
-    bytes: TableBytes
+    before: int = 0
     crc32: Mapping[str, str] = field(default_factory=dict)
     check: Mapping[str, int | float] = field(default_factory=dict)
 
@@ -151,6 +149,18 @@ class Table:
     def stored(self) -> int:
         """Rows that are stored."""
         return self.kept + self.default_row
+
+    @property
+    def bytes(self) -> TableBytes:
+        """What it takes."""
+        taken = {name: size_of(*each) for name, each in self.layout().items()}
+        return TableBytes(
+            before=self.before,
+            after=sum(taken.values()),
+            index=taken.get("kept", 0),
+            scales=taken.get("scale_bias", taken.get("scales", 0)),
+            rotation=taken.get("rotation", 0),
+        )
 
     def layout(self) -> Layout:
         """Return dtype and shape of each of its tensors, by their names without the table's.
@@ -260,51 +270,38 @@ def _refuse_many_copies(collections: Sequence[Collection]) -> None:
     copies: Counter[str] = Counter()
     for collection in collections:
         copies.update(collection.tables)
-    for name, count in sorted(copies.items()):
-        if count > _MOST_COPIES:
+    for name, times in sorted(copies.items()):
+        if times > _MOST_COPIES:
             raise ValueError(
-                f"table {name!r} is in {count} collections, and may be in {_MOST_COPIES}"
+                f"table {name!r} is in {times} collections, and may be in {_MOST_COPIES}"
             )
 
 
 def _table(name: str, entry: Mapping[str, Any]) -> Table:
-    # Until 2026-11-23, tables with masks finer than rows were packed, and listed how many bytes
-    # their values took.
-    if entry.get("values") is not None:
-        raise ValueError(
-            f"table {name!r} is in the old packed format (bitmask and values), which is no longer"
-            " read: export it again"
-        )
     if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in get_args(Pooling):
         raise ValueError(
             f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
         )
     if not isinstance(entry["default_row"], bool):
         raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
-    # Artifacts until 2026-11-23 had grids per row alone.
-    scale = entry.get("scale", "row")
+    scale = entry["scale"]
     if scale != "row" and (scale != "column" or entry["dtype"] != "int4"):
         raise ValueError(f"table {name!r} has scale {scale!r} and dtype {entry['dtype']!r}")
     rows = integer("rows", entry["rows"], least=1, of=name)
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
-    block, turned = entry["block"], entry["turned"]
-    if block is not None:
-        block = integer("block", block[0], least=1), integer("block", block[1], least=1)
+    turned = entry["turned"]
     if turned is not None:
         turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
-    # Artifacts of the old format count a mask, which is 0 in tables that are not packed.
-    taken = {part: size for part, size in entry["bytes"].items() if part != "mask"}
     return Table(
         rows=rows,
         kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
         dim=dim,
         pooling=entry["pooling"],
         dtype=entry["dtype"],
-        block=block,
         scale=scale,
         default_row=entry["default_row"],
         turned=turned,
-        bytes=TableBytes(**taken),
+        before=integer("before", entry["before"], least=0, of=name),
         crc32=dict(entry["crc32"]),
         check=dict(entry["check"]),
     )
@@ -347,3 +344,22 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
         raise ValueError(
             f"collection {path!r} has features of {strange}, which are none of its tables"
         )
+
+
+def summary(manifest: Manifest) -> str:
+    """Return a table of the tables' bytes, and what to know about them."""
+    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", "scales")
+    rows = []
+    for name, table in manifest.tables.items():
+        taken = table.bytes
+        share = percent(taken.after / taken.before if taken.before else None)
+        sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.scales)
+        rows.append(
+            (name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes)
+        )
+    before = sum(table.bytes.before for table in manifest.tables.values())
+    whole = (
+        f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
+        f" {size(before)} dense"
+    )
+    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole])

@@ -8,8 +8,7 @@ its ``lookup``, a module that takes and returns tensors.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes
-from dist_sparse.compaction.unknown import UnknownLookups
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes, UnknownLookups
 from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -32,7 +30,7 @@ from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
-__all__ = ["Served", "ServedModel", "load_served"]
+__all__ = ["Served", "load_served"]
 
 
 class _Lookup(nn.Module):
@@ -80,11 +78,7 @@ class _Lookup(nn.Module):
             each = torch.ones(len(features), dtype=torch.int64)
             first = self.index(torch.zeros_like(each), each)
         self.register_buffer("first_rows", first, persistent=False)
-        self._counted = UnknownLookups(rows_of, features)
-
-    def unknown_lookups(self) -> dict[str, int]:
-        """Return how many ids out of range were looked up, by table."""
-        return dict(self._counted.counts)
+        self.counted = UnknownLookups(rows_of, features)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -105,9 +99,9 @@ class _Lookup(nn.Module):
         if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
         lengths = [len(ids)] if self.features == 1 else counts.tolist()
-        found = self._counted.add(ids, rows == UNKNOWN, lengths)
+        found = self.counted.add(ids, rows == UNKNOWN, lengths)
         if self.unknown == "raise":
-            raise ValueError("Out of range: " + "; ".join(map(str, found)) + ".")
+            raise ValueError("Out of range: " + "; ".join(found.values()) + ".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Lookup:
         """Move to another device, and keep dtypes: rounded scales would not give zeros for
@@ -258,13 +252,10 @@ class Served(nn.Module):
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
-        if lengths is None:
+        if lengths is None or (self.weighted and weights is None):
             raise ValueError(
-                f"{self.path!r} takes ids and their {'lengths' if self.features else 'offsets'}."
-            )
-        if self.weighted and weights is None:
-            raise ValueError(
-                f"Collection {self.path!r} is weighted: it takes weights beside values and lengths."
+                f"{self.path!r} takes ids and their lengths or offsets, and weights if it is"
+                " weighted."
             )
         return self.lookup(ids, lengths, weights)
 
@@ -282,7 +273,7 @@ class Served(nn.Module):
     @property
     def unknown(self) -> dict[str, int]:
         """How many ids out of range were looked up since the artifact was loaded, by table."""
-        return self.lookup.unknown_lookups()
+        return dict(self.lookup.counted.counts)
 
     def to_pt2(self, file: str | os.PathLike[str]) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
@@ -349,64 +340,19 @@ class Served(nn.Module):
         tables = _tables(open_artifact(self._artifact), self._collection)
         return to_torchrec(self._collection, tables, self.lookup.index)
 
-    def extra_repr(self) -> str:
-        """Return the arguments shown by ``repr``."""
-        return f"path={self.path!r}, kind={self.kind!r}, features={self.features}"
-
-
-class ServedModel(nn.Module):
-    """The collections of an artifact by their paths in the model:
-    ``served["sparse_arch.user"](kjt)``."""
-
-    def __init__(self, collections: Mapping[str, Served]) -> None:
-        super().__init__()
-        self._paths = list(collections)
-        self._served = nn.ModuleList(collections.values())
-
-    def __getitem__(self, path: str) -> Served:
-        if path not in self._paths:
-            raise KeyError(f"{path!r} is none of the collections {self._paths}")
-        found = self._served[self._paths.index(path)]
-        assert isinstance(found, Served)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def keys(self) -> list[str]:
-        """Return the paths."""
-        return list(self._paths)
-
-    @property
-    def unknown(self) -> dict[str, int]:
-        """How many ids out of range were looked up since the artifact was loaded, by table."""
-        found: Counter[str] = Counter()
-        for path in self:
-            found.update(self[path].unknown)
-        return dict(found)
-
-    def forward(self, *args: Any) -> Any:
-        """Raise a TypeError: a collection must be chosen."""
-        raise TypeError(
-            f"Call one of the collections: {[f'served[{path!r}](...)' for path in self._paths]}."
-        )
-
 
 def load_served(
     path: str | os.PathLike[str],
     *,
-    fbgemm: bool | None = None,
+    fbgemm: bool = True,
     unknown: Literal["zero", "raise", "id0"] = "zero",
-) -> Served | ServedModel:
+) -> Served | dict[str, Served]:
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
     Args:
         path: the folder.
-        fbgemm: whether lookups use FBGEMM's operator; None: where FBGEMM is installed. Without it
-            they are pure torch.
+        fbgemm: whether lookups use FBGEMM's operator where it is installed. Without it they are
+            pure torch.
         unknown: what becomes of an id that is out of the range of its table, such as one that is
             newer than the model. "zero": what becomes of a removed id: a zero vector, nothing added
             to a sum, and a mean counts it (it is never the default row). "raise": a ValueError that
@@ -415,14 +361,14 @@ def load_served(
 
     Returns:
         For a model with one collection, a module that takes the same input as the collection; with
-        several, a mapping from their paths to such modules. Pooled columns are in the order of the
-        collection's configurations; a sharded collection orders them by sharding type, so
-        read both by key. A table that several collections look up is stored in each of them.
+        several, a dictionary from their paths to such modules. Pooled columns are in the order of
+        the collection's configurations; a sharded collection orders them by sharding type, so read
+        both by key. A table that several collections look up is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version or tables in
-            the old format of bitmask and values (names the file).
-        ImportError: safetensors is missing, or FBGEMM with ``fbgemm=True``.
+        ValueError: the folder is not an artifact, is damaged, or has another version (names the
+            file).
+        ImportError: safetensors is missing.
         OSError: a file can't be read.
 
     Example::
@@ -442,16 +388,14 @@ def load_served(
                 [6., 8.]])
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    native = fbgemm is not False and kernels.available()
-    if fbgemm and not native:
-        raise ImportError("Invalid fbgemm=True: fbgemm_gpu can't be imported.")
+    native = fbgemm and kernels.available()
     artifact = open_artifact(path)
     served = {
         each.path: _served(artifact, each, native, unknown)
         for each in artifact.manifest.collections
     }
     # A model of one collection is served as that collection.
-    return next(iter(served.values())) if len(served) == 1 else ServedModel(served)
+    return next(iter(served.values())) if len(served) == 1 else served
 
 
 def _tables(artifact: VerifiedArtifact, collection: Collection) -> dict[str, StoredTable]:

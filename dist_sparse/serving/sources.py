@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dist_sparse.compaction.kept_rows import kept_rows, move_rows
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import Site, sites_of
-from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag
+from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag, padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
@@ -81,11 +81,6 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
         # A compact table that keeps no row still looks up: every id is a removed one.
         if 0 in data.shape and data.name not in found.indexes:
             raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
-    for name, matrix in found.rotations.items():
-        if not bool(matrix.isfinite().all()):
-            raise ValueError(
-                f"The rotation of table {name!r} is not finite: what it turns back can't be served."
-            )
     # By path, so that the file does not depend on the order of the modules.
     found.collections.sort(key=lambda each: each.path)
     return found
@@ -101,19 +96,33 @@ def _rotations_of(module: nn.Module) -> dict[str | None, Tensor]:
 def _add_embedding(
     found: Lookups, module: nn.Embedding | nn.EmbeddingBag, name: str, path: str
 ) -> None:
-    found.collections.append(_collection_of(module, name, path))
-    found.pooling[name] = _pooling_of(module)
+    # It would write to the table when it is looked up.
+    if module.max_norm is not None:
+        raise ValueError(
+            f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
+        )
+    if isinstance(module, nn.EmbeddingBag):
+        if module.mode == "max":
+            raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
+        if (padding := padding_id_of(module)) is not None:
+            raise ValueError(
+                f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave"
+                " those ids out of bags."
+            )
+        found.pooling[name] = "mean" if module.mode == "mean" else "sum"
+        last = bool(module.include_last_offset)
+        collection = Collection(
+            path=path, kind="embedding_bag", include_last_offset=last, tables=(name,)
+        )
+    else:
+        found.pooling[name] = "none"
+        collection = Collection(path=path, kind="embedding", tables=(name,))
+    found.collections.append(collection)
     if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
         found.indexes[name] = module.index
     rotations = _rotations_of(module)
     if None in rotations:
         found.rotations[name] = rotations[None]
-
-
-def _pooling_of(module: nn.Embedding | nn.EmbeddingBag) -> Pooling:
-    if isinstance(module, nn.Embedding):
-        return "none"
-    return "mean" if module.mode == "mean" else "sum"
 
 
 def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
@@ -152,32 +161,6 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
             found.rotations[feature.table] = rotations[key]
 
 
-def _collection_of(module: nn.Embedding | nn.EmbeddingBag, name: str, path: str) -> Collection:
-    """The collection of an embedding module of torch's.
-
-    Raises:
-        ValueError: it does with its rows what a served table can't.
-    """
-    # It would write to the table when it is looked up.
-    if module.max_norm is not None:
-        raise ValueError(
-            f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
-        )
-    if not isinstance(module, nn.EmbeddingBag):
-        return Collection(path=path, kind="embedding", tables=(name,))
-    if module.mode == "max":
-        raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-    # A compact module has its own padding row, and knows the original one as padding_id.
-    padding = getattr(module, "padding_id", module.padding_idx)
-    if padding is not None:
-        raise ValueError(
-            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
-            " ids out of bags."
-        )
-    last = bool(module.include_last_offset)
-    return Collection(path=path, kind="embedding_bag", include_last_offset=last, tables=(name,))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServedTable:
     """A table of the model, and its rows that are served.
@@ -185,7 +168,6 @@ class ServedTable:
     Args:
         data: as it is stored now.
         pooling: of the module that looks it up.
-        block: of its masks; None without any.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
             compact table.
@@ -196,7 +178,6 @@ class ServedTable:
 
     data: ShardedData
     pooling: Pooling
-    block: tuple[int, int] | None
     stored: Tensor
     kept: Tensor
     default_row: bool
@@ -269,29 +250,20 @@ def served_tables(
     Args:
         registered: from :func:`registered_tables`, after the masks have followed moved shards.
     """
-    blocks: dict[str, tuple[int, int]] = {}
-    kept: dict[str, Tensor] = {}
-    if sparsifier is not None:
-        kept = kept_rows(sparsifier, registered)
-        packed = sparsifier.masks.tables
-        # Plain data is masked element by element.
-        blocks = {name: packed.block(name) if name in packed else (1, 1) for name in kept}
+    kept = {} if sparsifier is None else kept_rows(sparsifier, registered)
     found = {}
     for data in located:
         stored = kept.get(data.name)
         if stored is None:
             stored = torch.ones(data.shape[0], dtype=torch.bool)
-        found[data.name] = _served_table(data, lookups, stored, blocks.get(data.name))
+        found[data.name] = _served_table(data, lookups, stored)
     return found
 
 
-def _served_table(
-    data: ShardedData, lookups: Lookups, stored: Tensor, block: tuple[int, int] | None
-) -> ServedTable:
+def _served_table(data: ShardedData, lookups: Lookups, stored: Tensor) -> ServedTable:
     kept, default_row = stored, False
     index = lookups.indexes.get(data.name)
     if index is not None:
-        block = block or (1, data.shape[1])
         default_row = index.default_row
         if default_row and not bool(stored[: index.stored].all()):
             raise ValueError(
@@ -303,13 +275,9 @@ def _served_table(
         kept = index.kept().cpu()
         # Of the ids that compact() kept, the ones whose rows masks keep still.
         kept[kept.clone()] = stored[: index.num_kept]
-    removes_nothing = bool(kept.all())
-    if block is not None and block[1] >= data.shape[1] and removes_nothing:
-        block = None
     return ServedTable(
         data=data,
         pooling=lookups.pooling[data.name],
-        block=block,
         stored=stored,
         kept=kept,
         default_row=default_row,

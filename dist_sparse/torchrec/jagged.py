@@ -12,8 +12,16 @@ __all__ = ["give", "keyed", "reordered", "take"]
 
 
 def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
-    """Return some features of a KeyedJaggedTensor, in this order; one may come twice."""
+    """Return some features of a KeyedJaggedTensor, in this order; one may come twice.
+
+    Raises:
+        ValueError: a feature is missing.
+    """
     places = {key: place for place, key in enumerate(ids.keys())}
+    if missing := sorted(set(features) - set(places)):
+        raise ValueError(
+            f"Features {missing} are not in the KeyedJaggedTensor, which has {ids.keys()}."
+        )
     return ids.permute([places[feature] for feature in features])
 
 
@@ -26,7 +34,7 @@ def take(
     Raises:
         ValueError: a feature or weights are missing, or batches differ in size by feature.
     """
-    _refuse_unfit(ids, features, weighted)
+    _refuse_unfit(ids, weighted)
     if list(ids.keys()) != list(features):
         ids = reordered(ids, features)
     return ids.values(), ids.lengths(), ids.weights() if weighted else None
@@ -39,15 +47,12 @@ def keyed(
     return KeyedJaggedTensor(list(keys), values, weights=weights, lengths=lengths)
 
 
-def _refuse_unfit(ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool) -> None:
+def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
     if not isinstance(ids, KeyedJaggedTensor):
         raise ValueError(
             f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
             " lengths."
         )
-    keys = list(ids.keys())
-    if missing := sorted(set(features) - set(keys)):
-        raise ValueError(f"Features {missing} are not in the KeyedJaggedTensor, which has {keys}.")
     # Both say that outputs have other rows than inputs.
     if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
         raise ValueError(

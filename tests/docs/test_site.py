@@ -36,7 +36,7 @@ IN_MODULES = {
 """Public names of modules; None is all of ``__all__``."""
 RETURNED = {
     *("ArtifactBytes", "Choice", "CompactIds", "Exported", "Frontier", "Plan"),
-    *("Resumed", "Run", "Served", "ServedBytes", "ServedModel", "TableShape", "Traffic"),
+    *("Resumed", "Run", "Served", "ServedBytes", "TableShape", "Traffic"),
 }
 """What functions return: their examples show it."""
 NO_EXAMPLE = {"ReadyDataScheduler", "row_wise"} | {"COL", "ROW"} | CURVES

@@ -22,10 +22,7 @@ from dist_sparse.serving.manifest import (
     Pooling,
     Scale,
     Table,
-    TableBytes,
 )
-
-NO_BYTES = TableBytes(before=0, after=0, index=0, scales=0, dense_int4=0)
 
 
 @dataclass
@@ -67,8 +64,6 @@ class Source:
             pooling=self.pooling,
             dtype=self.dtype,
             scale=self.scale,
-            block=(1, self.weight.shape[1]),
-            bytes=NO_BYTES,
         )
         tensors: dict[str, Tensor] = {}
         if entry.kept < entry.rows:

@@ -176,5 +176,5 @@ def test_what_they_have_no_place_for_is_refused(tmp_path: Path) -> None:
 def test_an_artifact_that_is_gone(tmp_path: Path) -> None:
     served = served_of(tmp_path, sources("fp32"))
     (tmp_path / "served").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match="holds no artifact"):
         served.to_fbgemm()
