@@ -85,7 +85,7 @@ MUTATIONS = [
     M("enforcer/fused.py", "(not lookup.masked or lookup.known != self._masks_known())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/fused.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k several"),
     M("enforcer/fused.py", "or not self._batch.keeps_zeros", "", "tests/enforcer/test_weighing.py -k no_eps"),
-    M("enforcer/hooks.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),
+    M("enforcer/fused.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),
     M("torchrec/batches.py", "given.masked_fill(~flags, 0)", "given", "tests/enforcer/test_weighing.py -k weighted-rowwise"),
     M("torchrec/batches.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("torchrec/outputs.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Clock, Hook, StreamOrder, Wrapped, timed
+from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.ids import KeptIds, worth_dropping
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import (
@@ -48,6 +48,7 @@ from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
     "Place",
+    "StreamOrder",
     "TableBatchHooks",
     "averages",
     "collections_of",
@@ -90,6 +91,48 @@ class _Lookup:
     written: Ids
     masked: bool
     known: tuple[int, ...]
+
+
+class StreamOrder:
+    """Lookups and writes of one set of tables, ordered where they run on several CUDA streams, as
+    in a training pipeline with a stream of its own for lookups. Never blocks the host.
+
+    Args:
+        device: of the tables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._readers: set[Any] = set()
+        self._written: tuple[Any, Any] | None = None  # stream and event of the last write
+
+    def before_read(self) -> None:
+        """Have the current stream wait for the last write."""
+        if self._has_streams():
+            stream = torch.cuda.current_stream(self._device)
+            # An event: waiting for all of the other stream's work would end their overlap.
+            if self._written is not None and self._written[0] != stream:
+                stream.wait_event(self._written[1])
+            self._readers.add(stream)
+
+    def before_write(self) -> None:
+        """Have the current stream wait for all lookups, their backwards, and the last write."""
+        if self._has_streams():
+            stream = torch.cuda.current_stream(self._device)
+            if self._written is not None and self._written[0] != stream:
+                stream.wait_event(self._written[1])
+            for reader in self._readers - {stream}:
+                stream.wait_stream(reader)
+
+    def after_write(self) -> None:
+        """Have later lookups on other streams wait for the current one, up to here."""
+        if self._has_streams():
+            stream = torch.cuda.current_stream(self._device)
+            self._written = stream, stream.record_event()
+
+    def _has_streams(self) -> bool:
+        runs: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return runs and self._device.type == "cuda"
 
 
 class TableBatchHooks:

@@ -1,5 +1,5 @@
-"""Hooks that a copy of a model does not inherit, methods wrapped for a while, and the time and the
-streams that they run on.
+"""Hooks that a copy of a model does not inherit, methods wrapped for a while, and the time spent in
+them.
 
 ``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` copy a module's
 hooks, and with a bound method everything that it refers to. So a :class:`Hook` is copied and
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["Clock", "Hook", "StreamOrder", "Wrapped", "timed"]
+__all__ = ["Clock", "Hook", "Wrapped", "timed"]
 
 _ATTACHED: Final = (
     "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
@@ -40,8 +40,9 @@ class Hook:
             return None
         if torch.compiler.is_exporting():
             raise RuntimeError(f"torch.export can't trace {_ATTACHED}")
-        # A replay runs no hooks, on masks at the addresses of the capture.
-        if _cuda_runs() and torch.cuda.is_current_stream_capturing():
+        # A replay would run no hooks, and read masks at the addresses of the capture.
+        cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if cuda_runs and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "A CUDA graph can't capture the hooks that keep removed weights at zero: leave"
                 " sparsified tables and the optimizers of such weights out of the capture."
@@ -97,47 +98,6 @@ class Wrapped:
         return getattr(type(copied), self._name).__get__(copied)
 
 
-class StreamOrder:
-    """Lookups and writes of one set of tables, ordered where they run on several CUDA streams, as
-    in a training pipeline with a stream of its own for lookups. Never blocks the host.
-
-    Args:
-        device: of the tables.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._readers: set[Any] = set()
-        self._written: tuple[Any, Any] | None = None  # stream and event of the last write
-
-    def before_read(self) -> None:
-        """Have the current stream wait for the last write."""
-        if self._has_streams():
-            stream = torch.cuda.current_stream(self._device)
-            # An event: waiting for all of the other stream's work would end their overlap.
-            if self._written is not None and self._written[0] != stream:
-                stream.wait_event(self._written[1])
-            self._readers.add(stream)
-
-    def before_write(self) -> None:
-        """Have the current stream wait for all lookups, their backwards, and the last write."""
-        if self._has_streams():
-            stream = torch.cuda.current_stream(self._device)
-            if self._written is not None and self._written[0] != stream:
-                stream.wait_event(self._written[1])
-            for reader in self._readers - {stream}:
-                stream.wait_stream(reader)
-
-    def after_write(self) -> None:
-        """Have later lookups on other streams wait for the current one, up to here."""
-        if self._has_streams():
-            stream = torch.cuda.current_stream(self._device)
-            self._written = stream, stream.record_event()
-
-    def _has_streams(self) -> bool:
-        return self._device.type == "cuda" and _cuda_runs()
-
-
 class Clock:
     """Host seconds spent in :func:`timed` methods. Methods that call each other count once."""
 
@@ -164,8 +124,3 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
             clock.running = False
 
     return measured
-
-
-def _cuda_runs() -> bool:
-    runs: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return runs

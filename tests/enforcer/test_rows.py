@@ -141,6 +141,18 @@ class TestSettleRows:
             zero_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
         assert torch.equal(words(slot.weight), want)
 
+    @settings(max_examples=60, deadline=None)
+    @given(shards(), st.data())
+    def test_as_on_a_device(self, slot: Slot, data: st.DataObject) -> None:
+        """Without waiting for the number of removed rows."""
+        rows = data.draw(st.lists(st.integers(0, slot.mask.rect.rows - 1), max_size=50))
+        want = expected(slot, rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "is_cpu", False, raising=False)
+            patch.setattr(Tensor, "masked_select", None)
+            zero_rows(slot.weight, slot.mask, torch.tensor(rows, dtype=torch.int64))
+        assert torch.equal(words(slot.weight), want)
+
     def test_autograd_does_not_see_it(self) -> None:
         """A forward may be waiting for its backward."""
         for block in ((1, 1), (1, 8)):
