@@ -485,7 +485,11 @@ class TableBatchHooks:
         if self._kept is None or self._batch.pooling != "none":
             return None
         removed = self._kept.flags(*lookup.written).logical_not_()
-        return grad.masked_fill(removed.unsqueeze(1), 0)
+        if not grad.is_cpu:
+            return grad.masked_fill(removed.unsqueeze(1), 0)
+        # Quicker by half, but a device would be waited for.
+        copied = grad.clone(memory_format=torch.contiguous_format)
+        return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
     def _count(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Count lookups. Counts are clamped once in 2**30 of them, not checked each time."""
