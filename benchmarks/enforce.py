@@ -105,7 +105,7 @@ def report(found: list[dict[str, Any]]) -> str:
         " on fresh batches, the least of several rounds in turns. enforce: host time in the"
         " enforcer's hooks. settle: in the mask update, before scoring, for all rows that were"
         " written since the last. move: the rest of that update. with all: a step with hooks, and a"
-        ' hundredth of the mask update; zeroed: the same with removed_rows="zero", all else with'
+        " hundredth of the mask update; zeroed: the same with trains_removed, all else with"
         " ids of removed rows dropped. mul_: the plain loop and every table times its mask after"
         " every step (masks as one column for rows). torch.ao: forward through mask * weight and a"
         " dense gradient, tables only; its masks are not applied to the weights, and updating them"

@@ -179,7 +179,7 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
     sparsifier.add_model(loop.model, include=loop.names)
     sparsifier.step()
     ways = ("drop", "zero") if case["kind"] == "b" else ("drop",)
-    enforcers = {way: MaskEnforcer(sparsifier, removed_rows=way) for way in ways}
+    enforcers = {way: MaskEnforcer(sparsifier) for way in ways}
     rounds, rise = case["rounds"], min(0.01, 0.05 / case["rounds"])
     steps = iter(range(10**9))
     plain, whole = [], []
@@ -188,6 +188,8 @@ def main(case: dict[str, Any]) -> dict[str, Any]:
         plain.append(_timed(loop, steps, case["steps"], lambda: None))
         levels = LEVEL - rise * (rounds - turn), LEVEL - rise * (rounds - turn - 1)
         for way, enforcer in enforcers.items():
+            # As a score does that needs the gradients of removed rows.
+            sparsifier.trains_removed = way == "zero"
             enforced[way].append(_enforced(loop, steps, case, sparsifier, enforcer, levels))
         if "whole" in case["peers"]:
             whole.append(

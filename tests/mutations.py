@@ -81,16 +81,21 @@ MUTATIONS = [
     M("schedulers/base.py", "            if notes.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
-    M("enforcer/fused.py", "        if self._cleaner.needed and not", "        if False and not", "tests/dist/test_enforce.py -k batches"),
-    M("enforcer/fused.py", "not dropped_all or known != self._masks_known()", "not dropped_all", "tests/dist/test_drop.py -k equals"),
-    M("torchrec/outputs.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_drop.py"),
-    M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_drop.py"),
+    M("enforcer/fused.py", "            if self._cleaner.needed:", "            if False:", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "(not lookup.masked or lookup.known != self._masks_known())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
+    M("enforcer/fused.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k several"),
+    M("enforcer/fused.py", "or not self._batch.keeps_zeros", "", "tests/enforcer/test_weighing.py -k no_eps"),
+    M("enforcer/fused.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),
+    M("torchrec/batches.py", "given.masked_fill(~flags, 0)", "given", "tests/enforcer/test_weighing.py -k weighted-rowwise"),
+    M("torchrec/batches.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
+    M("torchrec/outputs.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
+    M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_ids.py"),
     M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/dist/test_enforce.py -k orders"),
     M("enforcer/fused.py", "        if writer.wrote(mode):\n            self.clean_all()\n", "", "tests/dist/test_enforce_equals.py -k fbgemm"),
     M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
     M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
     M("enforcer/enforcer.py", "        self._loaded = True\n        # Masks", "        # Masks", "tests/dist/test_enforce.py tests/enforcer -k load"),
-    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n\n    def check_rotation", "            pass\n\n    def check_rotation", "tests/dist/test_enforce_equals.py -k states"),
+    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n        for batch", "            pass\n        for batch", "tests/dist/test_enforce_equals.py -k states"),
     M("enforcer/dense.py", "target.clean(step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
     # -- optim
     # -----------------------------------------------------------------------------------------------------------

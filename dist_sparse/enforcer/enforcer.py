@@ -46,7 +46,6 @@ from dist_sparse.text import number_of
 __all__ = ["MaskEnforcer", "Walked", "settle_all"]
 
 _STATES: Final = ("keep", "reset")
-_REMOVED: Final = ("drop", "zero")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
@@ -92,24 +91,20 @@ class MaskEnforcer:
     """Keeps removed weights at zero in every forward. Never communicates, unless it finds that
     shards have moved.
 
-    Between a backward and the next lookup, rows that the backward wrote are *dirty*: removed
-    weights in them may be nonzero. They are cleaned before a lookup reads them, in a mask update
-    before scoring, in ``get_data`` and ``state_dict`` of the sparsifier, in ``state_dict()`` of the
-    model, before the ``sync()`` of a DMPCollection, and in :meth:`settle`. Weights that plain
-    optimizers step are clean as soon as ``step()`` returns.
+    Where a fused optimizer writes the tables, ids of rows that are removed whole are dropped before
+    a lookup or weigh nothing in it: such rows get no gradient and stay zero, and their optimizer
+    state stays as it is. All other removed weights are revived by a backward and zeroed again: from
+    then until the next lookup, the rows that the backward wrote are *dirty*. They are cleaned
+    before a lookup reads them, in a mask update before scoring, in ``get_data`` and ``state_dict``
+    of the sparsifier, in ``state_dict()`` of the model, before the ``sync()`` of a DMPCollection,
+    and in :meth:`settle`. Weights that plain optimizers step are clean as soon as ``step()``
+    returns.
 
     Args:
         sparsifier: everything registered with it is enforced.
         optimizer_state: the state of removed weights: ``"keep"`` leaves it to the optimizers;
             ``"reset"`` sets it to its initial value at every mask update, before and after, so that
             a block that comes back starts with fresh state.
-        removed_rows: for tables with a fused optimizer on a CPU whose lookups sum rows (SUM
-            pooling, weighted or not, and MEAN pooling of row-wise sharded tables): ``"drop"`` drops
-            the ids of rows that are removed whole before the lookup. These rows are not read, get
-            no gradient and are not written; their optimizer state does not change. With ``"zero"``,
-            and for all other tables, such rows are read as zeros, trained and zeroed again.
-            Outputs, kept weights and masks are equal bit for bit. A sparsifier with
-            ``trains_removed`` gets ``"zero"``.
 
     Attributes:
         seconds: host time spent so far, without ``sparsifier.step()``. On a device, this includes
@@ -136,7 +131,6 @@ class MaskEnforcer:
         self,
         sparsifier: BaseDataSparsifier,
         optimizer_state: str = "keep",
-        removed_rows: str = "drop",
     ) -> None:
         if not isinstance(sparsifier, BaseDataSparsifier):
             raise ValueError(
@@ -145,12 +139,9 @@ class MaskEnforcer:
             )
         if optimizer_state not in _STATES:
             raise ValueError(f"Invalid {optimizer_state=}: must be one of {_STATES}.")
-        if removed_rows not in _REMOVED:
-            raise ValueError(f"Invalid {removed_rows=}: must be one of {_REMOVED}.")
         self.clock = Clock()
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
-        self._drop = removed_rows == "drop"
         self._optimizers: tuple[Any, ...] | None = None
         self._batches: list[TableBatchHooks] = []
         self._known_lookups: list[tuple[nn.Module, list[Any]]] = []
@@ -309,6 +300,8 @@ class MaskEnforcer:
             # Of blocks that were removed before: those that come back start with fresh state.
             self._reset_states(self._before)
             self._reset_states(self._masks())
+        for batch in self._batches:
+            batch.masks_updated()
 
     def check_rotation(self, names: Collection[str]) -> None:
         """Refuse to rotate weights whose optimizer keeps state for each element, unless it is to be
@@ -480,7 +473,7 @@ class MaskEnforcer:
             if hooks is None:
                 store = self._sparsifier.masks.tables
                 hooks = TableBatchHooks(batch, collection, store, self.clock)
-            hooks.drops = self._drops()
+            hooks.trains_removed = self._sparsifier.trains_removed
             hooks.moved_to(places)
             every.append(hooks)
         return every
@@ -508,11 +501,6 @@ class MaskEnforcer:
 
     def _samples(self, place: Place) -> Tensor:
         return self._sparsifier.masks.tables.samples(place.name)[place.number]
-
-    def _drops(self) -> bool:
-        """Whether ids of removed rows are dropped; a score that needs their gradients may be set at
-        any time."""
-        return self._drop and not self._sparsifier.trains_removed
 
     def _hook(self, models: list[nn.Module]) -> None:
         # Before a forward: collections look whether they were resharded, models whether weights
@@ -563,7 +551,7 @@ class MaskEnforcer:
             self._look_up(check=True)
         # A score that trains removed rows may have been set since the last forward.
         for batch in inside:
-            batch.drops = self._drops()
+            batch.trains_removed = self._sparsifier.trains_removed
         self._before_read()
 
     @timed

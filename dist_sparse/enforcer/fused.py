@@ -1,10 +1,13 @@
 """Removed weights stay zero in tables that a fused optimizer writes inside the backward.
 
 The ids of a lookup are taken where they arrive at the kernel, behind the input distribution, so
-they are local to the shard whatever the sharding. Where rows are added up, ids of removed rows are
-dropped there (:mod:`~dist_sparse.enforcer.drop`). Of the rows that are read, the dirty ones are
-cleaned just before. A backward flags the rows that it writes, if the masks remove anything of them;
-they stay dirty until the weights are next scored, saved or read.
+they are local to the shard whatever the sharding. A table is masked in one of two ways:
+
+- *by its ids*, if it keeps or removes whole rows: the ids of removed rows are dropped or weigh
+  nothing (:mod:`~dist_sparse.enforcer.ids`), so that these rows stay zero by themselves.
+- *by zeroing*, for all other blocks, for scores that need the gradients of removed rows, and for
+  optimizers that move a row at gradient 0. A backward flags the rows that it writes as dirty; those
+  that a lookup reads are cleaned just before, all others before weights are scored, saved or read.
 
 TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.drop import KeptIds, kept_row_flags
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
+from dist_sparse.enforcer.ids import KeptIds, worth_dropping
 from dist_sparse.enforcer.optimizers import State, reset_state
 from dist_sparse.enforcer.rows import (
     DirtyRows,
@@ -44,6 +48,7 @@ from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
     "Place",
+    "StreamOrder",
     "TableBatchHooks",
     "averages",
     "collections_of",
@@ -66,6 +71,70 @@ Places = Mapping[tuple[int, tuple[int, ...]], Place]
 """Masks by the address and the shape of the weights."""
 
 
+Ids = tuple[Tensor, Sequence[int] | Tensor]
+"""The ids of a lookup, and where those of each feature begin and end, as in
+:class:`~dist_sparse.enforcer.rows.RowCleaner`."""
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """A lookup whose backward is still to come.
+
+    Attributes:
+        every: all ids, dropped ones too.
+        written: the ids whose rows the backward writes.
+        masked: ids of removed rows, in tables masked by their ids, were dropped or weigh nothing.
+        known: the key of the masks.
+    """
+
+    every: Ids
+    written: Ids
+    masked: bool
+    known: tuple[int, ...]
+
+
+class StreamOrder:
+    """Lookups and writes of one set of tables, ordered where they run on several CUDA streams, as
+    in a training pipeline with a stream of its own for lookups. Never blocks the host.
+
+    Args:
+        device: of the tables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._readers: set[Any] = set()
+        self._written: tuple[Any, Any] | None = None  # stream and event of the last write
+
+    def before_read(self) -> None:
+        """Have the current stream wait for the last write."""
+        if self._has_streams():
+            stream = torch.cuda.current_stream(self._device)
+            # An event: waiting for all of the other stream's work would end their overlap.
+            if self._written is not None and self._written[0] != stream:
+                stream.wait_event(self._written[1])
+            self._readers.add(stream)
+
+    def before_write(self) -> None:
+        """Have the current stream wait for all lookups, their backwards, and the last write."""
+        if self._has_streams():
+            stream = torch.cuda.current_stream(self._device)
+            if self._written is not None and self._written[0] != stream:
+                stream.wait_event(self._written[1])
+            for reader in self._readers - {stream}:
+                stream.wait_stream(reader)
+
+    def after_write(self) -> None:
+        """Have later lookups on other streams wait for the current one, up to here."""
+        if self._has_streams():
+            stream = torch.cuda.current_stream(self._device)
+            self._written = stream, stream.record_event()
+
+    def _has_streams(self) -> bool:
+        runs: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return runs and self._device.type == "cuda"
+
+
 class TableBatchHooks:
     """The hooks on one of FBGEMM's batches of tables, inside TorchRec's module.
 
@@ -78,8 +147,8 @@ class TableBatchHooks:
 
     Attributes:
         places: the masks of its registered tables, by their number in the batch.
-        drops: whether ids of removed rows are dropped where that changes no output; otherwise the
-            rows are zeroed. Set between forwards.
+        trains_removed: whether removed rows are to be read as zeros and trained, then zeroed again.
+            Set between forwards.
     """
 
     def __init__(
@@ -87,7 +156,7 @@ class TableBatchHooks:
     ) -> None:
         self.module, self.collection = batch.module, collection
         self.places: dict[int, Place] = {}
-        self.drops = False
+        self.trains_removed = False
         self.clock = clock
         self._batch = batch
         self._store = store
@@ -95,24 +164,29 @@ class TableBatchHooks:
         self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
         self._features = list(batch.features)
         self._sampled = SampledLookups(self._features)
-        # Masks' version, drops, addresses of weights: the key of everything made by _look_up().
+        # Masks' version, trains_removed, addresses of weights: the key of all that _look_up() sets.
         self._known: tuple[int, ...] = ()
-        self._ids: KeptIds | None = None
-        self._only_kept = False
-        self._last: tuple[Any, Any] = (None, None)
         self._in_sync = self._storage()
         self._slots: dict[int, Slot] = {}
         views = self._batch.weights()
-        self._on_cpu = views[0].is_cpu
-        self._dirty = DirtyRows([len(view) for view in views], self._features, views[0].device)
+        self._device = views[0].device
+        self._order = StreamOrder(self._device)
+        # Of tables masked by their ids, and of those whose ids are dropped where that is possible.
+        self._kept: KeptIds | None = None
+        self._passed: KeptIds | None = None
+        # The last forward: all ids and those passed on; whether the kernel is to weigh these, and
+        # whether it has.
+        self._last: tuple[Any, Any] = (None, None)
+        self._to_weigh = self._weighed = False
+        # Of tables masked by zeroing.
+        self._dirty = DirtyRows({}, self._features, self._device)
         self._cleaner: RowCleaner = TorchRowCleaner([], self._dirty)
+        # Removed rows of a table masked by its ids may be nonzero: a rare write of unknown rows.
+        self._revived = False
         # With an empty table beside others of another width, FBGEMM's CPU backward writes other
         # rows than it was given.
         widths = {view.shape[1] for view in views}
-        self._strays = self._on_cpu and min(map(len, views)) == 0 and len(widths) > 1
-        # Only a sum can do without rows of zeros: a mean counts them, a sequence has a place for
-        # each.
-        self._adds = self._on_cpu and not self._strays and batch.adds_rows
+        self._strays = self._device.type == "cpu" and min(map(len, views)) == 0 and len(widths) > 1
         self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
@@ -125,6 +199,12 @@ class TableBatchHooks:
             self.module.register_forward_pre_hook(Hook(self._before_lookup)),
             self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
+        if self._batch.pooling != "none":
+            weigh, restore = Hook(self._before_kernel), Hook(self._after_kernel)
+            self._handles += [
+                self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
+                self._batch.kernel.register_forward_hook(restore, always_call=True),
+            ]
         # They run in the middle of a forward, after the hook that cleans the rows to be read.
         for writer in self._batch.whole_row_writers():
             write = partial(self._write_whole, writer)
@@ -143,29 +223,45 @@ class TableBatchHooks:
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
+        self._order.before_write()
         slots = self._current()
-        if not self._dirty:
-            return
-        for table, slot in slots.items():
-            if slot.mask.removes:
-                for rows in self._dirty.rows(table):
-                    zero_rows(slot.weight, slot.mask, rows)
-        self._dirty.clear()
+        if self._revived:
+            self._mask_all()
+        elif self._dirty:
+            for table in self._dirty.tables:
+                slot = slots[table]
+                if slot.mask.removes:
+                    for rows in self._dirty.rows(table):
+                        zero_rows(slot.weight, slot.mask, rows)
+            self._dirty.clear()
+        self._order.after_write()
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        for slot in self._current().values():
+        self._order.before_write()
+        self._current()
+        self._mask_all()
+        self._order.after_write()
+        if self._written is not None:
+            self._written.add_all()
+
+    def masks_updated(self) -> None:
+        """Have lookups on other streams wait for the mask update that ends here."""
+        self._order.after_write()
+
+    def _mask_all(self) -> None:
+        for slot in self._slots.values():
             if slot.mask.removes:
                 slot.mask.apply_(slot.weight)
         self._dirty.clear()
-        if self._written is not None:
-            self._written.add_all()
+        self._revived = False
 
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
-        for table in self._slots:
+        for table in self._dirty.tables:
             self._dirty.add_all(table)
+        self._revived |= len(self._dirty.tables) < len(self._slots)
         if self._written is not None:
             self._written.add_all()
 
@@ -178,7 +274,7 @@ class TableBatchHooks:
         table on a CPU whose scores are worth keeping. The first call starts the record, with all
         rows in it."""
         # On a device, the host does not know the ids; the rows of stray writes are unknown too.
-        if not self._on_cpu or self._strays:
+        if self._device.type != "cpu" or self._strays:
             return
         worth = {
             table: slot
@@ -233,7 +329,7 @@ class TableBatchHooks:
 
     def _masks_known(self) -> tuple[int, bool]:
         """Return a key that changes with the masks, and with their use."""
-        return self._store.version, self.drops
+        return self._store.version, self.trains_removed
 
     def _current(self) -> dict[int, Slot]:
         """Return the live weights and masks of registered tables: looked up again when either was
@@ -268,47 +364,77 @@ class TableBatchHooks:
             self._room = 0
         self._counted = counted
         self._sampled.begin(self._slots, samples)
-        self._sort_rows()
-        slots = [self._slots.get(table) for table in self._features]
-        self._cleaner = row_cleaner_on(views[0].device, slots, self._dirty)
+        by_ids = self._masked_by_ids()
+        self._watch_rows([table for table in self._slots if table not in by_ids])
+        self._choose_ids(by_ids)
 
-    def _sort_rows(self) -> None:
-        """Choose the rows whose ids are dropped, and the rows that get dirty when a backward writes
-        them."""
-        drops = self.drops and self._adds
+    def _masked_by_ids(self) -> list[int]:
+        """Return the tables whose removed rows stay zero if their ids weigh nothing."""
+        if self.trains_removed or self._strays or not self._batch.keeps_zeros:
+            return []
+        return [table for table, slot in self._slots.items() if slot.whole_rows]
+
+    def _watch_rows(self, tables: Sequence[int]) -> None:
+        """Flag from now on the dirty rows of these tables, and clean them before lookups."""
+        if self._dirty.tables.keys() != set(tables):
+            # The flags of dirty rows get lost.
+            self._revived |= bool(self._dirty)
+            rows = {table: self._slots[table].mask.rect.rows for table in tables}
+            self._dirty = DirtyRows(rows, self._features, self._device)
+        masked = {table: slot for table, slot in self._slots.items() if table in tables}
+        slots = [masked.get(table) for table in self._features]
+        self._cleaner = row_cleaner_on(self._device, slots, self._dirty)
+
+    def _choose_ids(self, by_ids: Sequence[int]) -> None:
+        """Choose the rows whose ids weigh nothing, and those whose ids are dropped."""
+        # Only a sum can do without rows of zeros: a mean counts them, a sequence has a place for
+        # each. On a device the host would wait for the number of ids that are left.
+        drops = self._device.type == "cpu" and self._batch.pooling == "sum"
+        drops = drops and not self.trains_removed and not self._strays
+        kept: dict[int, Tensor] = {}
         passed: dict[int, Tensor] = {}
-        self._only_kept = True
         for table, slot in self._slots.items():
-            self._dirty.leave_out(table, None)
             if not slot.mask.removes:
-                continue  # nothing to drop or to clean: its ids pass unchanged
-            # A kept row of a mask of whole rows has no removed weight: a write leaves it clean.
-            never_dirty = slot.whole_rows and self._on_cpu
-            kept = kept_row_flags(slot.mask) if drops or never_dirty else None
-            if never_dirty:
-                self._dirty.leave_out(table, kept)
-            if drops and kept is not None:
-                passed[table] = kept
-            # Unless the ids of all removed rows are dropped, lookups read rows that need cleaning.
-            self._only_kept &= slot.whole_rows and drops
-        of_features = [passed.get(table) for table in self._features]
-        self._ids = KeptIds(of_features) if passed else None
+                continue  # nothing to drop: its ids pass unchanged
+            rows = slot.mask.dead_rows().logical_not_().to(self._device)
+            if table in by_ids:
+                kept[table] = rows
+            if drops and (slot.whole_rows or worth_dropping(rows)):
+                passed[table] = rows
+        self._kept = KeptIds(kept, self._features, self._device) if kept else None
+        self._passed = KeptIds(passed, self._features, self._device) if passed else None
 
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._order.before_read()
         self._current()
         requested = args[0]
         # Evaluation is no traffic.
         if torch.is_grad_enabled() and self._sampled.due():
             with torch.no_grad():
                 self._sampled.add(requested.values(), _ends(requested))
-        passed = requested if self._ids is None else self._ids.among(requested)
-        # If the ids of all removed rows were dropped, no row that is read can be dirty.
-        if self._cleaner.needed and not (passed is not requested and self._only_kept):
-            with torch.no_grad():
+        passed = requested if self._passed is None else self._passed.among(requested)
+        with torch.no_grad():
+            if self._revived:
+                self.clean()
+            if self._cleaner.needed:
                 self._cleaner(passed.values(), _ends(passed))
         self._last = requested, passed
+        # Without a backward to come, rows of zeros do no harm.
+        self._to_weigh = passed is requested and torch.is_grad_enabled()
+        self._weighed = False
         return passed, *args[1:]
+
+    def _before_kernel(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
+        """Give no weight to ids of removed rows, unless they were dropped."""
+        self._weighed = self._to_weigh
+        if self._kept is None or not self._to_weigh:
+            return None
+        changed = self._batch.weighed(call, self._kept.flags)
+        return None if changed is None else (args, changed)
+
+    def _after_kernel(self, kernel: Any, args: Any, output: Any) -> None:
+        self._batch.restore_pooling()
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         requested, passed = self._last
@@ -316,59 +442,54 @@ class TableBatchHooks:
         self._last = None, None
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        known = self._known[:2]
         # Another hook may have replaced the ids since: then the kernel was called with args[0].
-        if passed is not requested and passed is args[0]:
-            # Dropped ids are needed to count lookups, and for nothing else.
-            every = _ids_of(requested) if self._counted else None
-            before_update = partial(self._before_update, every, passed, known)
-        else:
-            before_update = partial(self._before_update, _ids_of(args[0]), None, known)
+        dropped = passed is not requested and passed is args[0]
+        ids = _ids_of(args[0])
+        every = _ids_of(requested) if dropped and self._counted else ids
+        lookup = _Lookup(every, ids, dropped or self._weighed, self._known[:2])
+        before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
     @timed
-    def _before_update(
-        self,
-        every: tuple[Tensor, Sequence[int] | Tensor] | None,
-        passed: Any,
-        known: tuple[int, ...],
-        grad: Tensor,
-    ) -> None:
+    def _before_update(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
         """In a backward, just before the fused optimizer writes the rows. Not at the lookup:
         between the two, all rows may be cleaned, and another lookup may read.
 
         Args:
-            every: all ids, where they are needed.
-            passed: the features after dropping ids; None if none were dropped.
-            known: the key of the masks at the lookup.
+            lookup: which rows it writes.
             grad: of the output.
         """
-        dropped_all = passed is not None and self._only_kept
-        # With other masks than at the lookup, kept rows of then may be removed by now.
-        may_revive = not dropped_all or known != self._masks_known()
-        if not may_revive and every is None and self._written is None:
-            return
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
             if self._strays:
                 self.mark_all()
             else:
-                self._note_writes(every, passed, may_revive)
-            if every is not None and self._counted:
-                self._count(*every)
+                self._note_writes(lookup)
+            if self._counted:
+                self._count(*lookup.every)
+            return self._without_removed(lookup, grad)
 
-    def _note_writes(
-        self, every: tuple[Tensor, Sequence[int] | Tensor] | None, passed: Any, may_revive: bool
-    ) -> None:
-        """Flag the rows that a backward is about to write."""
-        if not may_revive and self._written is None:
-            return
-        rows = every if passed is None else _ids_of(passed)
-        assert rows is not None
-        if may_revive:
-            self._dirty.add(*rows)
+    def _note_writes(self, lookup: _Lookup) -> None:
+        """Record the rows that a backward is about to write."""
+        self._dirty.add(*lookup.written)
         if self._written is not None:
-            self._written.add(*rows)
+            self._written.add(*lookup.written)
+        # A sequence is masked below, by the masks of now. Bags were masked by the masks at the
+        # lookup: rows that they kept may be removed by now.
+        pooled = self._batch.pooling != "none"
+        if pooled and (not lookup.masked or lookup.known != self._masks_known()):
+            self._revived |= self._kept is not None
+
+    def _without_removed(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
+        """Return the gradient of a sequence with zeros for removed rows; None for no change."""
+        if self._kept is None or self._batch.pooling != "none":
+            return None
+        removed = self._kept.flags(*lookup.written).logical_not_()
+        if not grad.is_cpu:
+            return grad.masked_fill(removed.unsqueeze(1), 0)
+        # Quicker by half, but a device would be waited for.
+        copied = grad.clone(memory_format=torch.contiguous_format)
+        return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
     def _count(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Count lookups. Counts are clamped once in 2**30 of them, not checked each time."""

@@ -27,7 +27,8 @@ class Hook:
     """Calls a function, until it is copied.
 
     Raises:
-        RuntimeError: ``torch.export`` runs it: what it does is no part of a graph.
+        RuntimeError: ``torch.export`` or the capture of a CUDA graph runs it: what it does is no
+            part of a graph.
         AttributeError: ``torch.jit.script`` asks for its ``__name__``.
     """
 
@@ -39,6 +40,13 @@ class Hook:
             return None
         if torch.compiler.is_exporting():
             raise RuntimeError(f"torch.export can't trace {_ATTACHED}")
+        # A replay would run no hooks, and read masks at the addresses of the capture.
+        cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if cuda_runs and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph can't capture the hooks that keep removed weights at zero: leave"
+                " sparsified tables and the optimizers of such weights out of the capture."
+            )
         return self._call(*args, **kwargs)
 
     @property

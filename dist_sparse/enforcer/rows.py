@@ -19,6 +19,7 @@ from dist_sparse.masking.masks import WORDS, BlockMask, spread, wide
 
 __all__ = [
     "DirtyRows",
+    "FlatRows",
     "RowCleaner",
     "Slot",
     "TorchRowCleaner",
@@ -97,12 +98,7 @@ class TorchRowCleaner:
             if many(slot.mask, stop - start):
                 slot.mask.apply_(slot.weight)
                 continue
-            rows = self._dirty.among(feature, ids[start:stop])
-            if self._dirty.whole(feature):
-                # Only removed rows are ever flagged: nothing of these rows is kept.
-                wide(slot.weight.data).index_fill_(0, rows, 0)
-            else:
-                zero_rows(slot.weight, slot.mask, rows)
+            zero_rows(slot.weight, slot.mask, self._dirty.among(feature, ids[start:stop]))
 
 
 def many(mask: BlockMask, rows: int) -> bool:
@@ -128,7 +124,7 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     if mask.grid.cols == 1:
         # Bit r of the mask is row r of blocks: byte r // 8, bit r % 8.
         kept = mask.bits.index_select(0, block_rows >> 3) >> (block_rows & 7).to(torch.uint8)
-        wide(live).index_fill_(0, rows.masked_select((kept & 1) == 0), 0)
+        _zero_whole_rows(wide(live), rows, (kept & 1) == 0)
         return
     table, word = wide(live), WORDS[live.element_size()]
     # Read, mask, write back: an AND with the mask's words keeps every bit of a kept weight.
@@ -139,6 +135,17 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
             _words(mask, blocks if mask.grid.rows > 1 else blocks[:1], word)
         )
         table.index_copy_(0, some, read)
+
+
+def _zero_whole_rows(table: Tensor, rows: Tensor, removed: Tensor) -> None:
+    """Zero those of some rows that are ``removed``, bool ``(n,)``."""
+    if table.is_cpu:
+        table.index_fill_(0, rows.masked_select(removed), 0)
+    else:
+        # The number of removed rows would have to come to the host: all are written instead, kept
+        # ones as they were.
+        read = table.index_select(0, rows).masked_fill_(removed.unsqueeze(1), 0)
+        table.index_copy_(0, rows, read)
 
 
 def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,35 +228,62 @@ def count_lookups(
             count.index_add_(0, rows.masked_fill(~mine, 0), mine.to(count.dtype))
 
 
+class FlatRows:
+    """The rows of some tables of a kernel, numbered one table behind the other.
+
+    Args:
+        rows: how many there are on this rank, by the number of the table.
+        features: for each feature the number of its table.
+        device: of the tables.
+
+    Attributes:
+        starts: the number of each table's first row, a multiple of 8.
+        total: the number that stands for ids of all other tables.
+    """
+
+    def __init__(
+        self, rows: Mapping[int, int], features: Sequence[int], device: torch.device
+    ) -> None:
+        self.starts: dict[int, int] = {}
+        self.total = 0
+        for table, count in rows.items():
+            self.starts[table] = self.total
+            self.total += -(-count // 8) * 8
+        # Ids before the first feature and behind the last one are of no table.
+        tables = [-1, *features, -1]
+        starts = [self.starts.get(table, self.total) for table in tables]
+        self._starts = torch.tensor(starts, device=device)
+        self._rows = torch.tensor([rows.get(table, 1) for table in tables], device=device)
+
+    def of(self, ids: Tensor, ends: Tensor) -> Tensor:
+        """Return the number of each id's row, int64 ``(n,)``, without waiting for the device. Both
+        arguments as in :class:`RowCleaner`."""
+        feature = feature_of_each(ids, ends) + 1
+        ids = ids.long()
+        outside = (ids < 0) | (ids >= self._rows[feature])
+        # FBGEMM reads row 0 instead. A table that has no number here has a single row, `total`.
+        return self._starts[feature] + torch.where(outside, 0, ids)
+
+
 class DirtyRows:
     """The dirty rows of the tables of one kernel, one flag byte a row: a set that takes ids in any
     order, with repeats, at the cost of a write each. At first no row is dirty.
 
     Args:
-        rows: of each table, on this rank.
+        rows: how many there are on this rank, by the number of the table; ids of tables left out
+            are ignored.
         features: for each feature the number of its table.
         device: of the tables.
     """
 
-    def __init__(self, rows: Sequence[int], features: Sequence[int], device: torch.device) -> None:
-        self._rows, self._features = list(rows), list(features)
-        self._starts = [0]
-        for count in rows:
-            self._starts.append(self._starts[-1] + -(-count // 8) * 8)  # whole words, see take()
-        # The last word takes the flags of ids of no feature.
-        self._flags = torch.zeros(self._starts[-1] + 8, dtype=torch.uint8, device=device)
+    def __init__(
+        self, rows: Mapping[int, int], features: Sequence[int], device: torch.device
+    ) -> None:
+        self.tables, self._features = dict(rows), list(features)
+        self._flat = FlatRows(rows, features, device)
+        # Whole words, see rows(); the last one takes the flags of ids of other tables.
+        self._flags = torch.zeros(self._flat.total + 8, dtype=torch.uint8, device=device)
         self._any = False
-        self._kept: list[Tensor | None] = [None] * len(self._rows)
-        self._of_features: tuple[Tensor, Tensor] | None = None
-
-    def leave_out(self, table: int, kept: Tensor | None) -> None:
-        """Flag from now on only removed rows of a table: ``kept`` is bool ``(rows,)``, None for a
-        mask that removes parts of rows. Call it while no row of the table is dirty."""
-        self._kept[table] = None if kept is None else kept.view(torch.uint8)
-
-    def whole(self, feature: int) -> bool:
-        """Whether the flagged rows of a feature are removed as a whole."""
-        return self._kept[self._features[feature]] is not None
 
     def __bool__(self) -> bool:
         """Whether any row may be dirty. Does not wait for the device."""
@@ -258,37 +292,37 @@ class DirtyRows:
     def add(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
         """Flag the rows that a backward is about to write; ``ids`` and ``ends`` as in
         :class:`RowCleaner`."""
-        if not ids.numel():
+        if not ids.numel() or not self.tables:
             return
         self._any = True
         if isinstance(ends, Tensor):
-            self._add_unseen(ids, ends)
+            self._flags.index_fill_(0, self._flat.of(ids, ends), 1)
             return
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
-            kept = self._kept[table]
+            if table not in self.tables or start == stop:
+                continue
             # More than needed may get dirty: that costs time, never a wrong weight.
-            if stop - start >= self._rows[table]:
+            if stop - start >= self.tables[table]:
                 self.add_all(table)
-            elif start < stop:
-                rows = in_table(ids[start:stop], self._rows[table])
-                if kept is None:
-                    self._of(table).index_fill_(0, rows, 1)
-                else:
-                    self._of(table).index_copy_(0, rows, kept.index_select(0, rows).bitwise_xor_(1))
+            else:
+                self.add_rows(table, in_table(ids[start:stop], self.tables[table]))
 
     def add_all(self, table: int) -> None:
         """Flag every row of a table."""
         self._any = True
-        kept = self._kept[table]
-        if kept is None:
-            self._of(table).fill_(1)
-        else:
-            torch.bitwise_xor(kept, 1, out=self._of(table))
+        self._of(table).fill_(1)
+
+    def add_rows(self, table: int, rows: Tensor) -> None:
+        """Flag these rows of a table, int64 ``(n,)``."""
+        self._any = True
+        self._of(table).index_fill_(0, rows, 1)
 
     def rows(self, table: int) -> Iterator[Tensor]:
         """Yield the dirty rows of a table, int64, ascending, in parts."""
+        start = self._flat.starts[table]
+        size = -(-self.tables[table] // 8) * 8
         # Most words of 8 flags are 0: they are skipped 8 rows at a time.
-        words = self._flags[self._starts[table] : self._starts[table + 1]].view(torch.int64)
+        words = self._flags[start : start + size].view(torch.int64)
         for first in range(0, words.numel(), TAKEN // 8):
             touched = words[first : first + TAKEN // 8].nonzero().flatten()
             if touched.numel():
@@ -301,11 +335,6 @@ class DirtyRows:
         """Mark every row of one table as clean."""
         self._of(table).zero_()
 
-    def add_rows(self, table: int, rows: Tensor) -> None:
-        """Flag these rows of a table, int64 ``(n,)``."""
-        self._any = True
-        self._of(table).index_fill_(0, rows, 1)
-
     def clear(self) -> None:
         """Mark every row as clean."""
         if self._any:
@@ -313,32 +342,17 @@ class DirtyRows:
             self._any = False
 
     def among(self, feature: int, ids: Tensor) -> Tensor:
-        """Return those of the ``ids`` of one feature whose rows are dirty, int64, with repeats.
-        They stay flagged: the rows that a training step reads are about to be written."""
-        # With more ids than rows it is quicker to list the flags than to look each id up.
+        """Return the ``ids`` of one feature whose rows are dirty, int64, with repeats. They stay
+        flagged: the rows that a training step reads are about to be written."""
         table = self._features[feature]
         flags = self._of(table)
-        if ids.numel() >= self._rows[table]:
+        # With more ids than rows it is quicker to list the flags than to look each id up.
+        if ids.numel() >= self.tables[table]:
             return flags.nonzero().flatten()
-        rows = in_table(ids, self._rows[table])
+        rows = in_table(ids, self.tables[table])
         return rows.masked_select(flags.view(torch.bool).index_select(0, rows))
 
     def _of(self, table: int) -> Tensor:
         """Return the live flags of a table, uint8 ``(rows,)``."""
-        return self._flags[self._starts[table] : self._starts[table] + self._rows[table]]
-
-    def _add_unseen(self, ids: Tensor, ends: Tensor) -> None:
-        """As :meth:`add` with ends on the device, without waiting for it."""
-        if self._of_features is None:
-            starts = torch.tensor(
-                [self._starts[table] for table in self._features], device=ids.device
-            )
-            rows = torch.tensor([self._rows[table] for table in self._features], device=ids.device)
-            self._of_features = starts, rows
-        starts, rows = self._of_features
-        feature = feature_of_each(ids, ends)
-        of_none = (feature < 0) | (feature >= len(self._features))
-        feature, ids = torch.where(of_none, 0, feature), ids.long()
-        flags = starts[feature] + torch.where((ids < 0) | (ids >= rows[feature]), 0, ids)
-        # The flags behind the last table belong to no row.
-        self._flags.index_fill_(0, torch.where(of_none, self._starts[-1], flags), 1)
+        start = self._flat.starts[table]
+        return self._flags[start : start + self.tables[table]]

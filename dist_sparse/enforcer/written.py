@@ -26,8 +26,7 @@ class WrittenRows:
     """
 
     def __init__(self, rows: Mapping[int, int], features: Sequence[int]) -> None:
-        counts = [rows.get(table, 0) for table in range(max(features) + 1)]
-        self._rows = DirtyRows(counts, features, torch.device("cpu"))
+        self._rows = DirtyRows(rows, features, torch.device("cpu"))
         self.tables = {table: _OfTable(self._rows, table) for table in rows}
         self.add_all()
 

@@ -17,6 +17,7 @@ from dist_sparse.tables.shards import ShardedData
 
 __all__ = [
     "Collection",
+    "KeptOf",
     "Replacement",
     "TableBatch",
     "TableConfig",
@@ -48,6 +49,10 @@ class WholeRowWriter(NamedTuple):
     wrote: Callable[[Mapping[str, float]], bool]
 
 
+KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
+"""Which ids of a lookup keep their weight; see :meth:`TableBatch.weighed`."""
+
+
 class TableBatch(Protocol):
     """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
     backward."""
@@ -69,8 +74,13 @@ class TableBatch(Protocol):
         ...
 
     @property
-    def adds_rows(self) -> bool:
-        """Whether the rows of a bag are added up."""
+    def pooling(self) -> Literal["sum", "mean", "none"]:
+        """How the rows of a bag are pooled."""
+        ...
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
         ...
 
     @property
@@ -92,6 +102,28 @@ class TableBatch(Protocol):
 
     def whole_row_writers(self) -> list[WholeRowWriter]:
         """Return what writes rows other than those of a lookup, besides the caller."""
+        ...
+
+    @property
+    def kernel(self) -> nn.Module:
+        """FBGEMM's module inside :attr:`module`, called with keywords."""
+        ...
+
+    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+        """Return the keywords of a pooled lookup in which some ids weigh nothing: their rows add
+        nothing to the output, and get the gradient 0. None if it stays as it is. Call
+        :meth:`restore_pooling` after the lookup.
+
+        Args:
+            call: the keywords of :attr:`kernel`.
+            kept: called with all ids, ``(n,)``, and where those of each feature begin and, last,
+                end (on a device as a tensor). Returns which ids keep their weight, bool ``(n,)``,
+                or None for all.
+        """
+        ...
+
+    def restore_pooling(self) -> None:
+        """Pool as before :meth:`weighed`."""
         ...
 
     def hyperparameters(self) -> dict[str, float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from itertools import accumulate
+from typing import Any, Final, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from dist_sparse.tables.protocols import WholeRowWriter
+from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
 
 __all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch"]
 
@@ -41,6 +43,19 @@ WHOLE_WRITERS: Final = {
 }
 """Optimizers that write rows outside of the batch too."""
 
+STILL: Final = {
+    "SGD",
+    "EXACT_SGD",
+    "EXACT_ADAGRAD",
+    "ROWWISE_ADAGRAD",
+    "EXACT_ROWWISE_ADAGRAD",
+    "EMAINPLACE_ROWWISE_ADAGRAD",
+}
+"""Optimizers whose step is a multiple of the gradient and of the weight."""
+
+_PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
+"""Multiples of the weight: the other modes count the lookups of each row, or compare norms."""
+
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
 
@@ -59,7 +74,9 @@ class FbgemmBatch:
         self._batch: Any = kernel.emb_module
         self.tables = [config.name for config in kernel._config.embedding_tables]
         self.features: list[int] = list(self._batch.feature_table_map)
-        self.adds_rows: bool = self._batch.pooling_mode.name == "SUM"
+        self.kernel: nn.Module = self._batch
+        self._own_pooling: Any = self._batch.pooling_mode
+        self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
         self._update_rule: str = self._batch.optimizer.name
         self.is_adagrad = "ADAGRAD" in self._update_rule
         if self._update_rule not in ROW_WRITERS | WHOLE_WRITERS.keys():
@@ -70,7 +87,18 @@ class FbgemmBatch:
             )
         # A batch uses one of them: on the device, on the host, or in unified memory.
         places = ("weights_dev", "weights_host", "weights_uvm")
+        self._silent: Tensor | None = None
         self._stored = [place for place in places if getattr(self._batch, place).numel()]
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
+        # Adam moves it by its moments; LAMB and LARS divide by the norms of the row and its update.
+        if self._update_rule not in STILL:
+            return False
+        # Without eps Adagrad divides 0 by 0.
+        plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS
+        return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
@@ -93,6 +121,56 @@ class FbgemmBatch:
             return []
         wrote = partial(self._wrote, writer.intervals)
         return [WholeRowWriter(self._batch, writer.method, wrote)]
+
+    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+        """Return the keywords of a pooled lookup in which some ids weigh nothing; see
+        :meth:`~dist_sparse.tables.protocols.TableBatch.weighed`."""
+        ids, offsets = call["indices"], call["offsets"]
+        if not ids.numel():
+            return None
+        flags = kept(ids, self._ends(offsets, call.get("batch_size_per_feature_per_rank")))
+        if flags is None:
+            return None
+        given = call.get("per_sample_weights")
+        weights: Tensor = flags.float() if given is None else given.masked_fill(~flags, 0)
+        # FBGEMM's mean does not work with weights: a sum of weights 1 / L takes its place. What it
+        # makes of a caller's own weights stays as it is.
+        if self.pooling == "mean" and given is None:
+            weights *= _shares(offsets, ids.numel())
+            self._batch.pooling_mode = type(self._own_pooling).SUM
+        changed = {**call, "per_sample_weights": weights}
+        # Otherwise FBGEMM makes gradients of the weights, which nothing asks for.
+        if not weights.requires_grad:
+            changed["feature_requires_grad"] = self._no_gradients(ids.device)
+        return changed
+
+    def restore_pooling(self) -> None:
+        """Pool as before :meth:`weighed`."""
+        self._batch.pooling_mode = self._own_pooling
+
+    def _no_gradients(self, device: torch.device) -> Tensor:
+        """Return for each feature that its weights require no gradient."""
+        if self._silent is None:
+            self._silent = torch.zeros(len(self.features), dtype=torch.int32, device=device)
+        return self._silent
+
+    def _ends(
+        self, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
+    ) -> Sequence[int] | Tensor:
+        """Return where the ids of each feature begin and, last, end; on a device without waiting
+        for it.
+
+        Args:
+            offsets: where each bag begins and, last, where they end.
+            sizes: for each feature how many bags it has of each rank; None if all have as many.
+        """
+        if sizes is None:
+            ends = offsets[:: (offsets.numel() - 1) // len(self.features)]
+        else:
+            first_bags = [0, *accumulate(map(sum, sizes))]
+            on_host = torch.tensor(first_bags, pin_memory=offsets.is_cuda)
+            ends = offsets[on_host.to(offsets.device, non_blocking=True)]
+        return ends.tolist() if ends.is_cpu else ends
 
     def _wrote(self, intervals: Sequence[str], mode: Mapping[str, float]) -> bool:
         """Whether such a method has just written, by FBGEMM's rule: every so many steps."""
@@ -118,3 +196,10 @@ class FbgemmBatch:
         kernel: Any = self.module
         for group in kernel.fused_optimizer.param_groups:
             group["lr"] = changed["lr"]
+
+
+def _shares(offsets: Tensor, count: int) -> Tensor:
+    """Return for each id 1 / the number of ids in its bag, float32 ``(count,)``."""
+    lengths = offsets.diff()
+    # The count is known: without it a device would be waited for.
+    return torch.repeat_interleave(lengths.float().reciprocal_(), lengths, output_size=count)

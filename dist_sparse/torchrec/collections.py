@@ -390,6 +390,12 @@ def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
             f"Table {name!r}: the compute kernel {kernel!r} is not supported;"
             f" {', '.join(_KERNELS)} are."
         )
+    # Releases before 1.8 have no such field.
+    if getattr(config, "stash_weights", False):
+        raise ValueError(
+            f"Table {name!r}: memory stashing moves its weights away between forward and backward,"
+            " where masks do not follow. Set stash_weights=False in its configuration."
+        )
     if config.data_type not in _TYPES:
         types = ", ".join(each.value for each in _TYPES)
         raise ValueError(

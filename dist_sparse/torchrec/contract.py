@@ -73,6 +73,8 @@ NAMES: Final = {
         f"{_TBE}.SplitTableBatchedEmbeddingBagsCodegen": (
             "weights_dev weights_host weights_uvm split_embedding_weights feature_table_map"
             " pooling_mode optimizer optimizer_args iter iter_cpu split_optimizer_states"
+            " weight_decay_mode indices offsets per_sample_weights feature_requires_grad"
+            " batch_size_per_feature_per_rank"
             " get_learning_rate set_optimizer_step update_hyper_parameters"
             " ema_inplace ensemble_and_swap"
         ),
@@ -81,7 +83,7 @@ NAMES: Final = {
         "split_embedding_codegen_lookup_invokers.lookup_args.OptimizerArgs": (
             "beta1 beta2 eps weight_decay"
         ),
-        "split_table_batched_embeddings_ops_common.PoolingMode": "SUM",
+        "split_table_batched_embeddings_ops_common.PoolingMode": "MEAN NONE SUM",
     },
 }
 """By package, then class or module: the attributes that it defines, or that its code sets."""
@@ -181,6 +183,7 @@ def _names_in(owner: Any) -> set[str]:
 
 def _names_used(code: CodeType) -> Iterator[str]:
     yield from code.co_names
+    yield from code.co_varnames[: code.co_argcount]  # keywords that a caller passes
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant  # getattr(parameter, "_optimizer_classes", None)

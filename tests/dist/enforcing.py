@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dist_sparse import CubicDataScheduler, DataNormSparsifier, MaskEnforcer
+from dist_sparse import BaseDataSparsifier, CubicDataScheduler, DataNormSparsifier, MaskEnforcer
 from tests.dist.cells import Cell, TableSpec, cells
 from tests.oracle import oracle_mask
 
@@ -40,6 +40,7 @@ __all__ = [
     "loss_of",
     "optimizer_of",
     "pieces",
+    "read_as_zeros",
     "small",
     "total",
     "trained_cells",
@@ -120,6 +121,13 @@ def total(number: int) -> int:
     summed = torch.tensor([number])
     dist.all_reduce(summed)
     return int(summed)
+
+
+def read_as_zeros(sparsifier: BaseDataSparsifier) -> None:
+    """Have removed rows read, trained and zeroed again, as a score of their gradients asks for: the
+    oracle for lookups that act on the ids of removed rows."""
+    kind = type(sparsifier)
+    sparsifier.__class__ = type(kind.__name__, (kind,), {"trains_removed": True})
 
 
 class Reads:
@@ -293,7 +301,7 @@ class Run:
             is scheduled.
         optimizer: all that steps the model.
         attach: False for a run in which removed weights come back.
-        removed_rows: as MaskEnforcer has it.
+        zeroed: removed rows are read as zeros, trained and zeroed again.
     """
 
     def __init__(
@@ -308,7 +316,7 @@ class Run:
         optimizer: Any = None,
         optimizer_state: str = "keep",
         attach: bool = True,
-        removed_rows: str = "drop",
+        zeroed: bool = False,
     ) -> None:
         self.model = model
         self.sparsifier = DataNormSparsifier(
@@ -324,7 +332,9 @@ class Run:
             self.scheduler = CubicDataScheduler(
                 self.sparsifier, "sparsity_level", final=final, begin=0, end=steps, every=every
             )
-        self.enforcer = MaskEnforcer(self.sparsifier, optimizer_state, removed_rows)
+        if zeroed:
+            read_as_zeros(self.sparsifier)
+        self.enforcer = MaskEnforcer(self.sparsifier, optimizer_state)
         if attach:
             self.enforcer.attach(self.optimizer)
         self.moves = self.looked = 0

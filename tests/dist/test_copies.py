@@ -18,6 +18,7 @@ from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, batch
 from tests.dist.copies import COPIES, SHARE, build_copies, copied_cells, first_copy
+from tests.dist.enforcing import read_as_zeros
 from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
@@ -44,7 +45,8 @@ def test_copies(case: str) -> None:
     dense = _optimizer(model)
     reader = _Reader(model, sparsifier)
     revived = 0.0
-    with MaskEnforcer(sparsifier, removed_rows="zero").attach(dense) as enforcer:
+    read_as_zeros(sparsifier)
+    with MaskEnforcer(sparsifier).attach(dense) as enforcer:
         for step in range(12):
             _train(model, dense, cell, step)
             if step % 5 == 4:

@@ -36,6 +36,7 @@ from tests.dist.enforcing import (
     kernels,
     loss_of,
     optimizer_of,
+    read_as_zeros,
     small,
     total,
     trained_cells,
@@ -57,7 +58,7 @@ class Side:
     """One of two equal models that train alike, with what their lookups read."""
 
     def __init__(
-        self, model: Any, removed_rows: str, block: tuple[int, Any], score: Any = "norm"
+        self, model: Any, zeroed: bool, block: tuple[int, Any], score: Any = "norm"
     ) -> None:
         self.model = model
         self.optimizer = optimizer_of(model)
@@ -66,9 +67,9 @@ class Side:
         )
         self.names = self.sparsifier.add_model(model)
         self.reads = Reads(model, self.masks())
-        self.enforcer = MaskEnforcer(self.sparsifier, removed_rows=removed_rows).attach(
-            self.optimizer
-        )
+        if zeroed:
+            read_as_zeros(self.sparsifier)
+        self.enforcer = MaskEnforcer(self.sparsifier).attach(self.optimizer)
 
     def masks(self) -> dict[str, Tensor]:
         return {name: self.sparsifier.full_mask(name) for name in self.names}
@@ -131,7 +132,7 @@ def both(sides: list[Side], *batches: KeyedJaggedTensor) -> None:
 def test_equals_zeroing(world: int, name: str, fused: Any, block: tuple[int, Any]) -> None:
     cell, rank = trained_cells(world)[name], dist.get_rank()
     lr = {"lr": 0.02 if "16" in name else 0.1}
-    sides = [Side(build(cell, fused, lr), removed_rows, block) for removed_rows in ("drop", "zero")]
+    sides = [Side(build(cell, fused, lr), zeroed, block) for zeroed in (False, True)]
     batches = [batch(cell, seed=world * step + rank, size=12) for step in range(6)]
     some = features_of(
         cell.tables, {t.features[0]: [[0, 0, 1], [], [0]] for t in cell.tables}, size=12
@@ -168,7 +169,7 @@ def test_equals_zeroing(world: int, name: str, fused: Any, block: tuple[int, Any
 def test_ids_outside() -> None:
     """FBGEMM warns and reads row 0, removed or not, in a lookup of which nothing is dropped."""
     cell = trained_cells(2)["row_wise"]
-    sides = [Side(build(cell, SGD), removed_rows, (1, ROW)) for removed_rows in ("drop", "zero")]
+    sides = [Side(build(cell, SGD), zeroed, (1, ROW)) for zeroed in (False, True)]
     for side in sides:
         side.move(0.9)
     for outside in (999, -7, 10**12):
@@ -192,10 +193,7 @@ def test_weighted_in_a_pipeline() -> None:
     batches are on their way; a table in two shards on one rank has each of its features twice."""
     generators: dict[str, Any] = {"a": column_wise(ranks=[0, 0]), "b": row_wise()}
     cell, outputs = Cell("small", 2, {}, SMALL), []
-    sides = [
-        Side(small(generators, weighted=True), removed_rows, (1, ROW))
-        for removed_rows in ("drop", "zero")
-    ]
+    sides = [Side(small(generators, weighted=True), zeroed, (1, ROW)) for zeroed in (False, True)]
     for side in sides:
         batches = []
         for step in range(14):
@@ -221,10 +219,7 @@ def test_scores_of_removed_rows(score: str) -> None:
     """Lookups of removed rows count, dropped or not; sums of squared gradients ask for zeroing,
     whatever is chosen."""
     cell = trained_cells(2)["row_wise"]
-    sides = [
-        Side(build(cell, RowWiseAdagrad), removed_rows, (1, ROW), score)
-        for removed_rows in ("drop", "zero")
-    ]
+    sides = [Side(build(cell, RowWiseAdagrad), zeroed, (1, ROW), score) for zeroed in (False, True)]
     for level in (0.6, 0.7, 0.6):
         for step in range(3):
             both(sides, batch(cell, seed=2 * step + dist.get_rank(), size=20))
@@ -279,7 +274,7 @@ def test_positions_and_all_rows_of_a_rank() -> None:
     """Weights of positions, counted before ids are dropped, are trained alike. At last all rows of
     a rank are removed, so that it looks nothing up, and the others go on."""
     cell = Cell("small", 2, {}, SMALL)
-    sides = [Side(positioned(), removed_rows, (1, ROW)) for removed_rows in ("drop", "zero")]
+    sides = [Side(positioned(), zeroed, (1, ROW)) for zeroed in (False, True)]
     for level in (0.6, 1.0):
         for side in sides:
             side.move(level)

@@ -63,16 +63,16 @@ def test_training(world: int, name: str, turn: int) -> None:
     half = cell.data_type is not DataType.FP32
     fused = torch.optim.SGD if half else FUSED[turn % 3]
     model = build(cell, fused, {"lr": 0.02 if half else 0.1})
-    block, removed_rows = BLOCKS[turn // 3 % 3], ("zero", "drop")[turn % 2]
+    block, zeroed = BLOCKS[turn // 3 % 3], turn % 2 == 0
     run = Run(
         model,
         block,
         ("L1", "L2")[turn % 2],
         every=EVERY,
         steps=STEPS - EVERY,
-        removed_rows=removed_rows,
+        zeroed=zeroed,
     )
-    dropped = block[1] == ROW and removed_rows == "drop"
+    dropped = block[1] == ROW and not zeroed
     for step in range(STEPS):
         run.train(batch(cell, seed=step * world + dist.get_rank()))
         run.step()

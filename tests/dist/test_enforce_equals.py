@@ -151,9 +151,9 @@ def test_as_one_process(world: int, name: str, turn: int) -> None:
         model.module.over.parameters(), alone.net.over.parameters(), strict=True
     ):
         mine.data.copy_(theirs)
-    removed_rows = ("zero", "drop")[turn % 2]
+    zeroed = turn % 2 == 0
     of_all = optimizer_of(model, sgd, sgd)
-    run = Run(model, block, norm, every=3, steps=15, optimizer=of_all, removed_rows=removed_rows)
+    run = Run(model, block, norm, every=3, steps=15, optimizer=of_all, zeroed=zeroed)
     if cell.fused:
         alone.slices = slices_of(run)
     losses, masks = [], []
@@ -163,7 +163,7 @@ def test_as_one_process(world: int, name: str, turn: int) -> None:
         level = run.sparsifier.data_groups[run.names[0]]["sparsity_level"]
         run.step()
         masks.append((level, run.reads.masks) if due else None)
-    run.check_reads(revived=cell.fused, dropped=block[1] == ROW and removed_rows == "drop")
+    run.check_reads(revived=cell.fused, dropped=block[1] == ROW and not zeroed)
     world_losses = torch.stack(losses)
     dist.all_reduce(world_losses)
     trained = gathered(model)

@@ -24,6 +24,7 @@ from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, sparsify
 from dist_sparse.enforcer.hooks import Wrapped
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import batch, build, cells
+from tests.dist.enforcing import read_as_zeros
 
 Block = tuple[int, Any]
 BLOCKS: tuple[Block, ...] = ((1, ROW), (1, 4))
@@ -55,7 +56,8 @@ class Case:
         self.dense = ["*over.weight"] if dense else None
         self.sparsifier.add_model(self.model, exclude=exclude, dense=self.dense)
         self.sparsifier.step()
-        self.enforcer = MaskEnforcer(self.sparsifier, removed_rows="zero")
+        read_as_zeros(self.sparsifier)
+        self.enforcer = MaskEnforcer(self.sparsifier)
 
     def attach(self) -> Case:
         self.enforcer.attach(self.optimizer, self.tables)

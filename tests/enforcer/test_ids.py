@@ -1,4 +1,4 @@
-"""Ids of removed rows are dropped, all others handed on: against a loop over samples."""
+"""Ids of removed rows are dropped or flagged, all others handed on: against loops over samples."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
-from dist_sparse import BaseDataSparsifier, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
-from dist_sparse.enforcer.drop import KeptIds, kept_row_flags
-from dist_sparse.masking.masks import BlockMask, pack
-from dist_sparse.tables.shards import Rect, grid_of
+from dist_sparse import BaseDataSparsifier, ImportanceSparsifier
+from dist_sparse.enforcer.ids import KeptIds, worth_dropping
 
+CPU = torch.device("cpu")
 Bag = list[int]
 
 
@@ -49,9 +48,8 @@ def test_by_sample(data: st.DataObject) -> None:
     given_ = jagged(bags, weighted, data.draw(st.sampled_from([torch.int32, torch.int64])))
     before = given_.values().clone()
 
-    kept = KeptIds(
-        [None if (rows := tables[table]) is None else ~torch.tensor(rows) for table in features]
-    )
+    flags = {table: ~torch.tensor(rows) for table, rows in enumerate(tables) if rows is not None}
+    kept = KeptIds(flags, features, CPU)
     found = kept.among(given_)
 
     assert torch.equal(given_.values(), before)
@@ -101,32 +99,39 @@ def test_batches_of_several_sizes() -> None:
         lengths=torch.tensor([2, 1, 2]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    found = KeptIds([torch.tensor([False, True, True]), None]).among(features)
+    found = KeptIds({0: torch.tensor([False, True, True])}, [0, 1], CPU).among(features)
     assert found.values().tolist() == [1, 2, 2, 0] and found.lengths().tolist() == [1, 1, 2]
     assert found.variable_stride_per_key() and found.stride_per_key() == [2, 1]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 5),
-    st.integers(1, 40),
-    st.sampled_from([(1, 8), (3, 8), (1, 4), (1, 1), (2, 3)]),
-    st.floats(0, 1),
-    st.integers(0, 99),
-)
-def test_kept_row_flags(
-    row: int, rows: int, block: tuple[int, int], share: float, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    rect = Rect(row, 0, rows, 8)
-    grid = grid_of(rect, block)
-    mask = BlockMask(rect, block, pack(torch.rand(grid.rows * grid.cols) < share))
-    want = (mask.dense() != 0).any(1)
-    found = kept_row_flags(mask)
-    if block[1] == 8 or int((~want).sum()) * 4 >= rows:
-        assert found is not None and torch.equal(found, want)
-    else:
-        assert found is None
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_flags_by_id(data: st.DataObject) -> None:
+    """On the host by features and on a device in one read, here of a CPU's memory: the same."""
+    rows = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    removed = {
+        table: data.draw(st.sets(st.integers(0, count - 1))) for table, count in enumerate(rows)
+    }
+    left_out = data.draw(st.integers(0, 3))
+    features = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, max_size=4))
+    drawn = [data.draw(st.lists(st.integers(-3, 23), max_size=6)) for _ in features]
+    ends = [0, *torch.tensor([len(ids) for ids in drawn]).cumsum(0).tolist()]
+    want = []
+    for table, ids in zip(features, drawn, strict=True):
+        row_of = [i if 0 <= i < rows[table] else 0 for i in ids]
+        want += [table == left_out or row not in removed[table] for row in row_of]
+    kept = {}
+    for table, count in enumerate(rows):
+        if table != left_out:
+            kept[table] = torch.tensor([row not in removed[table] for row in range(count)])
+    ids = torch.tensor([i for of_feature in drawn for i in of_feature], dtype=torch.int64)
+    assert KeptIds(kept, features, CPU).flags(ids, ends).tolist() == want
+    assert KeptIds(kept, features, CPU).flags(ids, torch.tensor(ends)).tolist() == want
+
+
+@pytest.mark.parametrize(("kept", "worth"), [(75, True), (76, False), (0, True), (100, False)])
+def test_worth_dropping(kept: int, worth: bool) -> None:
+    assert worth_dropping(torch.arange(100) < kept) == worth
 
 
 def test_who_gets_zeros() -> None:
@@ -136,5 +141,3 @@ def test_who_gets_zeros() -> None:
     sparsifier.scored_by = "norm_accumulator"
     assert not sparsifier.trains_removed
     assert not BaseDataSparsifier.trains_removed
-    with pytest.raises(ValueError, match="removed_rows='keep'"):
-        MaskEnforcer(DataNormSparsifier(), removed_rows="keep")
