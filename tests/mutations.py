@@ -38,7 +38,7 @@ M = Mutation
 MUTATIONS = [
     # -- masking
     # ---------------------------------------------------------------------------------------------------------
-    M("masking/thresholds.py", "segment.ids(tied + start) > self.last", "segment.ids(tied + start) >= self.last", "tests/dist/test_sharded_tensors.py"),
+    M("masking/selection.py", "segment.ids(tied + start) > self.last", "segment.ids(tied + start) >= self.last", "tests/dist/test_sharded_tensors.py"),
     M("masking/selection.py", "search.holders > 1 or table.spread_replicas", "search.holders > 1", "tests/dist/test_sharded_tensors.py -k spread and ties"),
     M("masking/selection.py", "bucket = (upto < wanted)", "bucket = (upto <= wanted)", "tests/masking/test_selection.py"),
     M("masking/selection.py", "counts[1 + (KEPT >> LEADING_SHIFT)] = 0", "pass", "tests/dist/test_sharded_tensors.py"),

@@ -79,7 +79,7 @@ def test_messages_are_sent_from_a_device_of_the_backend(
 
 @pytest.mark.parametrize(
     ("ranks", "bound", "backend"),
-    [((1, 2), CUDA, "gloo"), ((1, 2), None, None), ((0, 1, 2, 3), CUDA, None)],
+    [((1, 2), CUDA, "gloo"), ((1, 3), None, None), ((0, 1, 2, 3), CUDA, None)],
 )
 def test_no_group_is_split_off_a_world_bound_to_devices(
     ranks: tuple[int, ...],
@@ -99,7 +99,6 @@ def test_no_group_is_split_off_a_world_bound_to_devices(
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(groups, "world_ranks", lambda: (0, 1, 2, 3))
     monkeypatch.setattr(groups, "_bound_device", lambda: bound)
-    monkeypatch.setattr(groups, "_groups", {})
     assert group_over(ranks).rank == 1 - ranks[0]
     assert asked == [backend]
 

@@ -21,8 +21,14 @@ from dist_sparse.masking.masks import BitWriter, BlockMask, pack
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
 from dist_sparse.masking.segments import KEPT, REMOVED, REMOVED_CLEAN, JointScores, Segment
-from dist_sparse.masking.selection import Candidates, select_smallest
-from dist_sparse.masking.thresholds import DirtyRule, NewMask, Threshold, mask_of_blocks
+from dist_sparse.masking.selection import (
+    Candidates,
+    DirtyRule,
+    NewMask,
+    Threshold,
+    mask_of_blocks,
+    select_smallest,
+)
 from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["MadeMasks", "new_masks", "spread_replicas"]

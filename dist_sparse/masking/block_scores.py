@@ -179,11 +179,10 @@ def _score_table(goal: Goal, rank: int, unread: list[_Unread]) -> ScoredTable:
 def _score_shard(table: ScoredTable, shard: Shard, counts: bool, unread: list[_Unread]) -> Segment:
     """Return the scores of a shard, and note in ``table`` what is known of its cut blocks."""
     goal, cuts = table.goal, table.cuts
-    if goal.block == (1, 1):
-        # Elements are scored again in each pass: to store the scores would take as much memory as
-        # the weights.
-        segment = _segment(goal, shard, counts, partial(_element_bits, goal, shard))
-        _count_elements(goal, shard, segment, unread)
+    if goal.block == (1, 1) or (cuts is None and _takes_much_memory(goal, shard)):
+        # Scored again in each pass.
+        segment = _segment(goal, shard, counts, partial(_bits_again, goal, shard))
+        _count_again(goal, shard, segment, unread)
         return segment
     segment = _segment(goal, shard, counts)
     kept = table.kept_scores(shard.rect)
@@ -432,13 +431,27 @@ def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     return torch.cat([bits for _, bits in segment.pieces()]), segment.histogram()
 
 
-def _element_bits(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(start, scores)`` of single elements, int32, flat."""
-    for first, sums in block_sums(shard.tensor, shard.rect, (1, 1), goal.measure):
-        yield first * shard.rect.cols, sums.to(torch.float32).view(torch.int32).flatten()
+def _takes_much_memory(goal: Goal, shard: Shard) -> bool:
+    """Whether the scores of a shard are too large to be held on an accelerator, where tables fill
+    the memory: a twentieth of the weights or more."""
+    if shard.tensor.is_cpu or goal.by_element:
+        return False
+    return 4 * grid_of(shard.rect, goal.block).blocks * 20 > shard.tensor.nbytes
 
 
-def _count_elements(goal: Goal, shard: Shard, segment: Segment, unread: list[_Unread]) -> None:
+def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(start, scores)`` of a shard that no border cuts, int32, flat."""
+    if goal.block == (1, 1):
+        # An element is its own mean.
+        for first, sums in block_sums(shard.tensor, shard.rect, (1, 1), goal.measure):
+            yield first * shard.rect.cols, sums.to(torch.float32).view(torch.int32).flatten()
+        return
+    columns = _segment(goal, shard, True).col_ids
+    for first, scores in _score_pieces(goal, shard, columns, None):
+        yield first * columns.numel(), scores.view(torch.int32).view(-1)
+
+
+def _count_again(goal: Goal, shard: Shard, segment: Segment, unread: list[_Unread]) -> None:
     """Check and count scores that are computed again in each pass."""
     counter = _counter(goal, shard)
     cols = segment.col_ids.numel()

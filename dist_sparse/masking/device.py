@@ -53,10 +53,10 @@ ON_CPU = Pieces(
     elements=1 << 20, least=1 << 18, chunks=8, scores=1 << 18, flags=1 << 20, hashed=1 << 22
 )
 
-# The time of a chunk of 2**24 elements is that of its memory, not that of its launches. With 64
-# chunks the float64 elements of one take at most 3% of a float32 table. (C4)
+# Large chunks take the time of their memory, not that of their launches; with 64 of a shard,
+# the float64 elements of one take at most 3% of a float32 table. (C4)
 ON_ACCELERATOR = Pieces(
-    elements=1 << 26, least=1 << 22, chunks=64, scores=1, flags=1 << 24, hashed=1 << 26
+    elements=1 << 26, least=1 << 21, chunks=64, scores=1 << 22, flags=1 << 23, hashed=1 << 26
 )
 
 # Copies of each counter: additions to one address wait for each other.

@@ -6,6 +6,8 @@ histogram of the leading bits is summed over ranks, the bucket that holds the k-
 next round counts its members only, by the next bits. Three rounds find the 31 bits of a score, for
 all tables side by side in one message each; up to three more find the index where scores tie at the
 threshold over several ranks.
+
+A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks of its table.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.device import count_within, on_host
+from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import (
     HISTOGRAM,
@@ -31,10 +35,19 @@ from dist_sparse.masking.segments import (
     Segment,
     bucket_counts,
 )
-from dist_sparse.masking.thresholds import EVERYTHING, NOTHING, Threshold
 from dist_sparse.records import LEADING_SHIFT
+from dist_sparse.tables.shards import Block, Rect, grid_of
 
-__all__ = ["Candidates", "select_smallest"]
+__all__ = [
+    "EVERYTHING",
+    "NOTHING",
+    "Candidates",
+    "DirtyRule",
+    "NewMask",
+    "Threshold",
+    "mask_of_blocks",
+    "select_smallest",
+]
 
 # (shift, buckets): 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
@@ -47,6 +60,90 @@ _PRESENT = 1 << 44
 _CHUNK = 1 << 19
 
 Reduce = Callable[[Tensor], Tensor]
+
+# Takes removed flags, bool `(n,)`, and scores, int32 `(n,)`; returns which of the removed blocks
+# are not zero yet.
+DirtyRule = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Blocks that score less than ``bits`` are removed, and those that score the same up to the
+    global index ``last``.
+
+    Args:
+        bits: the score, as int32.
+        last: None is any index.
+        histogram: the scores of all ranks, int64 ``(HISTOGRAM,)``: zeros first, then by leading
+            bits. None where nothing or everything is removed.
+        removed: number of removed blocks; None where nothing or everything is removed.
+    """
+
+    bits: int
+    last: int | None
+    histogram: Tensor | None = field(default=None, compare=False, repr=False)
+    removed: int | None = field(default=None, compare=False)
+
+    @property
+    def score(self) -> float | None:
+        """The largest score that is removed; None where nothing or everything is."""
+        if self in (NOTHING, EVERYTHING):
+            return None
+        return float(torch.tensor(self.bits, dtype=torch.int32).view(torch.float32))
+
+    def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
+        """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of
+        ``segment``."""
+        if not segment.on_cpu and self.last is not None:
+            # To look for ties would wait for the device.
+            ids = segment.ids_from(start, bits.numel())
+            return (bits < self.bits) | ((bits == self.bits) & (ids <= self.last))
+        removed = bits <= self.bits
+        if self.last is not None:
+            # Few blocks tie, so only their indices are compared.
+            tied = segment.tied_within(start, bits, self.bits)
+            removed[tied[segment.ids(tied + start) > self.last]] = False
+        return removed
+
+    def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
+        """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
+        removed = bits <= self.bits
+        if self.last is not None:
+            removed &= (bits < self.bits) | (segment.ids(places.long()) <= self.last)
+        return removed
+
+
+NOTHING: Final = Threshold(bits=0, last=-1)
+EVERYTHING: Final = Threshold(bits=KEPT - 1, last=None)
+
+
+class NewMask(NamedTuple):
+    """The new mask of a shard, and as bits the removed blocks that may not be zero yet (None: only
+    newly removed ones)."""
+
+    mask: BlockMask
+    dirty: Tensor | None
+
+
+def mask_of_blocks(
+    rect: Rect, block: Block, segment: Segment, threshold: Threshold, dirty: DirtyRule | None
+) -> NewMask:
+    """Return the new mask of the shard ``rect``, by a pass over its scores.
+
+    Args:
+        segment: the scores of all blocks of the shard.
+        dirty: None if the shard has no dirty blocks.
+    """
+    count, device = grid_of(rect, block).blocks, segment.col_ids.device
+    kept, unclean = BitWriter(count, device), BitWriter(count, device)
+    # Packed chunk by chunk: flags take eight times as much memory as the mask.
+    for start, bits in segment.chunks():
+        removed = threshold.removes(segment, start, bits)
+        kept.add(~removed)
+        if dirty is not None:
+            unclean.add(dirty(removed, bits))
+    mask = BlockMask(rect, block, kept.close())
+    return NewMask(mask, None if dirty is None else unclean.close())
 
 
 @dataclass

@@ -19,10 +19,9 @@ from dist_sparse.groups import Facts, Replica, rank_in
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import hash_tensor
-from dist_sparse.sparsifiers.keeping import Scored
 from dist_sparse.sparsifiers.lookups import FUSED
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
-from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope
+from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
 
 __all__ = ["SCORES", "ImportanceSparsifier", "Score"]

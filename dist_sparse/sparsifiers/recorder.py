@@ -21,7 +21,7 @@ import torch
 from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, count_bits
-from dist_sparse.masking.thresholds import Threshold
+from dist_sparse.masking.selection import Threshold
 from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
 from dist_sparse.sparsifiers.lookups import Lookups
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of

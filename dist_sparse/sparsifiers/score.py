@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -22,9 +22,10 @@ from dist_sparse.checks import choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
+from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.keeping import Keeper, Scored, check_kept
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -43,12 +44,17 @@ __all__ = [
     "Norm",
     "Scope",
     "ScoreSparsifier",
+    "Scored",
 ]
 
 BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4"] | str
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 Scope: TypeAlias = Literal["table", "global"]
 SCOPES = ("table", "global")
+
+# How elements of a shard are scored, and anything else that decides about their scores: if it
+# differs from the last time, kept scores are out of date.
+Scored: TypeAlias = tuple[RowMeasure, object]
 
 
 class ScoreSparsifier(BaseDataSparsifier):
@@ -121,7 +127,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
         # Kept scores, while an enforcer tracks writes.
-        self._keeper: Keeper | None = None
+        self._keeper: _Keeper | None = None
         self._whole_blocks = zeros_per_block is None
         # As a number, like the ancestor's.
         if zeros_per_block is None:
@@ -177,7 +183,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             # Nothing tracks writes any more.
             self._keeper = None
         elif integer("full_every", self.full_every, least=1) > 1:
-            self._keeper = self._keeper or Keeper()
+            self._keeper = self._keeper or _Keeper()
             written, masks = self.masks.enforcer.written(), self.masks.tables.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
@@ -210,7 +216,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 kept = self.score_tables(located, self.data_groups).values()
                 fresh = _scored_by_goal(replace(table.goal, keeping=None) for table in kept)
                 for one, other in zip(kept, fresh, strict=True):
-                    check_kept(one, other)
+                    _check_kept(one, other)
         return super().audit()
 
     def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
@@ -421,6 +427,84 @@ class DataNormSparsifier(ScoreSparsifier):
         # Float64, so that bfloat16 and float16 do not overflow or round.
         exact = data.double()
         return exact.abs() if self.norm == "L1" else exact * exact
+
+
+class _Keeper:
+    """The scores that one sparsifier keeps between mask updates."""
+
+    def __init__(self) -> None:
+        self._scores: dict[tuple[str, Rect], KeptScores] = {}
+
+    def goals(
+        self,
+        goals: Mapping[str, Goal],
+        written: Mapping[int, Written],
+        measure: Callable[[str, Shard], Scored | None],
+        masks: Callable[[str], Sequence[BlockMask]],
+        full_every: int,
+    ) -> dict[str, Goal]:
+        """Return the goals of a mask update, with the scores that are kept.
+
+        Args:
+            goals: by the name of the table.
+            written: the rows that were written, by the address of the weights; only of shards whose
+                every write is seen.
+            measure: how a shard of a table is scored; None if only whole shards can be.
+            masks: of the shards of a table, with which the weights have been masked.
+            full_every: as in :class:`~dist_sparse.masking.cached.kept_scores.Keeping`.
+        """
+        # Scores of shards that are not found below are forgotten.
+        before, self._scores = self._scores, {}
+        found = dict(goals)
+        for name, goal in goals.items():
+            if goal.by_element or goal.whole_columns or goal.data.replicated:
+                # A written row would change scores of other rows, or of another rank.
+                continue
+            kept: dict[Rect, KeptScores] = {}
+            measures: dict[Rect, RowMeasure] = {}
+            of: dict[Rect, object] = {}
+            present: dict[Rect, BlockMask] = {}
+            for shard, mask in zip(goal.data.shards, masks(name), strict=True):
+                seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
+                if seen is None or not KeptScores.fits(rect, goal.block):
+                    continue
+                if (how := measure(name, shard)) is None:
+                    continue
+                scores = before.get((name, rect))
+                if scores is None or scores.written is not seen:
+                    # Rows written before ``seen`` began are unknown: nothing that was kept counts.
+                    scores = KeptScores(seen)
+                self._scores[name, rect] = kept[rect] = scores
+                measures[rect], of[rect] = how
+                present[rect] = mask
+            if kept:
+                keeping = Keeping(kept, measures, of, present, full_every)
+                found[name] = replace(goal, keeping=keeping)
+        return found
+
+
+def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
+    """Compare kept scores of a table with fresh scores of all rows.
+
+    Raises:
+        ValueError: they differ; names table and row.
+    """
+    keeping = table.goal.keeping
+    if keeping is None or table.cuts is not None:
+        # No scores of cut blocks are kept.
+        return
+    for rect, kept in keeping.scores.items():
+        # Bit for bit: scores are float32 as int32.
+        expected = torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
+        wrong = (kept.scores.bits.view(-1) != expected).nonzero()
+        if len(wrong):
+            row = rect.row + int(wrong[0]) // kept.scores.bits.shape[1]
+            raise ValueError(
+                f"Table {table.goal.data.name!r}: {len(wrong)} kept scores differ from those of the"
+                f" weights, the first in row {row}: weights were written in a way that torch does"
+                " not count. After apply_masks() every row is scored again; with full_every=1 no"
+                " scores are kept."
+            )
 
 
 def _places(columns: int, data: Tensor, offset: tuple[int, int]) -> Tensor:

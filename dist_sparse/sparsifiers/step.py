@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_sparse.groups import Facts, Group, Parcels, Rider, group_over
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.masking.thresholds import NewMask
+from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.lookups import lookups_here
 from dist_sparse.sparsifiers.masks import Masks

@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_sparse.masking.cached.indexed import IndexedScores
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.segments import KEPT, Segment, first_histogram
-from dist_sparse.masking.thresholds import Threshold
+from dist_sparse.masking.selection import Threshold
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Rect
 

@@ -19,7 +19,7 @@ from dist_sparse.masking.device import ON_CPU
 from dist_sparse.masking.masks import BlockMask, positions
 from dist_sparse.masking.scores import block_sums, block_widths, to_scores
 from dist_sparse.masking.segments import NOT_FINITE, Segment
-from dist_sparse.masking.thresholds import DirtyRule, NewMask, Threshold, mask_of_blocks
+from dist_sparse.masking.selection import DirtyRule, NewMask, Threshold, mask_of_blocks
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 __all__ = ["LARGE", "Keeping", "KeptScores", "RowMeasure", "Written"]
