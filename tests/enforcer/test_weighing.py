@@ -427,3 +427,10 @@ def test_no_row_is_watched() -> None:
     with torch.no_grad():
         side.forward(features("sum", 2))
     assert calls[-1].get("per_sample_weights") is None
+
+
+def test_stashed_weights_are_refused() -> None:
+    configs = [EmbeddingBagConfig(24, 16, "stashed", feature_names=["f"], stash_weights=True)]
+    model = DistributedModelParallel(EmbeddingBagCollection(configs), device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="'stashed': memory stashing"):
+        DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, ROW)).add_model(model)
