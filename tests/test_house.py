@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -75,17 +76,18 @@ def public_names() -> list[str]:
     return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
 
 
-def imported(statement: str) -> set[str]:
+@cache
+def imported(statement: str) -> frozenset[str]:
     """The modules that a fresh interpreter has after ``statement``."""
     code = f"{statement}\nimport sys\nprint(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return frozenset(done.stdout.split())
 
 
-def below(modules: set[str], package: str) -> set[str]:
+def below(modules: frozenset[str], package: str) -> set[str]:
     return {module for module in modules if module == package or module.startswith(f"{package}.")}
 
 
