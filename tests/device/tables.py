@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse.tables.protocols import TableConfig, WholeRowWriter
+from dist_sparse.tables.protocols import KeptOf, TableConfig, WholeRowWriter
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
 from dist_sparse.torchrec import port
 from tests.device.fake import cuda, inner
@@ -64,7 +64,8 @@ class Kernel(nn.Module):
         on_device: whether the tables say ``cuda``.
     """
 
-    adds_rows = True
+    pooling: Literal["sum"] = "sum"
+    keeps_zeros = True
     is_adagrad = True
 
     def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
@@ -79,6 +80,7 @@ class Kernel(nn.Module):
         self._states = [[self.put(sums)] for sums in self.sums]
         # Gradients flow through it to the backward, which updates the rows.
         self._anchor = torch.zeros((), requires_grad=True)
+        self.kernel = Batch(self)
 
     @property
     def module(self) -> nn.Module:
@@ -111,16 +113,49 @@ class Kernel(nn.Module):
     def hyperparameters(self) -> dict[str, float]:
         return {"lr": RATE, "eps": EPS}
 
+    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
+        ends = call["offsets"][:: call["bags"]]
+        flags = kept(call["indices"], ends if ends.is_cuda else ends.tolist())
+        if flags is None:
+            return None
+        given = call["per_sample_weights"]
+        weights = flags.float() if given is None else given.masked_fill(~flags, 0)
+        return {**call, "per_sample_weights": weights}
+
+    def restore_pooling(self) -> None: ...
+
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        weights = features.weights_or_none()
+        out: Tensor = self.kernel(
+            indices=features.values(),
+            offsets=features.offsets(),
+            per_sample_weights=features.weights_or_none(),
+            bags=features.stride(),
+        )
+        return out
+
+    def look_up(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, bags: int) -> Tensor:
         out: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-            self, self._anchor, features.values(), features.offsets(), weights, features.stride()
+            self, self._anchor, ids, offsets, weights, bags
         )
         return out
 
     def rows(self) -> list[Tensor]:
         """The tables in CPU memory."""
         return [inner(view) for view in self.weights()]
+
+
+class Batch(nn.Module):
+    """In the place of FBGEMM's module, which TorchRec's calls with keywords."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        # No submodule: it holds this one.
+        self._look_up = kernel.look_up
+
+    def forward(
+        self, *, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, bags: int
+    ) -> Tensor:
+        return self._look_up(indices, offsets, per_sample_weights, bags)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_removed_weights_have_no_optimizer_state(name: str) -> None:
-    options: dict[str, Any] = {"optimizer_state": "reset", "removed_rows": "zero"}
+    options: dict[str, Any] = {"optimizer_state": "reset"}
     runs = []
     with on_device():
         for device in DEVICES:
@@ -66,14 +66,14 @@ def test_a_state_moves_between_devices(name: str) -> None:
     states, masks = {}, {}
     with on_device():
         for device in DEVICES:
-            run = Run(device, BLOCKS[name], score="frequency", enforcer={"removed_rows": "zero"})
+            run = Run(device, BLOCKS[name], score="frequency")
             run.train(2)
             run.update(0.6)
             states[device], masks[device] = run.sparsifier.state_dict(), run.masks()
         assert equal(states["cpu"], states["cuda"])
         for device in DEVICES:
             other = "cpu" if device == "cuda" else "cuda"
-            run = Run(device, BLOCKS[name], score="frequency", enforcer={"removed_rows": "zero"})
+            run = Run(device, BLOCKS[name], score="frequency")
             run.sparsifier.load_state_dict(states[other])
             assert all(map(torch.equal, masks[other], run.masks()))
             # The first forward masks what was loaded.

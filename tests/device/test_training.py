@@ -22,8 +22,7 @@ SMALL = {name: (1 << 18, 8) if name == "row" else (1 << 13, 128) for name in BLO
 def trained(device: str, block: Any, **options: Any) -> tuple[Run, dict[str, Spent]]:
     """Two training steps between mask updates, and what the parts of training cost."""
     with on_device():
-        # Where CPUs drop ids of removed rows, these rows keep other optimizer state.
-        run = Run(device, block, enforcer={"removed_rows": "zero"}, **options)
+        run = Run(device, block, **options)
         run.update()
         run.train(2)
         spent = {"ordinary": run.ordinary_step(), "update": run.update(0.6)}
