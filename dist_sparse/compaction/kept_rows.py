@@ -79,7 +79,7 @@ def kept_rows(
 
 
 def _kept(masks: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
-    return ~masks[data.name][rect].dead_rows()
+    return ~masks[data.name][rect].dead_rows().cpu()
 
 
 def gather_rows(

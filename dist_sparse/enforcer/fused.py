@@ -225,7 +225,8 @@ class TableBatchHooks:
         """Zero removed weights in the dirty rows."""
         self._order.before_write()
         slots = self._current()
-        if self._revived:
+        # On a device, all rows are zeroed sooner than the host learns which ones are dirty.
+        if self._revived or (self._dirty and self._device.type != "cpu"):
             self._mask_all()
         elif self._dirty:
             for table in self._dirty.tables:
@@ -396,7 +397,7 @@ class TableBatchHooks:
         for table, slot in self._slots.items():
             if not slot.mask.removes:
                 continue  # nothing to drop: its ids pass unchanged
-            rows = slot.mask.dead_rows().logical_not_().to(self._device)
+            rows = slot.mask.dead_rows().logical_not_()
             if table in by_ids:
                 kept[table] = rows
             if drops and (slot.whole_rows or worth_dropping(rows)):

@@ -76,5 +76,5 @@ class SampledLookups:
     def _flags(self, table: int, slot: Slot) -> Tensor:
         """Which rows of a table are removed whole, bool ``(rows,)``; made once for each mask."""
         if table not in self._removed:
-            self._removed[table] = slot.mask.dead_rows().to(slot.weight.device)
+            self._removed[table] = slot.mask.dead_rows()
         return self._removed[table]

@@ -447,17 +447,19 @@ class BlockMask:
 
     def dead_rows(self) -> Tensor:
         """Return which rows of the shard have nothing left in it: bool ``(rect.rows,)``, on the
-        CPU."""
+        mask's device."""
         if not self.blocks:
             # Nothing of a row without columns is left.
-            return torch.ones(self.rect.rows, dtype=torch.bool)
-        dead, height = self._dead_block_rows().cpu(), self.block[0]
+            return torch.ones(self.rect.rows, dtype=torch.bool, device=self.bits.device)
+        dead, height = self._dead_block_rows(), self.block[0]
         if height == 1:
             return dead
         # The first and the last row of blocks may have only some of their rows in this shard.
         first, last = self.grid.row, self.grid.row + self.grid.rows
-        edges = torch.arange(first, last + 1) * height
-        return dead.repeat_interleave(edges.clamp(self.rect.row, self.rect.row_end).diff())
+        edges = torch.arange(first, last + 1, device=dead.device) * height
+        repeats = edges.clamp(self.rect.row, self.rect.row_end).diff()
+        # With the size known, a device is not waited for.
+        return dead.repeat_interleave(repeats, output_size=self.rect.rows)
 
     def _dead_block_rows(self) -> Tensor:
         """Return which rows of blocks have nothing left: bool ``(grid.rows,)``."""

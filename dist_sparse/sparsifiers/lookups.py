@@ -50,7 +50,7 @@ def counted_rows(
         return None
     mine = _counted_here(data)
     return [
-        (mask.dead_rows(), rows.cpu().double())
+        (mask.dead_rows().cpu(), rows.cpu().double())
         for mask, rows in zip(masks, counts, strict=True)
         if mask.rect in mine
     ]

@@ -264,7 +264,7 @@ def _send_kept_rows(
     whole_row = (1, cols)
     kept = []
     for mask in masks:
-        bits = pack(~mask.dead_rows()) if mask.blocks else mask.bits.cpu()
+        bits = pack(~mask.dead_rows().cpu()) if mask.blocks else mask.bits.cpu()
         kept.append(BlockMask(mask.rect, whole_row, bits))
     read = send_masks(parcels, group.rank, kept, whole_row, data.tiling, shares)
 

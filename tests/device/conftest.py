@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/device/" in item.nodeid:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_leftovers() -> Iterator[None]:
+    """Free the attached models: the next step of any optimizer would look at their tensors, which
+    no longer have a device."""
+    yield
+    gc.collect()

@@ -4,10 +4,12 @@ ceilings."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from dist_sparse.enforcer import fused
 from tests.device.account import Spent
 from tests.device.ceilings import FIRST_STEP, GROWS, ORDINARY_STEP, UPDATE, above
 from tests.device.runs import BLOCKS, Run, on_device
@@ -21,7 +23,9 @@ SMALL = {name: (1 << 18, 8) if name == "row" else (1 << 13, 128) for name in BLO
 
 def trained(device: str, block: Any, **options: Any) -> tuple[Run, dict[str, Spent]]:
     """Two training steps between mask updates, and what the parts of training cost."""
-    with on_device():
+    # Rows that fine blocks remove whole keep their optimizer state where CPUs drop their ids.
+    never = mock.patch.object(fused, "worth_dropping", lambda kept: False)
+    with on_device(), never:
         run = Run(device, block, **options)
         run.update()
         run.train(2)

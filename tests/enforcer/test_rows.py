@@ -9,6 +9,7 @@ ones are +0.0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -29,7 +30,7 @@ from dist_sparse.enforcer.rows import (
     many,
     zero_rows,
 )
-from dist_sparse.masking import masks as masks_module
+from dist_sparse.masking import device
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
@@ -177,7 +178,8 @@ class TestWholeTable:
         every row writes."""
         want = expected(slot, range(slot.mask.rect.rows))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(masks_module, "_CHUNK", data.draw(st.sampled_from([1, 1 << 20])))
+            flags = data.draw(st.sampled_from([1, 1 << 20]))
+            patch.setattr(device, "ON_CPU", replace(device.ON_CPU, flags=flags))
             slot.mask.apply_(slot.weight)
         assert torch.equal(words(slot.weight), want)
 
