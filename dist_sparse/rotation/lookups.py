@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -130,16 +130,31 @@ def _refusal_to_meet_others(
 def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
     """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
     ``table``; "" for none."""
-    for path, around in modules.items():
-        parts = list(around.named_children())
-        places = [place for place, (_, part) in enumerate(parts) if part is table]
-        # A subclass may call its parts in any way.
-        if not places or type(around) is not nn.Sequential:
+    for path, module in modules.items():
+        if _computed_by(module) is not nn.Sequential:
             continue
-        for name, part in parts[places[0] + 1 :]:
-            if not isinstance(part, _HARMLESS):
-                # The user's own may be the dot products.
-                if type(part).__module__.startswith("torch.nn."):
-                    return f"{type(part).__name__} {f'{path}.{name}'.lstrip('.')!r}"
-                break
+        found = False
+        for name, part in _parts(module, path):
+            if found and not _computed_by(part).__module__.startswith("torch.nn."):
+                break  # the user's own, which may be the dot products
+            if found and not isinstance(part, _HARMLESS):
+                return f"{type(part).__name__} {name!r}"
+            found = found or part is table
     return ""
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that an ``nn.Sequential`` calls in turn, without wrappers, by path; the
+    parts of nested ones."""
+    inner = modules_by_path(module)[""]
+    if _computed_by(inner) is not nn.Sequential:
+        yield path, inner
+        return
+    for name, child in inner._modules.items():
+        if child is not None:
+            yield from _parts(child, f"{path}.{name}".lstrip("."))
+
+
+def _computed_by(module: nn.Module) -> type:
+    """Return the class whose ``forward()`` a module runs."""
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))

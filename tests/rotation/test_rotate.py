@@ -197,11 +197,11 @@ class Tied(Towers):
         self.again.weight = self.item.weight
 
 
-PAIR = [["user", "item/0"]]
+PAIR = [["user", "item/0/0"]]
 
 
 def towers(*after: nn.Module) -> nn.Module:
-    item = nn.Sequential(nn.Embedding(20, 4), nn.Identity(), *after)
+    item = nn.Sequential(nn.Sequential(nn.Embedding(20, 4), nn.Identity()), *after)
     return nn.ModuleDict({"user": nn.Embedding(20, 4), "item": item})
 
 
@@ -256,9 +256,15 @@ class Other(BaseDataSparsifier):
             lambda: towers(nn.ReLU()),
             PAIR,
             "col",
-            "can't be rotated: ReLU 'item.2' reads it, but only dot products",
+            "can't be rotated: ReLU 'item.1' reads it, but only dot products",
         ),
-        (lambda: towers(nn.Dropout(), nn.Linear(4, 4)), PAIR, "col", "Linear 'item.3' reads it"),
+        (lambda: towers(nn.Dropout(), nn.Linear(4, 4)), PAIR, "col", "Linear 'item.2' reads it"),
+        (
+            lambda: towers(nn.Sequential(nn.Dropout(), nn.Tanh())),
+            PAIR,
+            "col",
+            "Tanh 'item.1.1' reads it",
+        ),
         (Shared, [["user", "item"]], "col", "ReLU 'again.1' reads it"),
         (
             lambda: nn.ModuleDict({"user": nn.Embedding(20, 4), "item": nn.Embedding(20, 8)}),
@@ -282,8 +288,8 @@ def test_refused(model: Any, tables: Any, block: str, message: str) -> None:
     ("model", "tables"),
     [
         (towers(), PAIR),
-        (towers(nn.Dropout(), nn.Flatten()), PAIR),
-        (towers(Dot(), nn.ReLU()), PAIR),
+        (towers(nn.Dropout(), nn.Sequential(nn.Flatten())), PAIR),
+        (towers(nn.Sequential(Dot()), nn.ReLU()), PAIR),
         (Own(nn.Embedding(20, 4), nn.Embedding(20, 4), nn.ReLU()), [["0", "1"]]),
     ],
     ids=["nothing", "what is harmless", "dot products", "not one after the other"],
@@ -299,7 +305,7 @@ def test_what_may_read_tables_that_are_rotated_together(
 
 
 def test_a_frontier_refuses_them_alike() -> None:
-    with pytest.raises(ValueError, match=r"'item/0' can't be rotated: ReLU 'item\.2' reads it"):
+    with pytest.raises(ValueError, match=r"'item/0/0' can't be rotated: ReLU 'item\.1' reads it"):
         frontier(towers(nn.ReLU()), lambda _: {"loss": 0.0}, rotate=PAIR)
 
 
