@@ -385,4 +385,5 @@ def test_completion_finds_the_commands() -> None:
         "frontier",
         "serve-check",
         "doctor",
+        "selftest",
     ]
