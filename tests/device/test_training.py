@@ -79,6 +79,17 @@ def update_of(name: str, times: int) -> Spent:
         return run.update(0.6)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_waits_do_not_grow_with_the_number_of_tables(name: str) -> None:
+    with on_device():
+        run = Run("cuda", BLOCKS[name], layouts=[one_rank(500, 128)] * 8)
+        run.update()
+        run.train()
+        assert run.update(0.6).waits <= UPDATE[name].waits
+        assert run.ordinary_step().waits <= FIRST_STEP[name].waits
+        assert run.ordinary_step().waits == 0
+
+
 @pytest.mark.parametrize("name", grows("waits"))
 def test_waits_do_not_grow_with_the_table(name: str) -> None:
     small, large = update_of(name, 1), update_of(name, 2)
