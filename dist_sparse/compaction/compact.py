@@ -175,8 +175,8 @@ def compact(
     except ValueError as fault:
         # Released tables can't be restored: no rank may continue with a model that others lost.
         raise RuntimeError(
-            "compact() failed on every rank, and no model is left: resume from a checkpoint."
-            f" {fault}"
+            "compact() failed on every rank, and no model is left: resume from a checkpoint. "
+            f"{fault}"
         ) from fault
     # Reference cycles keep table batches, DDP and their hooks alive.
     gc.collect()
@@ -315,8 +315,8 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: Mapping[str, int]
     # TorchRec refuses an EmbeddingCollection of several widths.
     if others := [fqn for table, fqn in site.tables.items() if table not in found]:
         raise ValueError(
-            f"{others} keep all columns, but tables of an EmbeddingCollection have one width:"
-            " rotate all."
+            f"{others} keep all columns, "
+            "but tables of an EmbeddingCollection have one width: rotate all."
         )
     return dict.fromkeys(found, max(found.values()))
 
@@ -327,9 +327,9 @@ def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> N
         height, width = store.block(data.name)
         if height != 1 or width < data.shape[1]:
             raise ValueError(
-                f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole rows"
-                " can be compacted, (1, ROW), or columns of rotated tables: what a finer mask"
-                " removes inside of kept rows would come back. export() stores such masks."
+                f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "
+                "rows can be compacted, (1, ROW), or columns of rotated tables: what a finer "
+                "mask removes inside of kept rows would come back. export() stores such masks."
             )
 
 
@@ -354,8 +354,8 @@ def _refuse_sites(
         _refuse_wrapper_inside(site, model)
         if is_turned(site.module) and not narrowed:
             raise ValueError(
-                f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
-                " compacted."
+                f"{site.label} is rotated, and its output is turned back by a hook: "
+                "it can't be compacted."
             )
         if reason := site.refusal(model, narrowed):
             raise ValueError(f"{site.label} {reason}")
@@ -363,9 +363,9 @@ def _refuse_sites(
             _refuse_tied_weight(site, holders[parameter])
             if parameter.requires_grad and not optimizers_known:
                 raise ValueError(
-                    f"{site.label} is stepped by a plain optimizer, which must get the new"
-                    " parameters: pass compact(optimizer=...), or optimizer=() if there is none."
-                    " An attached enforcer knows them."
+                    f"{site.label} is stepped by a plain optimizer, "
+                    "which must get the new parameters: pass compact(optimizer=...), "
+                    "or optimizer=() if there is none. An attached enforcer knows them."
                 )
         _refuse_default_row(site, default_row)
 
@@ -390,8 +390,8 @@ def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
         if wraps and site.module in wrapper.modules():
             place = f" at {path!r}" if path else ""
             raise ValueError(
-                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to the old"
-                " parameters: compact the module inside, and wrap the result again."
+                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to "
+                "the old parameters: compact the module inside, and wrap the result again."
             )
 
 
@@ -417,8 +417,8 @@ def _refuse_default_row(site: Site, default_row: bool) -> None:
         return
     if site.padding_id is not None:
         raise ValueError(
-            f"{site.label} has a padding_idx, whose id would get the default row if its row was"
-            " removed."
+            f"{site.label} has a padding_idx, "
+            "whose id would get the default row if its row was removed."
         )
     # Ids removed before would still give zeros, ids removed now the default row.
     if indexes:
