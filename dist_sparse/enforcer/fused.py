@@ -107,7 +107,7 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._readers: set[Any] = set()
-        # Its stream and an event behind it.
+        # The stream of the last write, and an event after it.
         self._last_write: tuple[Any, Any] | None = None
 
     def before_read(self) -> None:
@@ -462,7 +462,7 @@ class TableBatchHooks:
             every=_ids_of(requested) if dropped and self._counted else written,
             written=written,
             masked=dropped or self._weighed,
-            # The part of the masks.
+            # The key begins with _masks_key().
             masks_key=self._key[:2],
         )
         before_update = partial(self._before_update, lookup)

@@ -24,7 +24,7 @@ __all__ = ["KeptIds", "worth_dropping"]
 
 _LEAST_REMOVED: Final = 1 / 4
 """A mask that also removes parts of rows needs zeroing anyway: ids are dropped only if it removes
-at least this share of whole rows."""
+at least this share of the rows whole."""
 
 
 def worth_dropping(kept: Tensor) -> bool:
@@ -35,7 +35,7 @@ def worth_dropping(kept: Tensor) -> bool:
 
 
 class KeptIds:
-    """Finds the ids of kept rows among those of a kernel's features.
+    """Finds the ids of kept rows in a kernel's features.
 
     Args:
         kept: kept rows, bool ``(rows,)``, by the number of the table. Other tables keep all ids.
@@ -66,7 +66,7 @@ class KeptIds:
 
     def among(self, features: Any) -> Any:
         """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights. Gradients
-        flow back to all weights, 0 to those of dropped ids.
+        flow back to all weights, 0 to the weights of dropped ids.
 
         If an id is outside of its table, return ``features`` itself: FBGEMM raises an error, or
         warns and takes row 0.

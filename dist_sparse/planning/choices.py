@@ -96,7 +96,7 @@ class Choices:
 
     @property
     def only_dots(self) -> bool:
-        """Whether no rotated table is turned back: only dot products between tables read them."""
+        """Whether tables may be rotated, and only dot products between them read them."""
         return bool(self.groups) and all(len(group) > 1 for group in self.groups)
 
     @property
@@ -130,7 +130,7 @@ class Choices:
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
         """Return a candidate with its ``cold`` tables at the lowest common level at which all
-        tables fit, or at the highest below 1 if none fits. A table's own level is its lowest."""
+        tables fit, or at the highest below 1 if none fits. Its own levels are lower bounds."""
         cold = [table for table in self.tables if table.name in self.cold]
         others = [table for table in self.tables if table.name not in self.cold]
         # Priced once: the search below changes cold tables alone.

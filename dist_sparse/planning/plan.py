@@ -37,7 +37,7 @@ _OTHER_PARTS = ("scales", "index", "bases")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Candidates within a budget; it prints as a table of their bytes and the code of those to use.
+    """Candidates within a budget. Printing it shows their bytes and the code for the recommended.
 
     Args:
         budget: bytes.
