@@ -82,7 +82,7 @@ MUTATIONS = [
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "            if self._cleaner.needed:", "            if False:", "tests/dist/test_enforce.py -k batches"),
-    M("enforcer/fused.py", "(not lookup.masked or lookup.known != self._masks_known())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
+    M("enforcer/fused.py", "(not lookup.masked or lookup.masks_key != self._masks_key())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/fused.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k several"),
     M("enforcer/fused.py", "or not self._batch.keeps_zeros", "", "tests/enforcer/test_weighing.py -k no_eps"),
     M("enforcer/fused.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),

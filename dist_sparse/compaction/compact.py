@@ -1,10 +1,10 @@
-"""`compact()`: from a sparsified model to one that stores kept rows, or columns, only, in training.
+"""`compact()`: replace the tables of a sparsified model by tables of their kept rows or columns.
 
-It has three phases, and every rank agrees on the end of each step before the next one begins:
+It has three phases. No rank begins the next part of a phase before all have succeeded in this one:
 
-1. Check: which rows and columns are kept, and whether all can be compacted. Nothing changes.
-2. Build: compact modules take the places of the old ones in the user's module; weights and
-   optimizer state of kept rows move, bit for bit and table by table. A failure is undone.
+1. Check which rows and columns are kept, and whether all tables can be compacted. Nothing changes.
+2. Build: compact modules replace the old ones in the user's module; weights and optimizer state of
+   kept rows are moved bit for bit, table by table. A failure is undone.
 3. Release: optimizers get the new parameters, and the old tables are freed. This can't be undone.
 """
 
@@ -49,7 +49,7 @@ from dist_sparse.training.sparsify import SparseTraining
 __all__ = ["Removed", "compact"]
 
 Removed: TypeAlias = Literal["zero", "default_row"]
-"""What removed ids give."""
+"""The output for removed ids."""
 
 Planner: TypeAlias = Callable[[nn.Module], Any]
 """Returns a ShardingPlan for the compact, unsharded module."""
@@ -68,19 +68,19 @@ def compact(
 
     Collections of TorchRec become
     :class:`~dist_sparse.compaction.collections.CompactEmbeddingBagCollection` or
-    ``CompactEmbeddingCollection``, ``nn.Embedding`` and ``nn.EmbeddingBag``
+    ``CompactEmbeddingCollection``; ``nn.Embedding`` and ``nn.EmbeddingBag`` become
     :class:`~dist_sparse.compaction.tables.CompactEmbedding` and ``CompactEmbeddingBag``. Weights
     and optimizer state of kept rows are moved bit for bit, with learning rates and step counts; all
     other parameters stay the same objects. The model's output does not change. It can be trained
     further, and sparsified and compacted again.
 
     ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
-    one that is returned, and its ``fused_optimizer``; the old one raises. ``sparse`` is detached,
-    and its sparsifier registers nothing any more. The memory of old tables is released, and
-    computing with their parameters raises: make again what holds them, such as pipelines,
-    optimizers that combine ``fused_optimizer`` with others, and lists.
+    returned one and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its
+    sparsifier forgets all tables. The memory of old tables is released, and
+    computing with their parameters raises: rebuild pipelines, lists and combined optimizers that
+    hold them.
 
-    Reading ``weight`` of a table that lost rows raises too, because its rows are no ids any more:
+    Reading ``weight`` of a table that lost rows raises too, because row numbers are not ids there:
     use :meth:`~dist_sparse.compaction.tables.CompactEmbedding.full_weight`.
 
     Args:
@@ -97,15 +97,14 @@ def compact(
             kept rows evenly.
         removed: ``"zero"``: removed ids give zeros. ``"default_row"``: all removed ids of a table
             share one row, which is 0 at first, is trained as any other, and is served. Measure it
-            on validation data: it helps where ids are those of training, and can harm where they
-            are new.
+            on validation data: it helps with ids seen in training, and can harm with new ones.
 
     Raises:
         ValueError: nothing is removed; a mask removes parts of rows; or a table or model is of a
             kind that can't be compacted. Or arguments differ between ranks, or any rank failed, out
-            of memory for example. It is raised on every rank, and the model is as it was.
-        RuntimeError: a rank failed while old tables were released: on every rank, and no model is
-            left.
+            of memory for example. Raised on every rank; the model is unchanged.
+        RuntimeError: a rank failed while old tables were released. Raised on every rank; no model
+            is left.
 
     Example::
 
@@ -123,42 +122,49 @@ def compact(
         (torch.Size([20, 8]), True)
     """
     world = group_over(world_ranks())
-    # Phase 1: check. Ranks that were called differently must not begin to count rows, which
-    # communicates over the tables' groups.
+    # Phase 1: check. Arguments are compared first: counting rows communicates over the groups of
+    # the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
-        default_row = choice("removed", removed, ("zero", "default_row")) == "default_row"
+        choice("removed", removed, ("zero", "default_row"))
+        default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
         _refuse_plain_data(sparsifier)
         optimizers = _optimizers_of(sparsifier, optimizer)
         facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
         if isinstance(sparse, SparseTraining):
-            # Now: where warnings are errors, one while it is detached came too late.
+            # Before any change: if warnings are errors, detach() would raise too late.
             sparse.warn_of_early_end()
     with world.agreeing("compact(), counting rows"):
         stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
-        flags = kept_rows(sparsifier)
+        kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
         if sparsifier.masks.enforcer is not None:
-            # Removed columns up to a multiple of 4 stay: they must be zeros.
+            # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
             sparsifier.masks.enforcer.settle()
         steppers = Steppers(optimizers or ())
         widths = _widths(sparsifier, stats)
-        reductions = _reductions(model, sparsifier, set(stats), widths, flags)
-        sites = [each.site for each in reductions]
-        _refuse_sites(model, sites, optimizers is not None, bool(widths), default_row)
+        reductions = _reductions(model, sparsifier, set(stats), widths, kept)
+        sites = [reduction.site for reduction in reductions]
+        _refuse_sites(
+            model,
+            sites,
+            optimizers_known=optimizers is not None,
+            narrowed=bool(widths),
+            default_row=default_row,
+        )
 
     # Phase 2: build. The old tables are still there, so any failure leaves the model as it was.
     with world.agreeing("compact(), building its tables"):
-        made = {
+        compacted = {
             each: each.site.compacted(each.kept, each.widths, model, default_row)
             for each in reductions
         }
-    result, stepped = _put_in_place(model, made, steppers, plan, world)
+    result, stepped = _put_in_place(model, compacted, steppers, plan, world)
 
     # Phase 3: release.
     try:
         with world.agreeing("compact(), releasing the old tables"):
-            _move_bases(made, result)
+            _narrow_outputs(compacted, result)
             _detach(sparse, sparsifier)
             for pair in stepped:
                 steppers.replace(pair)
@@ -167,25 +173,25 @@ def compact(
             if (torchrec := dmp_port(model)) is not None:
                 _consume_model(model, torchrec)
     except ValueError as fault:
-        # What is released can't be had back, so no rank may go on with a model that others lack.
+        # Released tables can't be restored: no rank may continue with a model that others lost.
         raise RuntimeError(
-            "compact() failed on every rank, and no model is left: resume from a checkpoint."
-            f" {fault}"
+            "compact() failed on every rank, and no model is left: resume from a checkpoint. "
+            f"{fault}"
         ) from fault
-    # Table batches, DDP and their hooks are cycles.
+    # Reference cycles keep table batches, DDP and their hooks alive.
     gc.collect()
     return result
 
 
 @dataclass(frozen=True, eq=False)
 class _Reduction:
-    """What a module loses.
+    """A module to be compacted, and what its tables keep, by the table's name in the module.
 
     Args:
         site: the module.
-        names: of its registered tables, by the table's name in the module.
-        kept: by table, which of its stored rows are kept.
-        widths: by table, the columns that are left, of tables that lose some.
+        names: registered names; other tables are missing.
+        kept: which stored rows are kept.
+        widths: remaining columns; tables that keep all are missing.
     """
 
     site: Site
@@ -194,13 +200,7 @@ class _Reduction:
     widths: dict[str, int]
 
 
-def _users_module(model: nn.Module) -> nn.Module:
-    """The module without the DistributedModelParallel around it."""
-    torchrec = dmp_port(model)
-    return model if torchrec is None else torchrec.unwrapped(model)
-
-
-# Phase 1
+# Phase 1: check
 
 
 def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
@@ -209,7 +209,7 @@ def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
 
 
 def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[Any] | None:
-    """The optimizers that step tables themselves, None if they are unknown."""
+    """Return the optimizers that step tables that are not fused; None if they are unknown."""
     if optimizer is not None:
         return optimizer if isinstance(optimizer, Sequence) else [optimizer]
     enforcer = sparsifier.masks.enforcer
@@ -222,8 +222,8 @@ def _arguments(
     optimizers: Sequence[Any] | None,
     plan: Planner | None,
 ) -> dict[str, Any]:
-    """The arguments of compact() that must be equal on all ranks."""
-    # Ranks may hold different objects, but they must be of the same kinds.
+    """Return facts about the arguments of compact() that must be equal on all ranks."""
+    # Objects can't be compared between ranks; their kinds can.
     return {
         "model": type(model).__name__,
         "tables": sparsifier.masks.tables.names,
@@ -233,23 +233,26 @@ def _arguments(
 
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
-    """The columns that are left of each rotated table, a multiple of 4, as FBGEMM needs."""
-    rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
-
-    def left(name: str) -> int:
-        # A table that has lost nothing keeps all columns, and so does its whole group.
-        if name not in stats:
-            return store.find(name).shape[1]
-        return (stats[name].blocks - stats[name].removed_blocks) * store.block(name)[1]
-
-    widths: dict[str, int] = {}
+    """Return the remaining columns of rotated tables, a multiple of 4, as FBGEMM needs."""
+    rotation = sparsifier.masks.rotation
     if rotation is None:
-        return widths
+        return {}
+    store = sparsifier.masks.tables
+    widths: dict[str, int] = {}
     for group in rotation.groups:
-        # Tables that are rotated together meet in dot products: they need the same columns.
-        width = narrow_width(max(map(left, group)), store.find(group[0]).shape[1])
+        # Tables that are rotated together meet in dot products: they need the same columns. So one
+        # table that has lost nothing makes its whole group keep all.
+        most = max(_kept_columns(store, name, stats.get(name)) for name in group)
+        width = narrow_width(most, store.find(group[0]).shape[1])
         widths |= dict.fromkeys(stats.keys() & group, width)
     return widths
+
+
+def _kept_columns(store: PackedStore, name: str, stats: TableStats | None) -> int:
+    """Return how many columns a rotated table keeps; without ``stats`` it has lost nothing."""
+    if stats is None:
+        return store.find(name).shape[1]
+    return (stats.blocks - stats.removed_blocks) * store.block(name)[1]
 
 
 def _reductions(
@@ -257,27 +260,34 @@ def _reductions(
     sparsifier: BaseDataSparsifier,
     removed: set[str],
     widths: Mapping[str, int],
-    flags: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
 ) -> list[_Reduction]:
-    """What each module loses that holds a table with removed rows or columns."""
+    """Return what every module with a table in ``removed`` keeps.
+
+    Args:
+        removed: registered names of tables with removed rows or columns.
+        widths: remaining columns of the rotated ones, by registered name.
+        kept: which rows are kept, by registered name.
+    """
     store = sparsifier.masks.tables
     located = store.locate()
-    _refuse_blocks(store, [located[name] for name in sorted(removed - set(widths))])
     if not removed:
         raise ValueError("Nothing is removed yet, so there is nothing to compact.")
-    # Another model may have tables of the same names. Tensors that were registered have no model.
-    known: set[nn.Module] = set()
+    _refuse_partial_rows(store, [located[name] for name in sorted(removed - set(widths))])
+    # Another model may have tables of the same names.
+    sparsified: set[nn.Module] = set()
     for source in store.sources:
-        known.update(getattr(source, "model", nn.Module()).modules())
+        # The source of registered tensors has no model.
+        sparsified.update(getattr(source, "model", nn.Module()).modules())
     by_fqn = {data.fqn: name for name, data in located.items()}
-    found, missing = [], set(removed)
+    found = []
+    missing = set(removed)
     for site in sites_of(model):
         names = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
-        # Beside a table with removed rows, others of the module keep all of theirs.
-        if site.module not in known or removed.isdisjoint(names.values()):
+        if site.module not in sparsified or removed.isdisjoint(names.values()):
             continue
-        kept, columns = _kept(site, names, flags), _narrowed(site, names, widths)
-        found.append(_Reduction(site, names, kept, columns))
+        rows = _site_rows(site, names, kept)
+        found.append(_Reduction(site, names, rows, _site_widths(site, names, widths)))
         missing.difference_update(names.values())
     if missing:
         raise ValueError(
@@ -286,45 +296,47 @@ def _reductions(
     return found
 
 
-def _kept(site: Site, names: Mapping[str, str], flags: Mapping[str, Tensor]) -> Kept:
-    """Which stored rows of each table are kept: all of a table that is not registered."""
-    kept = {table: torch.ones(rows, dtype=torch.bool) for table, rows in site.rows().items()}
-    kept |= {table: flags[name] for table, name in names.items()}
+def _site_rows(site: Site, names: Mapping[str, str], kept: Mapping[str, Tensor]) -> Kept:
+    """Return which stored rows of a module's tables are kept."""
+    # A table that is not registered keeps all.
+    rows = {table: torch.ones(count, dtype=torch.bool) for table, count in site.rows().items()}
+    rows |= {table: kept[name] for table, name in names.items()}
     for table, index in site.indexes().items():
-        # Shards are padded to equal blocks by rows that no id has.
-        kept[table][index.stored :] = False
-    return kept
+        # Shards are padded to equal blocks by rows without an id.
+        rows[table][index.stored :] = False
+    return rows
 
 
-def _narrowed(site: Site, names: Mapping[str, str], widths: Mapping[str, int]) -> dict[str, int]:
-    """The columns that are left of tables that lose some, by the table's name in the module."""
+def _site_widths(site: Site, names: Mapping[str, str], widths: Mapping[str, int]) -> dict[str, int]:
+    """Return the remaining columns of a module's narrower tables."""
     found = {table: widths[name] for table, name in names.items() if name in widths}
     if not found or not site.has_one_width:
         return found
     # TorchRec refuses an EmbeddingCollection of several widths.
     if others := [fqn for table, fqn in site.tables.items() if table not in found]:
         raise ValueError(
-            f"{others} keep all columns, but tables of an EmbeddingCollection have one width:"
-            " rotate all."
+            f"{others} keep all columns, "
+            "but tables of an EmbeddingCollection have one width: rotate all."
         )
     return dict.fromkeys(found, max(found.values()))
 
 
-def _refuse_blocks(store: PackedStore, tables: Iterable[ShardedData]) -> None:
+def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> None:
     """Refuse tables whose masks remove parts of rows."""
     for data in tables:
         height, width = store.block(data.name)
         if height != 1 or width < data.shape[1]:
             raise ValueError(
-                f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole rows"
-                " can be compacted, (1, ROW), or columns of rotated tables: what a finer mask"
-                " removes inside of kept rows would come back. export() stores such masks."
+                f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "
+                "rows can be compacted, (1, ROW), or columns of rotated tables: what a finer "
+                "mask removes inside of kept rows would come back. export() stores such masks."
             )
 
 
 def _refuse_sites(
     model: nn.Module,
     sites: Iterable[Site],
+    *,
     optimizers_known: bool,
     narrowed: bool,
     default_row: bool,
@@ -336,40 +348,41 @@ def _refuse_sites(
         narrowed: whether any table loses columns.
         default_row: whether removed ids share a row.
     """
-    # Once: a model has thousands of parameters.
-    users = _users_of_parameters(model)
+    # Once, not for each site: a model has thousands of parameters.
+    holders = _holders_of_parameters(model)
     for site in sites:
         _refuse_wrapper_inside(site, model)
         if is_turned(site.module) and not narrowed:
             raise ValueError(
-                f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
-                " compacted."
+                f"{site.label} is rotated, and its output is turned back by a hook: "
+                "it can't be compacted."
             )
         if reason := site.refusal(model, narrowed):
             raise ValueError(f"{site.label} {reason}")
         for parameter in site.parameters().values():
-            _refuse_tied_weight(site, users[parameter])
+            _refuse_tied_weight(site, holders[parameter])
             if parameter.requires_grad and not optimizers_known:
                 raise ValueError(
-                    f"{site.label} is stepped by a plain optimizer, which must get the new"
-                    " parameters: pass compact(optimizer=...), or optimizer=() if there is none."
-                    " An attached enforcer knows them."
+                    f"{site.label} is stepped by a plain optimizer, "
+                    "which must get the new parameters: pass compact(optimizer=...), "
+                    "or optimizer=() if there is none. An attached enforcer knows them."
                 )
         _refuse_default_row(site, default_row)
 
 
-def _users_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
-    """Which modules of a model hold each parameter themselves."""
-    users: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+def _holders_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
+    """Return the modules that hold each parameter themselves, not in a child."""
+    holders: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        # named_parameters() of TorchRec's modules has those of their children too.
+        # Not named_parameters(): TorchRec's modules list their children's parameters as their own.
         for parameter in filter(torch.is_tensor, module._parameters.values()):
-            users[parameter].append(module)
-    return users
+            holders[parameter].append(module)
+    return holders
 
 
 def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
-    """A wrapper around a part of the model can't be built again, as that of a DMP is."""
+    """Refuse a module inside a wrapper, which would keep the old parameters."""
+    # The DDP inside a DistributedModelParallel is built again.
     if dmp_port(model) is not None:
         return
     for path, wrapper in model.named_modules():
@@ -377,16 +390,16 @@ def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
         if wraps and site.module in wrapper.modules():
             place = f" at {path!r}" if path else ""
             raise ValueError(
-                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to the old"
-                " parameters: compact the module inside, and wrap the result again."
+                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to "
+                "the old parameters: compact the module inside, and wrap the result again."
             )
 
 
-def _refuse_tied_weight(site: Site, users: Iterable[nn.Module]) -> None:
-    """A layer that shares a table's weight has a row for each id."""
-    # In a collection, an embedding inside of it holds the parameter.
+def _refuse_tied_weight(site: Site, holders: Iterable[nn.Module]) -> None:
+    """Refuse a table whose weight another layer holds too: that layer needs a row for each id."""
+    # An embedding inside a collection holds the parameter.
     own = set(site.module.modules())
-    others = [type(user).__name__ for user in users if user not in own]
+    others = [type(holder).__name__ for holder in holders if holder not in own]
     if others:
         raise ValueError(
             f"{site.label} is the weight of other modules too ({others}): it can't be compacted."
@@ -394,7 +407,7 @@ def _refuse_tied_weight(site: Site, users: Iterable[nn.Module]) -> None:
 
 
 def _refuse_default_row(site: Site, default_row: bool) -> None:
-    """Refuse a default row where there is one, or where ids would have it that are padding."""
+    """Refuse tables that have a default row already, or can't get the one that is asked for."""
     indexes = site.indexes().values()
     if any(index.default_row for index in indexes):
         raise ValueError(
@@ -404,49 +417,48 @@ def _refuse_default_row(site: Site, default_row: bool) -> None:
         return
     if site.padding_id is not None:
         raise ValueError(
-            f"{site.label} has a padding_idx, whose id would get the default row if its row was"
-            " removed."
+            f"{site.label} has a padding_idx, "
+            "whose id would get the default row if its row was removed."
         )
-    # The ids that were removed before would have no row, and the others that of the default.
+    # Ids removed before would still give zeros, ids removed now the default row.
     if indexes:
         raise ValueError(
             f"{site.label} has already lost rows without a default row; it can't get one now."
         )
 
 
-# Phase 2
+# Phase 2: build
 
 
 def _put_in_place(
     model: nn.Module,
-    made: Mapping[_Reduction, nn.Module],
+    compacted: Mapping[_Reduction, nn.Module],
     steppers: Steppers,
     plan: Planner | None,
     world: Group,
 ) -> tuple[nn.Module, list[Stepped]]:
-    """Return the compact model, whose tables hold the kept rows, and what plain optimizers step in
-    it. Collective.
+    """Return the compact model, filled with the kept rows, and the parameters that plain optimizers
+    step in it. Collective.
 
-    An exception on any rank is raised on all, and the model is as it was.
+    An exception on any rank is raised on all, and the model is unchanged.
     """
-    torchrec, root = dmp_port(model), _users_module(model)
-    places = {each.site.replaced: new for each, new in made.items()}
+    torchrec, root = dmp_port(model), _unwrapped(model)
+    replaced = {each.site.replaced: new for each, new in compacted.items()}
     try:
         with world.agreeing("compact(), putting its tables in place"):
-            result = replace_modules(root, places)
-            sharding = None
+            result = replace_modules(root, replaced)
+            sharding: Any = None
             if torchrec is not None:
-                sharding = _sharding_plan(torchrec, model, result, made, plan)
-        if torchrec is not None and sharding is not None:
+                sharding = _sharding_plan(torchrec, model, result, compacted, plan)
+        if torchrec is not None:
             result = _sharded(torchrec, model, result, sharding, world)
         stepped: list[Stepped] = []
         with world.agreeing("compact(), moving rows"):
-            for each, new in made.items():
-                stepped += _moved(each, new, steppers)
-    # An interrupted notebook goes on with the old model too.
+            for each, new in compacted.items():
+                stepped += _move_rows(each, new, steppers)
     except BaseException:
-        # The old modules still have their tables.
-        replace_modules(root, dict(zip(places.values(), places, strict=True)))
+        # Interrupts too: a notebook goes on with the old model, whose modules have their tables.
+        replace_modules(root, {new: old for old, new in replaced.items()})
         raise
     return result, stepped
 
@@ -455,12 +467,12 @@ def _sharding_plan(
     torchrec: TorchRecPort,
     model: nn.Module,
     root: nn.Module,
-    made: Mapping[_Reduction, Any],
+    compacted: Mapping[_Reduction, Any],
     plan: Planner | None,
 ) -> Any:
-    """The plan of a DistributedModelParallel around ``root``, which has the compact modules."""
+    """Return the sharding plan for ``root``, which has the compact modules."""
     replacements = []
-    for each, new in made.items():
+    for each, new in compacted.items():
         site = each.site
         if site.is_sharded:
             path = f"{site.place}.inner".lstrip(".")
@@ -474,10 +486,10 @@ def _sharded(
     """Build a DistributedModelParallel like ``model`` around ``root``. Collective."""
 
     def agree() -> None:
+        # The other ranks learn here, before DDP communicates, that one has failed.
         with world.agreeing("compact(), before DDP"):
             pass
 
-    # DDP communicates while it is built: a rank that has failed before must meet the others there.
     with world.agreeing("compact(), sharding its tables"), _before_ddp(agree):
         result = torchrec.reshard(model, root, plan)
     with world.agreeing("compact(), wrapping its layers"), _before_ddp(agree):
@@ -487,52 +499,55 @@ def _sharded(
 
 @contextmanager
 def _before_ddp(agree: Callable[[], None]) -> Iterator[None]:
-    """Call ``agree`` in the block whenever DDP is about to be built, just before its first
-    collective.
+    """Call ``agree`` just before the first collective of each DDP that is built in the block.
 
-    TorchRec builds it in constructors, after work that may fail on one rank alone, such as
-    allocating tables. DDP sets its attribute ``module`` before it communicates.
+    TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
+    allocating tables.
     """
 
-    def registering(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    # DDP sets its attribute ``module`` before it communicates.
+    def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and name == "module":
             agree()
 
-    handle = register_module_module_registration_hook(registering)
+    handle = register_module_module_registration_hook(on_registration)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _moved(each: _Reduction, new: Any, steppers: Steppers) -> list[Stepped]:
-    """Move optimizer state, of a sharded collection weights too. Collective over its ranks."""
-    if each.site.is_sharded:
-        return move_collection(each.site.module, new.inner, each.kept, steppers)
-    stepped, parameters = [], each.site.parameters(new)
-    for table, old in each.site.parameters().items():
+def _move_rows(reduction: _Reduction, new: Any, steppers: Steppers) -> list[Stepped]:
+    """Move optimizer state, and weights of sharded collections. Collective over their ranks."""
+    site, kept = reduction.site, reduction.kept
+    if site.is_sharded:
+        return move_collection(site.module, new.inner, kept, steppers)
+    # Other modules got their weights when they were built.
+    stepped = []
+    parameters = site.parameters(new)
+    for table, old in site.parameters().items():
         rows, columns = parameters[table].shape
         states = {
-            key: cut(state, each.kept[table], rows, columns)
+            key: cut(state, kept[table], rows, columns)
             for key, state in steppers.states(old).items()
         }
         stepped.append(Stepped(old, parameters[table], states))
     return stepped
 
 
-# Phase 3
+# Phase 3: release
 
 
-def _move_bases(made: Mapping[_Reduction, nn.Module], result: nn.Module) -> None:
-    """Have the modules of rotated tables turn outputs back that have fewer columns now."""
-    root = _users_module(result)
-    for each, new in made.items():
+def _narrow_outputs(compacted: Mapping[_Reduction, nn.Module], result: nn.Module) -> None:
+    """Have the compact modules of rotated tables turn back their narrower outputs."""
+    root = _unwrapped(result)
+    for each, new in compacted.items():
         widths = {each.names[table]: width for table, width in each.widths.items()}
         move_bases(each.site.module, getattr(new, "inner", new), root, widths)
 
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
-    """Detach the enforcer, and have the sparsifier forget all tables."""
+    """Detach the enforcer and let the sparsifier forget all tables."""
     if isinstance(sparse, SparseTraining):
         sparse.detach()
     # A sparsifier may have an enforcer that was attached by hand.
@@ -544,8 +559,8 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
 
 
 def _release(site: Site) -> None:
-    """Free the old tables of a module. Lists of them, for clipping for example, raise when they are
-    used."""
+    """Free the old tables of a module. Using a parameter that a list still holds, for clipping for
+    example, raises."""
     for name, parameter in list(site.module.named_parameters()):
         consume_parameter(parameter, f"{site.path}.{name}".lstrip("."))
     if isinstance(site, CollectionSite) and site.is_sharded:
@@ -554,13 +569,20 @@ def _release(site: Site) -> None:
 
 
 def _consume_model(model: nn.Module, torchrec: TorchRecPort) -> None:
-    """Release everything that a DistributedModelParallel holds, but for the user's module: using it
-    raises from now on.
-
-    A forward whose backward has not come waits in the hooks of its DDP, which end with it: they
-    would take the next backward of the compact model for theirs.
-    """
+    """Release all that a DistributedModelParallel holds except the user's module: using it raises
+    from now on."""
+    # After a forward without a backward, hooks of the old DDP would run in the next backward of the
+    # compact model.
     layers = torchrec.dense_layers(model)
     if isinstance(layers, DistributedDataParallel):
         consume(layers, "This model")
     consume(model, "This model")
+
+
+# Phases 2 and 3
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's module, without the DistributedModelParallel around it."""
+    torchrec = dmp_port(model)
+    return model if torchrec is None else torchrec.unwrapped(model)

@@ -1,13 +1,13 @@
-"""Removed weights stay zero in tables that a fused optimizer writes inside the backward.
+"""Keep removed weights at zero in tables that a fused optimizer writes inside the backward.
 
-The ids of a lookup are taken where they arrive at the kernel, behind the input distribution, so
-they are local to the shard whatever the sharding. A table is masked in one of two ways:
+Hooks read the ids of a lookup at the kernel, after the input distribution: there they are local to
+the shard, whatever the sharding. A table is masked in one of two ways:
 
 - *by its ids*, if it keeps or removes whole rows: the ids of removed rows are dropped or weigh
   nothing (:mod:`~dist_sparse.enforcer.ids`), so that these rows stay zero by themselves.
 - *by zeroing*, for all other blocks, for scores that need the gradients of removed rows, and for
-  optimizers that move a row at gradient 0. A backward flags the rows that it writes as dirty; those
-  that a lookup reads are cleaned just before, all others before weights are scored, saved or read.
+  optimizers that move a row at gradient 0. Rows that a backward writes are flagged as dirty. They
+  are cleaned before a lookup reads them, or before weights are scored, saved or read.
 
 TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`.
 """
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """The mask of a shard: the name under which its table is registered, and its number there."""
+    """The mask of a shard: the registered name of its table, and the shard's number in it."""
 
     name: str
     number: int
@@ -71,9 +71,12 @@ Places = Mapping[tuple[int, tuple[int, ...]], Place]
 """Masks by the address and the shape of the weights."""
 
 
-Ids = tuple[Tensor, Sequence[int] | Tensor]
-"""The ids of a lookup, and where those of each feature begin and end, as in
+Ends = Sequence[int] | Tensor
+"""Where the ids of each feature begin and end, as in
 :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
+
+Ids = tuple[Tensor, Ends]
+"""The ids of a lookup."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,18 @@ class _Lookup:
         every: all ids, dropped ones too.
         written: the ids whose rows the backward writes.
         masked: ids of removed rows, in tables masked by their ids, were dropped or weigh nothing.
-        known: the key of the masks.
+        masks_key: identifies the masks that the lookup used.
     """
 
     every: Ids
     written: Ids
     masked: bool
-    known: tuple[int, ...]
+    masks_key: tuple[int, ...]
 
 
 class StreamOrder:
-    """Lookups and writes of one set of tables, ordered where they run on several CUDA streams, as
-    in a training pipeline with a stream of its own for lookups. Never blocks the host.
+    """Orders lookups and writes of a set of tables across CUDA streams, for training pipelines with
+    a stream of their own for lookups. Never blocks the host.
 
     Args:
         device: of the tables.
@@ -104,23 +107,21 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._readers: set[Any] = set()
-        self._written: tuple[Any, Any] | None = None  # stream and event of the last write
+        # The stream of the last write, and an event after it.
+        self._last_write: tuple[Any, Any] | None = None
 
     def before_read(self) -> None:
         """Have the current stream wait for the last write."""
         if self._has_streams():
             stream = torch.cuda.current_stream(self._device)
-            # An event: waiting for all of the other stream's work would end their overlap.
-            if self._written is not None and self._written[0] != stream:
-                stream.wait_event(self._written[1])
+            self._wait_for_last_write(stream)
             self._readers.add(stream)
 
     def before_write(self) -> None:
         """Have the current stream wait for all lookups, their backwards, and the last write."""
         if self._has_streams():
             stream = torch.cuda.current_stream(self._device)
-            if self._written is not None and self._written[0] != stream:
-                stream.wait_event(self._written[1])
+            self._wait_for_last_write(stream)
             for reader in self._readers - {stream}:
                 stream.wait_stream(reader)
 
@@ -128,11 +129,17 @@ class StreamOrder:
         """Have later lookups on other streams wait for the current one, up to here."""
         if self._has_streams():
             stream = torch.cuda.current_stream(self._device)
-            self._written = stream, stream.record_event()
+            self._last_write = stream, stream.record_event()
+
+    def _wait_for_last_write(self, stream: Any) -> None:
+        # An event: waiting for all work of the other stream would end the overlap of the two.
+        if self._last_write is not None and self._last_write[0] != stream:
+            stream.wait_event(self._last_write[1])
 
     def _has_streams(self) -> bool:
-        runs: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return runs and self._device.type == "cuda"
+        # Asking for the current stream would initialize CUDA.
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return started and self._device.type == "cuda"
 
 
 class TableBatchHooks:
@@ -147,8 +154,8 @@ class TableBatchHooks:
 
     Attributes:
         places: the masks of its registered tables, by their number in the batch.
-        trains_removed: whether removed rows are to be read as zeros and trained, then zeroed again.
-            Set between forwards.
+        trains_removed: whether removed rows are read as zeros and trained, then zeroed again. Set
+            it between forwards.
     """
 
     def __init__(
@@ -161,32 +168,34 @@ class TableBatchHooks:
         self._batch = batch
         self._store = store
         self._counted: dict[int, Tensor] = {}
-        self._room = 0  # lookups until counts must be clamped, so that none exceeds its integers
+        # Lookups until counts must be clamped, so that no integer overflows.
+        self._room = 0
         self._features = list(batch.features)
         self._sampled = SampledLookups(self._features)
-        # Masks' version, trains_removed, addresses of weights: the key of all that _look_up() sets.
-        self._known: tuple[int, ...] = ()
+        # Identifies the state that _refresh() read: _masks_key(), then the addresses of weights.
+        self._key: tuple[int, ...] = ()
         self._in_sync = self._storage()
         self._slots: dict[int, Slot] = {}
         views = self._batch.weights()
         self._device = views[0].device
         self._order = StreamOrder(self._device)
-        # Of tables masked by their ids, and of those whose ids are dropped where that is possible.
+        # The kept ids of tables masked by their ids.
         self._kept: KeptIds | None = None
+        # The kept ids of tables whose other ids are dropped before the kernel.
         self._passed: KeptIds | None = None
-        # The last forward: all ids and those passed on; whether the kernel is to weigh these, and
-        # whether it has.
+        # All ids of the last forward, and those that were passed on to the kernel.
         self._last: tuple[Any, Any] = (None, None)
+        # Whether ids of removed rows must weigh nothing in the kernel, and whether they did.
         self._to_weigh = self._weighed = False
         # Of tables masked by zeroing.
         self._dirty = DirtyRows({}, self._features, self._device)
         self._cleaner: RowCleaner = TorchRowCleaner([], self._dirty)
         # Removed rows of a table masked by its ids may be nonzero: a rare write of unknown rows.
         self._revived = False
-        # With an empty table beside others of another width, FBGEMM's CPU backward writes other
-        # rows than it was given.
+        # FBGEMM's CPU backward writes wrong rows if a table is empty and widths differ.
+        has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
-        self._strays = self._device.type == "cpu" and min(map(len, views)) == 0 and len(widths) > 1
+        self._strays = self._device.type == "cpu" and has_empty and len(widths) > 1
         self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
@@ -205,7 +214,7 @@ class TableBatchHooks:
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
             ]
-        # They run in the middle of a forward, after the hook that cleans the rows to be read.
+        # These methods run inside the forward, after _before_lookup() has cleaned rows.
         for writer in self._batch.whole_row_writers():
             write = partial(self._write_whole, writer)
             self._handles.append(Wrapped(writer.owner, writer.method, write))
@@ -217,15 +226,15 @@ class TableBatchHooks:
         self._handles = []
 
     def moved_to(self, places: dict[int, Place]) -> None:
-        """Take the masks of other places; dirty rows stay dirty."""
+        """Use the masks at other places; dirty rows stay dirty."""
         self.places = places
-        self._known = ()
+        self._key = ()
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
         self._order.before_write()
         slots = self._current()
-        # On a device, all rows are zeroed sooner than the host learns which ones are dirty.
+        # A device masks all rows faster than the host learns which ones are dirty.
         if self._revived or (self._dirty and self._device.type != "cpu"):
             self._mask_all()
         elif self._dirty:
@@ -250,18 +259,12 @@ class TableBatchHooks:
         """Have lookups on other streams wait for the mask update that ends here."""
         self._order.after_write()
 
-    def _mask_all(self) -> None:
-        for slot in self._slots.values():
-            if slot.mask.removes:
-                slot.mask.apply_(slot.weight)
-        self._dirty.clear()
-        self._revived = False
-
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
         for table in self._dirty.tables:
             self._dirty.add_all(table)
+        # Tables masked by their ids have no flags for dirty rows.
         self._revived |= len(self._dirty.tables) < len(self._slots)
         if self._written is not None:
             self._written.add_all()
@@ -271,10 +274,10 @@ class TableBatchHooks:
         self._in_sync = self._storage()
 
     def written(self) -> Iterator[tuple[int, Written]]:
-        """Yield the address of the weights and the possibly written rows, live, of each registered
-        table on a CPU whose scores are worth keeping. The first call starts the record, with all
-        rows in it."""
-        # On a device, the host does not know the ids; the rows of stray writes are unknown too.
+        """Yield the address of the weights and the possibly written rows (live) of each registered
+        CPU table whose scores are worth keeping. The first call starts the record, with all rows in
+        it."""
+        # On a device the host does not know the ids; it never knows the rows of stray writes.
         if self._device.type != "cpu" or self._strays:
             return
         worth = {
@@ -299,8 +302,8 @@ class TableBatchHooks:
         return {table: slot.mask for table, slot in self._current().items()}
 
     def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the live shards of registered tables, each with the sums of its Adagrad:
-        ``(rows,)``, or as the shard; nothing for other optimizers."""
+        """Yield the live shards of registered tables, each with its Adagrad sums: ``(rows,)`` or of
+        the shard's shape; nothing for other optimizers."""
         if sums := adagrad_sums(self._batch):
             for table, slot in self._current().items():
                 yield slot.weight, sums[table]
@@ -311,12 +314,19 @@ class TableBatchHooks:
             reset_state(masks[table], states)
 
     def element_states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield the names of tables that have optimizer state for each element, and that state."""
+        """Yield the names of tables with element-wise optimizer state, and that state."""
         slots = self._current()
         for table, states in self._states().items():
             shape = slots[table].weight.shape
             if found := [each for each in states if each[0].shape == shape]:
                 yield self.places[table].name, found
+
+    def _mask_all(self) -> None:
+        for slot in self._slots.values():
+            if slot.mask.removes:
+                slot.mask.apply_(slot.weight)
+        self._dirty.clear()
+        self._revived = False
 
     def _states(self) -> dict[int, list[State]]:
         """Return the optimizer state of registered tables; FBGEMM starts all of it at 0."""
@@ -324,32 +334,33 @@ class TableBatchHooks:
         return {table: [(state, 0.0) for state in states[table]] for table in self.places}
 
     def _storage(self) -> list[tuple[int, int]]:
-        """Return the addresses of the weights, and the writes that torch has counted: all but those
-        through ``.data`` and by FBGEMM's backward, which a hook announces."""
+        """Return the addresses of the weights, and torch's counts of writes. It counts all but
+        writes through ``.data`` and by FBGEMM's backward, before which a hook runs."""
         return [(each.data_ptr(), each._version) for each in self._batch.storage()]
 
-    def _masks_known(self) -> tuple[int, bool]:
-        """Return a key that changes with the masks, and with their use."""
+    def _masks_key(self) -> tuple[int, bool]:
+        """Return a key that changes with the masks and with their use."""
         return self._store.version, self.trains_removed
 
     def _current(self) -> dict[int, Slot]:
-        """Return the live weights and masks of registered tables: looked up again when either was
+        """Return the live weights and masks of registered tables, read again after either was
         replaced."""
         storage = self._storage()
-        known = *self._masks_known(), *(address for address, _ in storage)
-        if known != self._known:
+        key = *self._masks_key(), *(address for address, _ in storage)
+        if key != self._key:
             with torch.no_grad():
-                self._look_up()
-            self._known = known
-        # Torch has counted a write of its own (a load, copy_): it may be in any row.
+                self._refresh()
+            self._key = key
+        # Torch has counted a write, such as a load or copy_(): it may be in any row.
         if storage != self._in_sync:
             self.mark_all()
         return self._slots
 
-    def _look_up(self) -> None:
-        """Take new masks, counts and addresses of weights."""
+    def _refresh(self) -> None:
+        """Read masks, counts and weights again, and decide how to mask each table."""
         views = self._batch.weights()
-        before, self._slots = self._slots, {}
+        before = self._slots
+        self._slots = {}
         counted: dict[int, Tensor] = {}
         samples: dict[int, Tensor] = {}
         for table, (name, number) in self.places.items():
@@ -357,10 +368,10 @@ class TableBatchHooks:
             samples[table] = self._store.samples(name)[number]
             if (counts := self._store.counts(name)) is not None:
                 counted[table] = counts[number]
-        # The update has zeroed newly removed rows: their scores have changed.
+        # The mask update has zeroed newly removed rows: their scores have changed.
         if self._written is not None:
             self._written.add_removed(before, self._slots)
-        # Counts that were loaded or moved may be as large as they get.
+        # New tensors, loaded or moved, may hold the largest count already.
         if [*map(id, counted.values())] != [*map(id, self._counted.values())]:
             self._room = 0
         self._counted = counted
@@ -376,9 +387,9 @@ class TableBatchHooks:
         return [table for table, slot in self._slots.items() if slot.whole_rows]
 
     def _watch_rows(self, tables: Sequence[int]) -> None:
-        """Flag from now on the dirty rows of these tables, and clean them before lookups."""
+        """Mask these tables by zeroing: flag dirty rows, and clean them before lookups."""
         if self._dirty.tables.keys() != set(tables):
-            # The flags of dirty rows get lost.
+            # The old flags are lost: any row may be dirty.
             self._revived |= bool(self._dirty)
             rows = {table: self._slots[table].mask.rect.rows for table in tables}
             self._dirty = DirtyRows(rows, self._features, self._device)
@@ -387,16 +398,17 @@ class TableBatchHooks:
         self._cleaner = row_cleaner_on(self._device, slots, self._dirty)
 
     def _choose_ids(self, by_ids: Sequence[int]) -> None:
-        """Choose the rows whose ids weigh nothing, and those whose ids are dropped."""
+        """Choose the rows whose ids weigh nothing, and the rows whose ids are dropped."""
         # Only a sum can do without rows of zeros: a mean counts them, a sequence has a place for
-        # each. On a device the host would wait for the number of ids that are left.
-        drops = self._device.type == "cpu" and self._batch.pooling == "sum"
-        drops = drops and not self.trains_removed and not self._strays
+        # each. On a device the host would wait for the number of remaining ids.
+        can_drop = self._device.type == "cpu" and self._batch.pooling == "sum"
+        drops = can_drop and not self.trains_removed and not self._strays
         kept: dict[int, Tensor] = {}
         passed: dict[int, Tensor] = {}
         for table, slot in self._slots.items():
             if not slot.mask.removes:
-                continue  # nothing to drop: its ids pass unchanged
+                # Its ids pass unchanged.
+                continue
             rows = slot.mask.dead_rows().logical_not_()
             if table in by_ids:
                 kept[table] = rows
@@ -410,7 +422,7 @@ class TableBatchHooks:
         self._order.before_read()
         self._current()
         requested = args[0]
-        # Evaluation is no traffic.
+        # Lookups of an evaluation are not sampled.
         if torch.is_grad_enabled() and self._sampled.due():
             with torch.no_grad():
                 self._sampled.add(requested.values(), _ends(requested))
@@ -421,17 +433,17 @@ class TableBatchHooks:
             if self._cleaner.needed:
                 self._cleaner(passed.values(), _ends(passed))
         self._last = requested, passed
-        # Without a backward to come, rows of zeros do no harm.
+        # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
         self._to_weigh = passed is requested and torch.is_grad_enabled()
         self._weighed = False
         return passed, *args[1:]
 
-    def _before_kernel(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
-        """Give no weight to ids of removed rows, unless they were dropped."""
+    def _before_kernel(self, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Let ids of removed rows weigh nothing, unless they were dropped."""
         self._weighed = self._to_weigh
         if self._kept is None or not self._to_weigh:
             return None
-        changed = self._batch.weighed(call, self._kept.flags)
+        changed = self._batch.weighed(kwargs, self._kept.flags)
         return None if changed is None else (args, changed)
 
     def _after_kernel(self, kernel: Any, args: Any, output: Any) -> None:
@@ -439,46 +451,47 @@ class TableBatchHooks:
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         requested, passed = self._last
-        # Not to keep the ids alive until the next lookup.
+        # Free the ids now, not at the next lookup.
         self._last = None, None
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        # Another hook may have replaced the ids since: then the kernel was called with args[0].
+        # The kernel was called with args[0]: another hook may have replaced the ids.
         dropped = passed is not requested and passed is args[0]
-        ids = _ids_of(args[0])
-        every = _ids_of(requested) if dropped and self._counted else ids
-        lookup = _Lookup(every, ids, dropped or self._weighed, self._known[:2])
+        written = _ids_of(args[0])
+        lookup = _Lookup(
+            every=_ids_of(requested) if dropped and self._counted else written,
+            written=written,
+            masked=dropped or self._weighed,
+            # The key begins with _masks_key().
+            masks_key=self._key[:2],
+        )
         before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
     @timed
     def _before_update(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
-        """In a backward, just before the fused optimizer writes the rows. Not at the lookup:
-        between the two, all rows may be cleaned, and another lookup may read.
-
-        Args:
-            lookup: which rows it writes.
-            grad: of the output.
-        """
+        """Record a lookup in its backward, just before the fused optimizer writes the rows; return
+        the gradient of the output, or None for no change."""
+        # Not in the forward: until the backward, all rows may be cleaned, and other lookups read.
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
             if self._strays:
                 self.mark_all()
             else:
-                self._note_writes(lookup)
+                self._record_writes(lookup)
             if self._counted:
                 self._count(*lookup.every)
             return self._without_removed(lookup, grad)
 
-    def _note_writes(self, lookup: _Lookup) -> None:
+    def _record_writes(self, lookup: _Lookup) -> None:
         """Record the rows that a backward is about to write."""
         self._dirty.add(*lookup.written)
         if self._written is not None:
             self._written.add(*lookup.written)
-        # A sequence is masked below, by the masks of now. Bags were masked by the masks at the
-        # lookup: rows that they kept may be removed by now.
+        # Sequences are masked now, by _without_removed(). Bags were masked in the forward: rows
+        # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"
-        if pooled and (not lookup.masked or lookup.known != self._masks_known()):
+        if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):
             self._revived |= self._kept is not None
 
     def _without_removed(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
@@ -488,14 +501,15 @@ class TableBatchHooks:
         removed = self._kept.flags(*lookup.written).logical_not_()
         if not grad.is_cpu:
             return grad.masked_fill(removed.unsqueeze(1), 0)
-        # Quicker by half, but a device would be waited for.
+        # Takes half the time of masked_fill(), but the host would wait for a device.
         copied = grad.clone(memory_format=torch.contiguous_format)
         return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
-    def _count(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Count lookups. Counts are clamped once in 2**30 of them, not checked each time."""
+    def _count(self, ids: Tensor, ends: Ends) -> None:
+        """Count lookups."""
+        # No count grows by more than the number of ids: with room left, none can overflow. So
+        # counts are clamped once in 2**30 lookups, not checked each time.
         self._room -= ids.numel()
-        # No count grows by more than the number of ids: with room left, none can overflow.
         if self._room < 0:
             for count in self._counted.values():
                 count.clamp_(max=MOST_COUNTED)
@@ -505,8 +519,7 @@ class TableBatchHooks:
     def _write_whole(
         self, writer: WholeRowWriter, write: Callable[[Any], None], mode: Mapping[str, float]
     ) -> None:
-        """Call a method of FBGEMM's that may write all rows, in the middle of a forward, and clean
-        them all."""
+        """Call a method of FBGEMM's that may write all rows in a forward; then clean them all."""
         write(mode)
         if writer.wrote(mode):
             self.clean_all()
@@ -515,11 +528,11 @@ class TableBatchHooks:
 def row_cleaner_on(
     device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows
 ) -> RowCleaner:
-    """Return the row cleaner for a device: on CUDA Triton's, if it is installed (as it is with
-    torch's CUDA builds)."""
+    """Return the row cleaner for a device: on CUDA the one in Triton, if that is installed (CUDA
+    builds of torch bring it)."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         triton_rows = importlib.import_module("dist_sparse.enforcer.rows_triton")
-        # One launch for all ids, dirty or not, costs less than to find the dirty ones.
+        # One launch for all ids costs less than finding the dirty rows.
         cleaner: RowCleaner = triton_rows.TritonRowCleaner(slots)
         return cleaner
     return TorchRowCleaner(slots, dirty)
@@ -535,7 +548,7 @@ def places_of(located: Mapping[str, ShardedData]) -> Places:
 
 
 def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
-    """Return the places of the masks of a batch's registered tables, by number."""
+    """Return the places of a batch's registered tables, by their number in the batch."""
     found = {}
     for table, view in enumerate(batch.weights()):
         place = places.get((view.data_ptr(), tuple(view.shape)))
@@ -545,8 +558,8 @@ def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
-    """Return the sums of the fused Adagrad optimizers of some models, and their initial value, by
-    the address of the shard; nothing for other optimizers."""
+    """Return the sums of fused Adagrad optimizers and their initial value, by the address of the
+    shard; nothing for other optimizers."""
     found: dict[int, tuple[Tensor, float]] = {}
     for collection in collections_of(module for model in models for module in model.modules()):
         for batch in collection_of(collection).batches():
@@ -582,18 +595,18 @@ def averages(module: nn.Module) -> bool:
     return torchrec is not None and torchrec.averages(module)
 
 
-def _ids_of(features: Any) -> tuple[Tensor, Sequence[int] | Tensor]:
-    """The ids of a KeyedJaggedTensor, and where those of each feature begin and end. int32 ids are
-    copied, as FBGEMM does: the caller may refill their memory before the backward."""
+def _ids_of(features: Any) -> Ids:
+    """Return the ids of a KeyedJaggedTensor."""
+    # long() copies int32 ids, as FBGEMM does: the caller may refill their memory before the
+    # backward.
     return features.values().long(), _ends(features)
 
 
-def _ends(features: Any) -> Sequence[int] | Tensor:
-    """Where the ids of each feature of a KeyedJaggedTensor begin and end; on a device without
-    waiting for it."""
-    values = features.values()
-    if values.is_cpu or features.variable_stride_per_key() or not features.stride():
+def _ends(features: Any) -> Ends:
+    """Return where the ids of each feature of a KeyedJaggedTensor begin and end."""
+    if features.values().is_cpu or features.variable_stride_per_key() or not features.stride():
         ends: list[int] = features.offset_per_key()
         return ends
+    # With one batch size for all features, the host need not wait for the device.
     offsets: Tensor = features.offsets()[:: features.stride()]
     return offsets

@@ -1,10 +1,10 @@
-"""Removed rows, dealt with by their ids alone: the rows are neither zeroed nor watched.
+"""Mask whole rows by their ids alone, without zeroing or watching the rows.
 
-A row that is removed whole is a row of zeros, and stays one if no optimizer moves it. Where rows
-are added up on a CPU, its ids are dropped before the lookup: they are not read and get no gradient,
-and all others keep their order, so that sums and updates are the same, bit for bit. Elsewhere its
-ids weigh nothing: on a device the host would have to wait, in every forward, for the number of
-remaining ids; a mean counts them; a sequence has a place for each.
+A removed row is a row of zeros, and stays one if no optimizer moves it. In sums on a CPU its ids
+are dropped before the lookup: they are not read and get no gradient. All others keep their order,
+so that sums and updates are the same, bit for bit. Elsewhere its ids weigh nothing: on a device the
+host would wait in every forward for the number of remaining ids; a mean counts all ids; a sequence
+has a place for each.
 """
 
 from __future__ import annotations
@@ -22,47 +22,39 @@ from dist_sparse.tables.port import torchrec_port
 
 __all__ = ["KeptIds", "worth_dropping"]
 
-_WORTH: Final = 4
+_LEAST_REMOVED: Final = 1 / 4
 """A mask that also removes parts of rows needs zeroing anyway: ids are dropped only if it removes
-at least one row in so many whole."""
+at least this share of the rows whole."""
 
 
 def worth_dropping(kept: Tensor) -> bool:
-    """Return whether a mask that removes parts of rows removes enough rows as a whole for their ids
-    to be dropped. ``kept``, bool ``(rows,)``, are those of which something is left."""
-    return (len(kept) - int(kept.sum())) * _WORTH >= len(kept)
+    """Return whether a mask that removes parts of rows also removes enough whole rows to drop their
+    ids. ``kept``, bool ``(rows,)``, are the rows with any weight left."""
+    removed = len(kept) - int(kept.sum())
+    return removed >= len(kept) * _LEAST_REMOVED
 
 
 class KeptIds:
-    """Which ids of a kernel's features name a row that is not removed.
+    """Finds the ids of kept rows in a kernel's features.
 
     Args:
-        kept: by the number of the table, which of its rows are not removed: bool ``(rows,)``. All
-            ids of the other tables are kept.
-        features: for each feature the number of its table.
+        kept: kept rows, bool ``(rows,)``, by the number of the table. Other tables keep all ids.
+        features: the number of each feature's table.
         device: of the tables.
     """
 
     def __init__(
         self, kept: Mapping[int, Tensor], features: Sequence[int], device: torch.device
     ) -> None:
-        self._kept, self._features, self._device = kept, list(features), device
-
-    @cached_property
-    def _at_once(self) -> tuple[FlatRows, Tensor]:
-        """The flags of all tables in one tensor: on a device each read is a launch."""
-        rows = {table: len(kept) for table, kept in self._kept.items()}
-        flat = FlatRows(rows, self._features, self._device)
-        flags = torch.ones(flat.total + 1, dtype=torch.bool, device=self._device)
-        for table, start in flat.starts.items():
-            flags[start : start + rows[table]] = self._kept[table]
-        return flat, flags
+        self._kept = kept
+        self._features = list(features)
+        self._device = device
 
     def flags(self, ids: Tensor, ends: Sequence[int] | Tensor) -> Tensor:
-        """Return which ids are kept, bool ``(n,)``, with row 0 for ids outside of their table;
-        both arguments as in :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
+        """Return which ids are kept, bool ``(n,)``. An id outside of its table counts as row 0.
+        Both arguments are as in :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
         if isinstance(ends, Tensor):
-            flat, flags = self._at_once
+            flat, flags = self._flat_flags
             return flags.index_select(0, flat.of(ids, ends))
         found = torch.ones(ids.numel(), dtype=torch.bool)
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
@@ -73,15 +65,30 @@ class KeptIds:
         return found
 
     def among(self, features: Any) -> Any:
-        """Return a KeyedJaggedTensor like ``features`` with the ids that are kept, and their
-        weights; itself if an id is outside of its table: FBGEMM decides what that means (an error,
-        or a warning and row 0). Gradients flow back to the weights, 0 to those of dropped ids."""
+        """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights. Gradients
+        flow back to all weights, 0 to the weights of dropped ids.
+
+        If an id is outside of its table, return ``features`` itself: FBGEMM raises an error, or
+        warns and takes row 0.
+        """
         chosen = self._chosen(features.values(), features.length_per_key())
         if chosen is None:
             return features
         torchrec = torchrec_port()
-        assert torchrec is not None  # it has made the features
+        # It has made the features.
+        assert torchrec is not None
         return torchrec.among(features, chosen)
+
+    @cached_property
+    def _flat_flags(self) -> tuple[FlatRows, Tensor]:
+        """The flags of all tables in one tensor: on a device each read is a launch."""
+        rows = {table: len(kept) for table, kept in self._kept.items()}
+        flat = FlatRows(rows, self._features, self._device)
+        # The last flag is for the ids of all other tables.
+        flags = torch.ones(flat.total + 1, dtype=torch.bool, device=self._device)
+        for table, start in flat.starts.items():
+            flags[start : start + rows[table]] = self._kept[table]
+        return flat, flags
 
     def _chosen(self, ids: Tensor, counts: list[int]) -> Tensor | None:
         """Return which ids to pass on, bool ``(n,)``; None if one is outside of its table."""
@@ -92,7 +99,7 @@ class KeptIds:
                 if kept is None:
                     chosen.append(torch.ones(part.shape, dtype=torch.bool))
                 else:
-                    # index_select checks the range of every id: no pass of its own has to.
+                    # index_select() also checks the range of every id.
                     chosen.append(kept.index_select(0, part))
         except IndexError:
             return None

@@ -1,10 +1,10 @@
 """Optimizer, gradient accumulation, AMP, clipping, learning rate and sparsity in one step.
 
-:class:`OptimScheduler` keeps the interface of SpeeChain's class of that name. One ``step`` has
-three phases:
+:class:`OptimScheduler` has the interface of SpeeChain's class of that name. Each ``step`` runs up
+to three phases:
 
-1. Gradients. The first of several OptimSchedulers of a model to be stepped takes the gradients of
-   all of them, before any weight changes; each of the others finds its own when its turn comes.
+1. Gradients. If several OptimSchedulers share a model, the one that is stepped first takes the
+   gradients for all, before any weight changes. The others use these in their own ``step``.
 2. Update, at the end of a real step: unscale, clip, step; or nothing, if the norm is not finite.
 3. Sparsity, after an update: the data sparsifier steps, then its scheduler.
 """
@@ -150,18 +150,19 @@ class OptimScheduler(abc.ABC):
             amp_dtype=amp_dtype,
         )
         self.model = model
-        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
+        self.data_sparsifier = data_sparsifier
+        self.data_scheduler = data_scheduler
         if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
             raise ValueError(
                 "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
             )
-        # Read once: the model must not be wrapped or sharded again afterwards.
+        # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
-        self._check_averaging()
+        self._refuse_missing_averaging()
         self._owned = owned_by(self._wiring, self.config.updated_modules)
         if self._wiring.fused:
             self.config.check_fused(owns_them=bool(self._owned.fused))
-        # A group without parameters still has a learning rate: that of fused tables.
+        # With fused tables alone: a group without parameters still holds the learning rate.
         parameters: Any = self._owned.parameters or [{"params": []}]
         self.optimizer = optimizer_class(optim_type)(parameters, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
@@ -169,26 +170,26 @@ class OptimScheduler(abc.ABC):
         self.sche_init(**sche_conf)
         # Older schedules take no epoch_num.
         self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
-        # A loss and its gradients, if the step of another OptimScheduler has taken them.
-        self._early: tuple[Tensor, Gradients] | None = None
+        # A loss and its gradients, which step() has yet to use.
+        self._taken: tuple[Tensor, Gradients] | None = None
         # Whether a backward has run.
         self._has_run = False
-        # Steps of an unfinished real step whose gradients are in .grad.
+        # Number of steps whose gradients are in .grad and wait for the update.
         self._accumulated = 0
-        # Step and epoch of the fused tables' learning rate.
+        # Step and epoch for which the learning rate of fused tables was set.
         self._forward: tuple[int, int] | None = None
         self._join()
 
     @abc.abstractmethod
     def sche_init(self, *args: Any, **sche_conf: Any) -> None:
-        """Take the schedule's own arguments of the constructor; called last in it."""
+        """Take the constructor's arguments for the schedule; called at its end."""
 
     @abc.abstractmethod
     def update_lr(self, real_step: int, epoch_num: int) -> float:
-        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, from 1 on.
+        """Return the learning rate, without ``ft_factor``, of a real step and an epoch, from 1.
 
-        A pure function of its arguments: called at every step that contributes to an update, with
-        fused tables twice.
+        It must be a pure function of its arguments: it is called at every step that contributes to
+        an update, twice with fused tables.
         """
 
     def extra_repr_fn(self) -> str:
@@ -197,11 +198,11 @@ class OptimScheduler(abc.ABC):
 
     @contextlib.contextmanager
     def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
-        """Context of a step's forward and losses, for all OptimSchedulers of the model.
+        """Run a step's forward and losses in this context, for all OptimSchedulers of the model.
 
         It sets the learning rate of fused tables, and enables autocast if an OptimScheduler has
         ``use_amp``. Under DDP it disables the averaging of gradients, unless an update follows this
-        step: DDP decides so in the forward, and ``no_sync`` around the backward has no effect.
+        step: DDP decides in the forward, so ``no_sync`` around the backward alone has no effect.
 
         Args:
             step_num: of the step, from 1.
@@ -214,8 +215,9 @@ class OptimScheduler(abc.ABC):
         # Fused kernels read the learning rate in this forward, before any step().
         for peer in sharing:
             peer._set_fused_lr(step_num, epoch_num)
+        # All with mixed precision have the same dtype.
         dtype = next(filter(None, (peer.config.autocast for peer in sharing)), None)
-        # An autocast of the user's stays on if no OptimScheduler has mixed precision.
+        # With no dtype, an outer autocast of the user's stays on.
         autocast = torch.autocast(self._device, dtype) if dtype else nullcontext()
         with self._unsynchronized(step_num), autocast:
             yield
@@ -242,8 +244,8 @@ class OptimScheduler(abc.ABC):
             optim_name: for the clock.
             step_num: counts from 1, over epochs.
             epoch_num: counts from 1.
-            logger: its ``info`` reports an update that is skipped, on all ranks, because the norm
-                is not finite.
+            logger: its ``info`` reports updates that are skipped, on all ranks, because the norm is
+                not finite.
 
         Raises:
             AssertionError: there is no loss named "loss".
@@ -252,8 +254,8 @@ class OptimScheduler(abc.ABC):
                 tables was not in :meth:`forward_context`, or the model's OptimSchedulers can't
                 share this forward. In all three cases nothing has changed.
 
-        If the backward or the update itself fails (out of memory, say), the gradients of its real
-        step are dropped.
+        If the backward or the update itself fails, for example out of memory, the gradients of the
+        real step are dropped.
         """
         step_num = integer("step_num", step_num, least=1)
         epoch_num = integer("epoch_num", epoch_num, least=1)
@@ -274,8 +276,8 @@ class OptimScheduler(abc.ABC):
         """Return the states of the optimizer and the scaler (or None), and of the sparsifier and
         its scheduler where there are any. ``torch.load(weights_only=True)`` can load it.
 
-        Step numbers are the caller's, and the state of fused optimizers is the model's. Save where
-        ``step_num`` is a multiple of ``accum_grad``: gradients are not in it.
+        It has no gradients: save where ``step_num`` is a multiple of ``accum_grad``. The caller
+        saves step numbers, and the model the state of fused optimizers.
         """
         states = {name: part.state_dict() for name, part in self._sparsity.items()}
         scaler = self.scaler and self.scaler.state_dict()
@@ -290,12 +292,13 @@ class OptimScheduler(abc.ABC):
                 sparsifier it is raised on every rank, and nothing has changed on any; without one,
                 only on this rank, which has not changed.
         """
-        # Without a sparsifier a load is local, as torch's own.
+        # Without a sparsifier a load is local, like torch's own.
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts, misfits():
             facts.update(check_state(state_dict, self.optimizer, self.scaler, self._sparsity))
-        # The other two check on all ranks, the sparsifier as a part of its load, so the schedule is
-        # only prepared before it. From there on nothing can fail.
+        # Nothing may change until all parts are checked on all ranks. The sparsifier's load checks
+        # before it changes anything, so the schedule is checked before it and committed after it:
+        # from there on nothing can fail.
         commit = prepare_schedule(self.data_scheduler, state_dict)
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
@@ -307,8 +310,8 @@ class OptimScheduler(abc.ABC):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} can't be copied or pickled: construct a new one for the copy of"
-            " its model, and load state_dict() into it."
+            f"{type(self).__name__} can't be copied or pickled: "
+            "construct a new one for the copy of its model, and load state_dict() into it."
         )
 
     def __repr__(self) -> str:
@@ -325,15 +328,15 @@ class OptimScheduler(abc.ABC):
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _check_averaging(self) -> None:
-        """Raise a ValueError if ``distributed`` gradients would in fact not be averaged."""
+    def _refuse_missing_averaging(self) -> None:
+        """Raise a ValueError if no module averages the gradients of a ``distributed`` model."""
         if not self.config.distributed or self._wiring.replicating:
             return
-        # A single process without micro-steps has nothing to average and nothing to delay.
+        # A single process without micro-steps has no averaging to run or to delay.
         if world_ranks() is not None or self.config.accum_grad > 1:
             raise ValueError(
-                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
-                " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
+                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients "
+                "over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
             )
 
     def _join(self) -> None:
@@ -348,13 +351,6 @@ class OptimScheduler(abc.ABC):
         for peer in [self, *self._overlapping()]:
             peer._drop_gradients()
 
-    def _refuse_other_dtype(self, peer: OptimScheduler) -> None:
-        if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
-            raise ValueError(
-                f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler of the"
-                f" model has {peer.config.amp_dtype}, and they share its forward."
-            )
-
     def _refuse_shared_parts(self, peer: OptimScheduler) -> None:
         for name, part in self._sparsity.items():
             if part is getattr(peer, name):
@@ -362,11 +358,18 @@ class OptimScheduler(abc.ABC):
                     f"Invalid {name}: another OptimScheduler of the model steps it at each update."
                 )
 
-    def _sharing(self) -> list[OptimScheduler]:
-        """Return this one and the model's others that share its forward, newest first.
+    def _refuse_other_dtype(self, peer: OptimScheduler) -> None:
+        if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
+            raise ValueError(
+                f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler "
+                f"of the model has {peer.config.amp_dtype}, and they share its forward."
+            )
 
-        No two of them update the same parameter. So a newer one, as of a notebook cell that runs
-        again, replaces the older one, even while something still refers to it.
+    def _sharing(self) -> list[OptimScheduler]:
+        """Return this OptimScheduler, then the model's others that share its forward, newest first.
+
+        No two of them update the same parameter: a newer one, from a notebook cell that runs again
+        for example, replaces an older one that still has references.
         """
         sharing = [self]
         for peer in reversed(list(self._peers.values())):
@@ -380,8 +383,9 @@ class OptimScheduler(abc.ABC):
         return [peer for peer in others if peer._owned.overlaps(self._owned)]
 
     def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the gradients, added to those of the micro-steps before, and the learning rate."""
-        loss, lr = self.config.loss_of(losses), self._lr(step_num, epoch_num)
+        """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
+        loss = self.config.loss_of(losses)
+        lr = self._lr(step_num, epoch_num)
         if any(peer._accumulated for peer in self._overlapping()):
             raise ValueError(
                 "Another OptimScheduler has accumulated gradients in parameters that this one "
@@ -389,36 +393,38 @@ class OptimScheduler(abc.ABC):
                 "stepped."
             )
         # Another OptimScheduler may have taken the gradients of this loss already.
-        if self._early is None or self._early[0] is not loss:
-            self._early = loss, self._run_backward(losses, step_num, epoch_num)
-        for parameter, grad in self._early[1].items():
+        if self._taken is None or self._taken[0] is not loss:
+            self._taken = loss, self._run_backward(losses, step_num, epoch_num)
+        for parameter, grad in self._taken[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # Used up: the next step has another loss.
-        self._early, self._has_run = None, True
+        # The next step has another loss.
+        self._taken = None
+        self._has_run = True
         self._accumulated += 1
 
     def _run_backward(
         self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int
     ) -> Gradients:
-        """Take the gradients of all OptimSchedulers that update from these losses; return this
-        one's. Each of the others finds its own when it is stepped with the same loss."""
+        """Take the gradients of all OptimSchedulers that are due with these losses; return those of
+        this one."""
         due = [peer for peer in self._sharing() if peer.config.wants(losses, step_num)]
         claims = [peer._claim(losses) for peer in due]
         check_claims(self._wiring, claims)
-        self._check_fused(due, step_num, epoch_num)
+        self._refuse_untimely_fused(due, step_num, epoch_num)
         try:
             with self._unsynchronized(step_num):
                 taken = take_gradients(self._wiring, claims)
         except BaseException:
-            # Out of memory, say: some layers have their gradients, others not.
+            # Some layers may have gradients, others not.
             for peer in due:
                 peer._drop_gradients()
             raise
-        # Each finds its own when it is stepped with the same loss.
+        # The others use theirs when they are stepped with the same loss.
         for peer, claim, gradients in zip(due, claims, taken, strict=True):
-            peer._early = claim.loss, gradients
+            peer._taken = claim.loss, gradients
+        # _sharing() begins with this one.
         return taken[0]
 
     def _claim(self, losses: Mapping[str, Tensor]) -> Claim:
@@ -429,7 +435,9 @@ class OptimScheduler(abc.ABC):
             scaler=self.scaler or NO_SCALER,
         )
 
-    def _check_fused(self, due: list[OptimScheduler], step_num: int, epoch_num: int) -> None:
+    def _refuse_untimely_fused(
+        self, due: list[OptimScheduler], step_num: int, epoch_num: int
+    ) -> None:
         """Raise a ValueError if a backward would update fused tables when they are not due, or with
         the learning rate of another step."""
         for peer in self._sharing():
@@ -469,17 +477,20 @@ class OptimScheduler(abc.ABC):
     def _drop_gradients(self) -> None:
         """Drop the gradients of an unfinished real step."""
         self.optimizer.zero_grad()
-        self._early, self._accumulated = None, 0
+        self._taken = None
+        self._accumulated = 0
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
-        """Return the learning rate of a step. It must be a finite number >= 0: any other would turn
-        weights into NaN."""
+        """Return the learning rate of a step, checked."""
         arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
         if self._lr_by_step:
             # As in older SpeeChain schedules.
             del arguments["epoch_num"]
-        found: Any = self.update_lr(**arguments)
-        lr = number("learning rate", found.item() if isinstance(found, Tensor) else found, least=0)
+        lr: Any = self.update_lr(**arguments)
+        if isinstance(lr, Tensor):
+            lr = lr.item()
+        # A rate that is not finite would turn weights into NaN.
+        lr = number("learning rate", lr, least=0)
         return float(number("learning rate times ft_factor", lr * self.config.ft_factor))
 
     def _set_fused_lr(self, step_num: int, epoch_num: int | None) -> None:
@@ -495,14 +506,14 @@ class OptimScheduler(abc.ABC):
         self._forward = step_num, epoch_num
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
-        """Return ``no_sync()`` of all modules that average gradients, unless an update of an
-        OptimScheduler follows this step."""
+        """Return a context without averaging of gradients, unless an update of an OptimScheduler
+        follows this step."""
         stack = ExitStack()
         updated = any(peer.config.updates(step_num) for peer in self._sharing())
         if updated or not self.config.distributed:
             return stack
         for module in self._wiring.replicating:
-            # DDP with a static graph learns it in the first backward, which must average.
+            # DDP with static_graph learns the graph in the first backward, which must average.
             if self._has_run or not getattr(module, "static_graph", False):
                 stack.enter_context(module.no_sync())
         return stack

@@ -1,9 +1,8 @@
-"""Candidates within a budget, of each kind and dtype the one that keeps the most, and which of them
-to use.
+"""The candidates of each kind and dtype that keep the most within a budget, and which to use.
 
-The rules rest on measurements at equal bytes, against int8 and small dense tables: two-tower models
-on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets disagree there
-is no rule: several candidates are recommended, to be measured.
+The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
+models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
+disagree there is no rule: several candidates are recommended, to be measured.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ DTYPES: Final[tuple[Dtype, ...]] = ("fp32", "fp16", "int8", "int4")
 _FEW_BITS: Final = DTYPES[2:]
 
 _STEPS: Final = 1 << 20
-"""Levels that are tried are multiples of one part in so many."""
-
-
-def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
-    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
-    of it, ascending."""
-    widest = max(table.shape[1] for table in tables)
-    return [width / widest for width in range(4, widest, 4)]
+"""Levels are searched in steps of ``1 / _STEPS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +42,8 @@ class Choice:
         kind: ``"full"`` keeps all columns; ``"small"`` is a table that was trained with fewer;
             ``"columns"`` removes rotated columns during training; ``"rows"`` removes rows that
             training has touched.
-        served: its bytes.
-        fits: whether they are within the budget.
+        served: bytes in a server.
+        fits: whether ``served`` is within the budget.
     """
 
     kind: Kind
@@ -69,7 +61,7 @@ class Choices:
         budget: bytes.
         groups: tables that may be rotated, as in :class:`Candidate`.
         cold: names of tables that may lose rows that training has touched.
-        untouched: by name how many rows training has never touched, where that is known.
+        untouched: number of rows that training has never touched, by table, where it is known.
     """
 
     tables: Sequence[SizedTable]
@@ -79,30 +71,32 @@ class Choices:
     untouched: Mapping[str, int]
 
     def all(self) -> list[Choice]:
-        """Return the candidates: at full width all, otherwise those that fit, the widest of each
-        kind and dtype; with rows removed, at several widths, the lowest level that fits."""
+        """Return the candidates: with all columns in each dtype, fitting or not; the widest that
+        fits of each kind and dtype; and, at several widths, the lowest level of rows that fits."""
         found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         found += self.without_untouched()
         # Columns are removed only where tables may be rotated.
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
         for kind in kinds:
             for dtype in DTYPES:
-                # Where all columns fit, they are listed already.
-                whole = self.choice("full", dtype, 1.0)
-                if not whole.fits and (widest := self.widest(kind, dtype)):
+                if self.choice("full", dtype, 1.0).fits:
+                    # Nothing narrower is needed.
+                    continue
+                if widest := self.widest(kind, dtype):
                     found.append(widest)
-        return found + self._rows() if self.cold else found
+        if self.cold:
+            found += self._with_fewer_rows()
+        return found
 
     def without_untouched(self) -> list[Choice]:
-        """Return tables of all columns without untouched rows, in each dtype in which that saves
-        bytes."""
+        """Return tables of all columns without untouched rows, in each dtype where removing these
+        saves bytes."""
         found = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         return [choice for choice in found if choice.candidate.levels]
 
     @property
     def only_dots(self) -> bool:
-        """Whether only dot products read the rotated tables: no gain was measured where a table is
-        turned back."""
+        """Whether tables may be rotated, and only dot products between them read them."""
         return bool(self.groups) and all(len(group) > 1 for group in self.groups)
 
     @property
@@ -110,23 +104,33 @@ class Choices:
         """Small dense tables of 4 columns in int4, without untouched rows."""
         return self.choice("small", "int4", min([*column_fractions(self.tables), 1.0]))
 
+    def choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
+        """Return tables with a fraction of their columns, without untouched rows."""
+        candidate = Candidate(dtype=dtype, columns=fraction)
+        if fraction < 1 and kind == "columns":
+            # If no rotation saves bytes, the candidate shows that it does not fit.
+            worth = tuple(group for group in self.groups if self._saves_bytes(candidate, group))
+            candidate = replace(candidate, groups=worth or self.groups)
+        return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
+
     def widths(self, kind: Kind, dtype: Dtype) -> tuple[list[float], int]:
         """Return the fractions of columns that a kind may keep, ascending, and how many of them
         fit."""
-        fractions = column_fractions(self._narrowed(kind))
+        fractions = column_fractions(self._tables_of(kind))
+        # Bytes grow with the width: all that fit come first.
         fitting = bisect_right(
             fractions, False, key=lambda fraction: not self.choice(kind, dtype, fraction).fits
         )
         return fractions, fitting
 
     def widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
-        """Return the widest tables that fit, without all of their columns; None if none do."""
+        """Return the widest tables that fit, with fewer than all columns; None if none fit."""
         fractions, fitting = self.widths(kind, dtype)
         return self.choice(kind, dtype, fractions[fitting - 1]) if fitting else None
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
-        """Return a candidate with the lowest common level of the ``cold`` tables at which all
-        tables fit; the highest level below 1 if none is low enough. Its levels are the least."""
+        """Return a candidate with its ``cold`` tables at the lowest common level at which all
+        tables fit, or at the highest below 1 if none fits. Its own levels are lower bounds."""
         cold = [table for table in self.tables if table.name in self.cold]
         others = [table for table in self.tables if table.name not in self.cold]
         # Priced once: the search below changes cold tables alone.
@@ -145,51 +149,43 @@ class Choices:
         levels = dict(candidate.levels)
         for table in cold:
             rows = table.shape[0]
-            # The level that whole rows make of it.
+            # Rounded to whole rows.
             levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
         return self._priced("rows", replace(candidate, levels=levels))
 
-    def _rows(self) -> list[Choice]:
-        """Return cold tables without rows, at widths that do not fit with all rows: the fewer
-        columns, the fewer rows are removed."""
-        # The better way to fewer columns, where there are both.
+    def _with_fewer_rows(self) -> list[Choice]:
+        """Return cold tables with rows removed, at several widths: with fewer columns, fewer rows
+        are removed."""
+        # Rotated columns were better than small tables, where both are possible.
         kind: Kind = "columns" if self.groups else "small"
-        widest = max(table.shape[1] for table in self._narrowed(kind))
-        # A few widths are enough: which of them is best has to be measured anyway.
+        widest = max(table.shape[1] for table in self._tables_of(kind))
+        # A few widths are enough: the best has to be measured anyway.
         fractions = dict.fromkeys(min(width / widest, 1.0) for width in (4, 8, 16, widest))
         wide = [self.choice(kind, dtype, fraction) for dtype in _FEW_BITS for fraction in fractions]
         # Where all rows fit, none has to be removed.
         found = [self.fewest_rows(choice.candidate) for choice in wide if not choice.fits]
         return [choice for choice in found if choice.fits]
 
-    def _narrowed(self, kind: Kind) -> Sequence[SizedTable]:
-        """Return the tables that may be narrower."""
+    def _tables_of(self, kind: Kind) -> Sequence[SizedTable]:
+        """Return the tables that a kind may make narrower."""
         if kind != "columns":
             return self.tables
         names = {name for group in self.groups for name in group}
         return [table for table in self.tables if table.name in names]
 
-    def choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
-        """Return tables with a fraction of their columns, without untouched rows."""
-        candidate = Candidate(dtype=dtype, columns=fraction)
-        if fraction < 1 and kind == "columns":
-            # If no rotation saves bytes, the candidate shows that it does not fit.
-            worth = tuple(group for group in self.groups if self._saves(candidate, group))
-            candidate = replace(candidate, groups=worth or self.groups)
-        return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
-
     @cached_property
-    def _named(self) -> dict[str, SizedTable]:
+    def _by_name(self) -> dict[str, SizedTable]:
         return {table.name: table for table in self.tables}
 
-    def _saves(self, candidate: Candidate, group: tuple[str, ...]) -> bool:
-        """Return whether the narrow tables of a group take fewer bytes, their basis counted."""
+    def _saves_bytes(self, candidate: Candidate, group: tuple[str, ...]) -> bool:
+        """Return whether narrow tables of a group, with their basis, take fewer bytes."""
         if len(group) > 1:
             # Tables that are rotated together are not turned back, and need no basis.
             return True
-        table = self._named[group[0]]
+        table = self._by_name[group[0]]
         narrow = replace(candidate, groups=(group,)).table_bytes(table, 0.0)
-        return narrow.total < replace(candidate, columns=1.0).table_bytes(table, 0.0).total
+        whole = replace(candidate, columns=1.0).table_bytes(table, 0.0)
+        return narrow.total < whole.total
 
     def _priced(self, kind: Kind, candidate: Candidate) -> Choice:
         served = candidate.served_bytes(self.tables)
@@ -201,7 +197,7 @@ class Choices:
         takes."""
         found: dict[str, float] = {}
         for table in self.tables:
-            # One row stays of a table that no batch has read.
+            # A table that no batch has read keeps one row.
             rows = min(self.untouched.get(table.name, 0), table.shape[0] - 1)
             if rows > 0:
                 level = rows / table.shape[0]
@@ -211,40 +207,46 @@ class Choices:
         return found
 
 
+def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
+    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
+    of it, ascending."""
+    widest = max(table.shape[1] for table in tables)
+    return [width / widest for width in range(4, widest, 4)]
+
+
 _ROWS_BELOW: Final = 0.05
-"""Share of the touched rows' bytes below which removing rows of cold crossed features was worth
-it."""
+"""Removing rows of cold crossed features helped below this share of the touched rows' bytes."""
 
 _COLUMNS_OR_SMALL: Final = (
-    "Rotated columns that are removed during training, or smaller dense tables: which is better"
-    " depends on the interactions per item, the passes over the data and the compute"
-    " (docs/planning.md). Measure both, in int8 and int4."
+    "Rotated columns that are removed during training, or smaller dense tables: which is better "
+    "depends on the interactions per item, the passes over the data and the compute "
+    "(docs/planning.md). Measure both, in int8 and int4."
 )
 _FEWER_ROWS: Final = (
-    "At so few bytes, removing most rows of cold crossed features can be better than fewer columns:"
-    " measure both."
+    "At so few bytes, removing most rows of cold crossed features can be better "
+    "than fewer columns: measure both."
 )
 _SMALL: Final = (
-    "Train smaller dense tables: removing weights afterwards was no better, except rotated columns"
-    " of tables that only dot products read. If yours are, name them, as in"
-    ' rotate=[["user", "item"]].'
+    "Train smaller dense tables: removing weights afterwards was no better, "
+    "except rotated columns of tables that only dot products read. "
+    'If yours are, name them, as in rotate=[["user", "item"]].'
 )
 _TURNED_BACK: Final = " For tables that are turned back no gain was measured: try both."
 
 
 def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
-    """Return which of the candidates ``found`` to use, and why in a few sentences. Several are to
-    be measured; none means that nothing fits."""
+    """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
+    measured; none means that the tables fit as they are, or that nothing fits."""
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
-    if whole := _fitting(found, "full", "int8")[:1]:
-        return whole, _why_int8(whole[0])
+    if int8 := _fitting(found, "full", "int8")[:1]:
+        return int8, _why_int8(int8[0])
     # No gain was measured where a single table is turned back.
     columns = _fitting(found, "columns", "int8", "int4") if choices.only_dots else ()
     small = _fitting(found, "small", "int8", "int4")
-    if whole := _fitting(found, "full", "int4")[:1]:
+    if int4 := _fitting(found, "full", "int4")[:1]:
         # Narrower tables are in int8 alone: in int4 all columns fit.
-        return whole + (columns or small), _why_int4(whole[0], rotated=bool(columns))
+        return int4 + (columns or small), _why_int4(int4[0], rotated=bool(columns))
     fewer = columns + small
     rows = _fitting(found, "rows", "int8") or _fitting(found, "rows", "int4")
     if rows and _few_bytes(choices, fewer):
@@ -253,13 +255,13 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
         return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
     if columns:
         return fewer, _COLUMNS_OR_SMALL
-    # The tables may be rotated, but not without turning some back.
-    return fewer, _SMALL if not choices.groups or choices.only_dots else _SMALL + _TURNED_BACK
+    if choices.groups and not choices.only_dots:
+        return fewer, _SMALL + _TURNED_BACK
+    return fewer, _SMALL
 
 
 def _few_bytes(choices: Choices, fewer_columns: Sequence[Choice]) -> bool:
-    """Return whether only tables without touched rows fit, or the budget is below the measured
-    share."""
+    """Return whether fewer columns alone can't fit, or the budget is below the measured share."""
     return not fewer_columns or choices.budget < _ROWS_BELOW * _touched_bytes(choices)
 
 
@@ -274,8 +276,8 @@ def _why_int8(whole: Choice) -> str:
     why = "int8 changed AUC by less than 0.0001 wherever it was measured"
     if whole.candidate.levels:
         return (
-            f"{why}, and fits without the rows that training has never touched. Remove no others:"
-            " that can only lose."
+            f"{why}, and fits without the rows that training has never touched. "
+            "Remove no others: that can only lose."
         )
     return f"{why}. Remove no weights: that can only lose."
 
@@ -286,8 +288,8 @@ def _why_int4(whole: Choice, *, rotated: bool) -> str:
         ", without the rows that training has never touched," if whole.candidate.levels else ""
     )
     return (
-        f"int4 of all columns{without} or {other} in int8: which is better depends on the data."
-        " Measure both."
+        f"int4 of all columns{without} or {other} in int8: "
+        "which is better depends on the data. Measure both."
     )
 
 

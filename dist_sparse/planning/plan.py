@@ -1,4 +1,4 @@
-"""`plan()`: candidates within a budget of bytes, and which of them to use."""
+"""`plan()`: smaller versions of a model's tables within a byte budget, and which one to use."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ from dist_sparse.training.budget import parse_budget
 
 __all__ = ["Plan", "plan"]
 
-_KINDS = {
+_LABELS = {
     "full": "all columns",
     "small": "smaller dense table",
     "columns": "rotated columns removed",
     "rows": "rows removed",
 }
 
-_EXTRA = ("scales", "index", "bases")
-"""Parts of the served bytes beside weights."""
+_OTHER_PARTS = ("scales", "index", "bases")
+"""Parts of the served bytes besides weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Candidates within a budget. ``print()``, a REPL and a notebook show their bytes, and which to
-    use.
+    """Candidates within a budget. Printing it shows their bytes and the code for the recommended.
 
     Args:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
-        untouched: by table, how many rows training has never touched; tables without Adagrad's sums
-            are missing.
-        choices: the candidates; those of all columns are listed whether or not they fit.
+        untouched: number of rows that training has never touched, by table; tables without Adagrad
+            sums are missing.
+        choices: the candidates. Candidates with all columns are listed whether or not they fit.
         recommended: the one to use, or several to be measured. Empty if nothing fits, or if the
             tables fit as they are.
-        why: reason of the recommendation.
+        why: reason for the recommendation.
     """
 
     budget: int
@@ -72,23 +71,23 @@ class Plan:
                 {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype)} for t in self.tables
             ],
             "untouched": dict(self.untouched),
-            "choices": [_json(choice) for choice in self.choices],
-            "recommended": [_json(choice) for choice in self.recommended],
+            "choices": [_choice_json(choice) for choice in self.choices],
+            "recommended": [_choice_json(choice) for choice in self.recommended],
             "why": self.why,
         }
 
     def __repr__(self) -> str:
         parts = ["weights"]
-        for part in _EXTRA:
-            # Left out if no candidate has it.
+        for part in _OTHER_PARTS:
+            # A part that no candidate has gets no column.
             if any(getattr(choice.served, part) for choice in self.choices):
                 parts.append(part)
         head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
         rows = [self._cells(choice, parts) for choice in self.choices]
         share = percent(self.budget / self.dense_bytes)
-        whole, tables = size(self.dense_bytes), number_of(len(self.tables), "table")
+        tables = number_of(len(self.tables), "table")
         lines = [
-            f"budget {size(self.budget)}, {share} of {whole} in {tables}",
+            f"budget {size(self.budget)}, {share} of {size(self.dense_bytes)} in {tables}",
             "",
             *table_lines(head, rows, right=range(3, len(head))),
             "",
@@ -96,34 +95,40 @@ class Plan:
             self.why,
         ]
         for place, choice in enumerate(self.recommended, start=1):
-            lines += ["", f"{place}. {_KINDS[choice.kind]}, {choice.candidate.dtype}:"]
-            lines += _calls(choice, self.tables)
+            lines += ["", f"{place}. {_LABELS[choice.kind]}, {choice.candidate.dtype}:"]
+            lines += _code_lines(choice, self.tables)
         return "\n".join(lines)
 
     def _cells(self, choice: Choice, parts: Sequence[str]) -> list[str]:
+        """Return the cells of a choice, in the order of ``head``."""
         use = "" if choice.fits else "no"
         if choice in self.recommended:
-            # In the order of the calls below the table.
+            # The number of its code below the table.
             use = f"{self.recommended.index(choice) + 1}."
         shapes = [choice.candidate.shape(table) for table in self.tables]
-        narrowest, widest = min(width for _, width in shapes), max(width for _, width in shapes)
+        widths = [width for _, width in shapes]
+        narrowest, widest = min(widths), max(widths)
         columns = str(widest) if narrowest == widest else f"{narrowest}-{widest}"
-        rows = count(sum(rows for rows, _ in shapes))
-        share = percent(choice.served.total / self.dense_bytes)
-        sizes = [size(getattr(choice.served, part)) for part in ("total", *parts)]
-        shown = [use, _KINDS[choice.kind], choice.candidate.dtype, columns, rows]
-        return [*shown, sizes[0], share, *sizes[1:]]
+        return [
+            use,
+            _LABELS[choice.kind],
+            choice.candidate.dtype,
+            columns,
+            count(sum(rows for rows, _ in shapes)),
+            size(choice.served.total),
+            percent(choice.served.total / self.dense_bytes),
+            *(size(getattr(choice.served, part)) for part in parts),
+        ]
 
     def _never_touched(self) -> list[str]:
-        each = []
+        tables = []
         for table in self.tables:
-            untouched = self.untouched.get(table.name)
-            if untouched:
+            if untouched := self.untouched.get(table.name):
                 rows = count(table.shape[0])
-                each.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
-        if not each:
+                tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
+        if not tables:
             return []
-        return [f"Never looked up in training: {', '.join(each)}. Removing them is lossless.", ""]
+        return [f"Never looked up in training: {', '.join(tables)}. Removing them is lossless.", ""]
 
 
 def plan(
@@ -136,15 +141,15 @@ def plan(
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
 ) -> Plan:
-    """Return what fits a byte budget for a model's tables, and which option to use; change nothing.
-    Collective: every rank of the world must call it.
+    """Return candidates within a byte budget for a model's tables, and which one to use. The model
+    does not change. Collective: every rank of the world must call it.
 
     Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and
     with removed rows: rows that training has never touched, which is lossless, and rows of ``cold``
-    tables. The bytes are those that a server holds: weights, scales, indexes of kept rows, and
+    tables. Bytes are counted as a server holds them: weights, scales, indexes of kept rows, and
     bases that rotate outputs back. No weights are read, and no quality is predicted:
-    recommendations follow rules that were measured on other models. Where these depend on the data,
-    several candidates are recommended, to be measured.
+    recommendations follow rules that were measured on other models. Where a rule depends on the
+    data, several candidates are recommended, to be measured.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
@@ -177,39 +182,44 @@ def plan(
     """
     world = group_over(world_ranks())
     with world.agreeing("plan()") as facts:
-        share = parse_budget(budget)
+        limit = parse_budget(budget)
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
             tables = shapes_of(located)
-        elif not (include is exclude is optimizer is None):
+        elif any(argument is not None for argument in (include, exclude, optimizer)):
             raise ValueError(
-                "Invalid include, exclude or optimizer: they are for models, not for shapes of"
-                " tables."
+                "Invalid include, exclude or optimizer: "
+                "they are for models, not for shapes of tables."
             )
         else:
             tables = _shapes(model)
-        # All ranks must plan for the same tables, or their recommendations differ.
-        groups, names = _groups(rotate, tables), _cold(cold, tables)
+        groups = _groups(rotate, tables)
+        cold_names = _cold_names(cold, tables)
+        # Ranks that planned for other tables would recommend something else.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
-        facts["budget, rotate, cold"] = [share, groups, names]
+        facts["budget, rotate, cold"] = [limit, groups, cold_names]
+    # Outside of the block above, because it communicates.
     untouched = untouched_rows(model, located, optimizer) if isinstance(model, nn.Module) else {}
     # A float is a share of the bytes.
-    room = math.floor(share * dense_bytes(tables)) if isinstance(share, float) else share
-    choices = Choices(tables=tables, budget=room, groups=groups, cold=names, untouched=untouched)
-    found = tuple(choices.all())
-    recommended, why = recommend(choices, found)
+    room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
+    choices = Choices(
+        tables=tables, budget=room, groups=groups, cold=cold_names, untouched=untouched
+    )
+    candidates = tuple(choices.all())
+    recommended, why = recommend(choices, candidates)
     return Plan(
         budget=room,
         tables=tables,
         untouched=untouched,
-        choices=found,
+        choices=candidates,
         recommended=recommended,
         why=why,
     )
 
 
 def _shapes(tables: Any) -> tuple[TableShape, ...]:
+    """Return the tables of a mapping of ``(rows, columns)`` by name, checked."""
     if not isinstance(tables, Mapping) or not tables:
         raise ValueError(
             f"Invalid model of type {type(tables).__name__}: must be a module, or shapes by table."
@@ -234,9 +244,10 @@ def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...],
     return groups
 
 
-def _cold(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
-    """Return the names that the globs match, in the order of the model."""
-    names, matching = [table.name for table in tables], set()
+def _cold_names(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
+    """Return the names that any glob matches, in the order of the model."""
+    names = [table.name for table in tables]
+    matching = set()
     for pattern in checks.name_list("cold", globs):
         found = fnmatch.filter(names, pattern)
         if not found:
@@ -245,22 +256,22 @@ def _cold(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
     return tuple(name for name in names if name in matching)
 
 
-def _json(choice: Choice) -> dict[str, Any]:
-    served = asdict(choice.served) | {"total": choice.served.total}
+def _choice_json(choice: Choice) -> dict[str, Any]:
     return {
         "kind": choice.kind,
         "candidate": asdict(choice.candidate),
-        "served": served,
+        "served": asdict(choice.served) | {"total": choice.served.total},
         "fits": choice.fits,
     }
 
 
-def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
-    """Return the lines that make a candidate of a trained ``model`` and the ``optimizer`` that
-    steps it."""
-    candidate, lines = choice.candidate, []
+def _code_lines(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
+    """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
+    candidate = choice.candidate
+    lines = []
     if candidate.columns < 1 and candidate.groups:
-        groups, level = list(map(list, candidate.groups)), f"{1 - candidate.columns:.6g}"
+        groups = list(map(list, candidate.groups))
+        level = f"{1 - candidate.columns:.6g}"
         lines += _sparsify_calls(f'level={level}, block="col", rotate={groups}', choice, tables)
         lines.append(
             "model = compact(model, sparse)  # then train on, with the new fused optimizer"
@@ -268,18 +279,18 @@ def _calls(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
     elif candidate.columns < 1:
         widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
         lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")
-    sparse = None
+    sparse = "None"
     if candidate.levels:
         sparse = "sparse"
-        # sparsify() takes globs. Nine digits are enough for a row of a billion.
+        # sparsify() reads names as globs. Nine digits can tell one row of a billion.
         levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
         lines += _sparsify_calls(f'level={levels}, block="row"', choice, tables)
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']
 
 
-def _sparsify_calls(how: str, choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
+def _sparsify_calls(arguments: str, choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
     names = {*choice.candidate.narrowed, *choice.candidate.levels}
     # sparsify() leaves tables of fewer than 16 rows dense by default.
     small = any(table.shape[0] < 16 for table in tables if table.name in names)
     min_rows = ", min_rows=0" if small else ""
-    return [f"sparse = sparsify(model, optimizer, {how}, end=0{min_rows})", "sparse.step()"]
+    return [f"sparse = sparsify(model, optimizer, {arguments}, end=0{min_rows})", "sparse.step()"]

@@ -83,7 +83,7 @@ PLACES = {
     "sharding": (models, "ShardingPlan", 1),
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
-    "moving": (compacting, "_moved", 1),
+    "moving": (compacting, "_move_rows", 1),
     "what a table holds": (moving, "_fused_shards", 1),
     "packing the first chunk": (kept_rows, "_send", 1),
     "packing a later chunk": (kept_rows, "_send", 3),
