@@ -70,7 +70,7 @@ def model_and_evaluate(
         entry: as for :func:`model_from`.
 
     Raises:
-        EntryError: likewise.
+        EntryError: likewise; and where ``evaluate`` fails.
     """
     function = _function(entry)
 
@@ -80,7 +80,13 @@ def model_and_evaluate(
             returned = function(**part)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
             raise EntryError(entry, "must return (model, evaluate), where evaluate is a function.")
-        return returned
+        model, evaluate = returned
+
+        def evaluated(model: Any) -> Any:
+            with _users_code(entry):
+                return evaluate(model)
+
+        return model, evaluated
 
     smaller = {
         "columns": lambda share: called(columns=share),

@@ -146,6 +146,11 @@ def two():
 def evaluated():
     return two(), lambda model: {"auc": 0.5}
 
+def failing():
+    def evaluate(model):
+        return {"auc": 1 / 0}
+    return two(), evaluate
+
 def driving():
     return nn.ModuleDict({"a\\x1b[2J": nn.EmbeddingBag(4, 4)})
 
@@ -240,9 +245,9 @@ def test_a_failure_is_one_line_and_1(
         ("{model}:needing", "missing a required argument: 'data'; must take no arguments."),
         (
             "{model}:broken",
-            "it failed at model_of_test_cli.py:22 with ValueError: of the user's own",
+            "it failed at model_of_test_cli.py:27 with ValueError: of the user's own",
         ),
-        ("{model}:parsing", "it failed at model_of_test_cli.py:25 with SystemExit: 2"),
+        ("{model}:parsing", "it failed at model_of_test_cli.py:30 with SystemExit: 2"),
         ("{model}x.py:one", "there is no file"),
         ("no_such_module.at_all:one", "there is no module 'no_such_module' here."),
         ("one", "must be package.module:function or file.py:function."),
@@ -279,6 +284,17 @@ def test_a_wrong_function_is_two_lines_and_1(
         message = "must return (model, evaluate), where evaluate is a function."
     assert message in first
     assert second == f"Usage and options: dist-sparse {command} --help"
+
+
+def test_an_evaluate_that_fails_is_two_lines_and_1(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model).parent)
+    assert main(["frontier", f"{model}:failing", "--budget", "10%"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    place = "it failed at model_of_test_cli.py:14 with ZeroDivisionError: division by zero"
+    assert first == f"dist-sparse frontier: Invalid FUNCTION='{model}:failing': {place}"
+    assert second == "Usage and options: dist-sparse frontier --help"
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
