@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dist_sparse.masking.masks import pack, unpack
 
-__all__ = ["REMOVED", "UNKNOWN", "RowIndex", "RowIndexes", "UnknownLookups"]
+__all__ = ["REMOVED", "UNKNOWN", "RowIndex", "RowIndexes", "UnknownLookups", "check_ids"]
 
 REMOVED = -1
 """In the place of a row: its id was removed."""
@@ -27,6 +27,16 @@ UNKNOWN = -2
 """In the place of a row: its id is out of the range of its table."""
 
 _MOST_ROWS = 2**31 - 1
+
+
+def check_ids(ids: Tensor) -> None:
+    """Refuse numbers that would be cut to the id of another row.
+
+    Raises:
+        ValueError: they are not int32 or int64.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Invalid ids of dtype {ids.dtype}: must be int32 or int64.")
 
 
 def _refuse_rows(rows: int) -> None:

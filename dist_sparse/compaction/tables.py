@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.compaction.row_index import REMOVED, RowIndex, check_ids
 from dist_sparse.tables.protocols import TableConfig
 
 __all__ = [
@@ -53,6 +53,7 @@ def padding_id_of(table: nn.Embedding | nn.EmbeddingBag) -> int | None:
 
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
     """The rows of ids, -1 where there is none."""
+    check_ids(ids)
     # An id out of range becomes the row behind the last, at which torch's lookup raises.
     return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import choice
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes, UnknownLookups
+from dist_sparse.compaction.row_index import (
+    REMOVED,
+    UNKNOWN,
+    RowIndex,
+    RowIndexes,
+    UnknownLookups,
+    check_ids,
+)
 from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -83,6 +90,7 @@ class _Lookup(nn.Module):
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
         read."""
+        check_ids(ids)
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
             self._note(ids, rows, counts)  # a graph neither counts nor raises

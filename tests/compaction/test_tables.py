@@ -64,6 +64,14 @@ def test_num_embeddings_counts_ids() -> None:
     )
 
 
+def test_ids_are_integers() -> None:
+    """7.9 would be cut to 7."""
+    model, _, _ = compacted()
+    for table in (model.user, model.item):
+        with pytest.raises(ValueError, match=r"Invalid ids of dtype torch\.float32"):
+            table(USERS.float())
+
+
 def test_a_weight_with_a_row_for_each_id_is_refused() -> None:
     """As of a tied output layer, whose rows would be read by row number."""
     model, _, whole = compacted()

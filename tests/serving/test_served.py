@@ -96,6 +96,15 @@ def test_pooled(tmp_path: Path, dtype: str, fbgemm: bool) -> None:
     assert nothing.shape == (2, 28) and nothing.dtype == torch.float32 and not nothing.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_ids_are_integers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """7.9 would be cut to 7."""
+    served = one(write(tmp_path / "served", ("", "bag", sources())))
+    ids, lengths = batch(4, 6)
+    with pytest.raises(ValueError, match=r"Invalid ids of dtype .*: must be int32 or int64"):
+        served(ids.to(dtype), lengths)
+
+
 @FBGEMM
 def test_a_cast_keeps_zeros(tmp_path: Path, fbgemm: bool) -> None:
     """Scales rounded to another dtype would not."""
