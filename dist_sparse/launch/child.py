@@ -116,6 +116,11 @@ def rank(words: list[str]) -> None:
     )
     try:
         record(_run)(words)
+    except BaseException:
+        # torchrun ends the other ranks once one has exited: one that failed by itself, and is about
+        # to exit, keeps its exit code and its traceback. A rank that hangs here gets a SIGKILL.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
     finally:
         # gloo's threads need the interpreter to release the tensors of the last collective. Where
         # they get to it only while the interpreter exits, torch aborts the process
