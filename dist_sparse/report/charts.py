@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dist_sparse.records import MaskChange
 from dist_sparse.report.comparison import artifacts_of, baseline
@@ -96,7 +96,10 @@ def _series_charts(run: Run) -> list[LineChart]:
     series of the compared runs."""
     # A line needs two points.
     names = [name for name, series in run.values.items() if len(series) > 1]
-    found = [_series_chart(run, name, f"value_{name}") for name in _TITLES if name in names]
+    found: list[LineChart] = []
+    for name in _TITLES:
+        if name in names:
+            found += [_series_chart(run, name, f"value_{name}"), *_difference_chart(run, name)]
     # The table of last values has them all.
     others = sorted(set(names) - set(_TITLES))[:_MOST_OTHERS]
     for number, name in enumerate(others, start=1):
@@ -116,7 +119,40 @@ def _series_chart(run: Run, name: str, key: str) -> LineChart:
             lines.append(dataclasses.replace(curve, role="other", number=other.number))
     note = _NOTES.get(name, "As logged by the training script.") + thin
     title = _TITLES.get(name, name)
+    # Training examples are predicted before the model has learned from them, or with what it knows.
+    if any(f"test_{name}" in one.values for one in run.all_runs):
+        title += ", training"
     return _line_chart(run, key, title, note + _not_finite(run.values[name]), lines)
+
+
+def _difference_chart(run: Run, name: str) -> list[LineChart]:
+    """Return a series less that of the baseline, at the steps that both logged: curves of runs that
+    differ little lie on each other."""
+    base = baseline(run)
+    if base is None or name not in base.values:
+        return []
+    known = dict(base.values[name])
+    lines = []
+    for one in run.all_runs:
+        if one is not base:
+            curve = smoothed(one.name, _less(one.values.get(name, ()), known))[-1]
+            role = "main" if one is run else "other"
+            lines.append(dataclasses.replace(curve, role=role, number=one.number))
+    if not any(len(line.points) > 1 for line in lines):
+        return []
+    note = f"Less that of {base.name} at the same step; running mean."
+    title = f"{_TITLES[name]} against {base.name}"
+    return [_line_chart(run, f"value_{name}_less", title, note, lines)]
+
+
+def _less(series: Series, known: Mapping[int, float | None]) -> Series:
+    found = []
+    for step, value in series:
+        other = known.get(step)
+        # Logged by one of the two alone, or not finite: there is no difference.
+        if value is not None and other is not None:
+            found.append((step, value - other))
+    return tuple(found)
 
 
 def _churn(run: Run) -> LineChart:

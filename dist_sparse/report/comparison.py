@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dist_sparse.records import MaskChange, TableStats
 from dist_sparse.report.artifacts import ArtifactBytes
-from dist_sparse.report.run import Run, share_of, total
+from dist_sparse.report.run import Run, flat, share_of, total
 from dist_sparse.text import percent, printable, shortened, size
 
 __all__ = [
@@ -27,8 +27,12 @@ __all__ = [
     "known_text",
     "quality",
     "row_cells",
+    "verdict",
     "whole_bytes",
 ]
+
+TOLERANCE: Final = 0.002
+"""Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
 
 HEAD = ("run", "sparsity", "table bytes", "of all", "AUC", "delta", "ms a step", "changed")
 
@@ -117,6 +121,44 @@ def headline(run: Run) -> str:
     return f"{text}."
 
 
+def verdict(run: Run) -> str:
+    """Return sentences about what is smallest at the baseline's AUC, over all runs and artifacts,
+    and about how far seeds alone move an AUC; "" without a baseline that has an AUC."""
+    base = baseline(run)
+    known = None if base is None else quality(base)
+    if base is None or known is None:
+        return ""
+    close = []
+    for one in run.all_runs:
+        for each in artifacts_of(one):
+            if each.auc is not None and each.auc >= known[1] - TOLERANCE:
+                close.append((each.bytes, each.auc, f"{one.name}, {each.name}"))
+    text = f"Nothing is within {TOLERANCE} of {base.name}'s AUC ({known[1]:.4f})."
+    if close:
+        taken, auc, name = min(close)
+        text = (
+            f"Smallest within {TOLERANCE} of {base.name}'s AUC ({known[1]:.4f}): {name},"
+            f" {size(taken)} at {auc:.4f}."
+        )
+    spread = _spread(run)
+    return text if spread is None else f"{text} {spread}"
+
+
+def _spread(run: Run) -> str | None:
+    """Return a sentence about the AUCs of runs that differ in their seed alone; None without such
+    runs."""
+    seeds: dict[str, list[float]] = {}
+    for one in run.all_runs:
+        if (auc := quality(one)) is not None:
+            seeds.setdefault(one.method, []).append(auc[1])
+    # The method that moves most: a smaller difference may be chance for any of them.
+    ranges = [(max(found) - min(found), len(found)) for found in seeds.values() if len(found) > 1]
+    if not ranges:
+        return None
+    widest, runs = max(ranges)
+    return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
+
+
 def _kept_text(run: Run) -> str:
     kept, whole = run.bytes_kept, whole_bytes(run)
     # Bytes are logged at the end.
@@ -201,17 +243,5 @@ def _ms_per_step(one: Run) -> float | None:
 
 
 def _changed(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    old, new = _flat(base), _flat(config)
+    old, new = flat(base), flat(config)
     return {key: new.get(key) for key in new | old if old.get(key) != new.get(key)}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        # Leaf by leaf: a nested config that differs in one key shows that key.
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

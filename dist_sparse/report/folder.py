@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import stat
+import subprocess
 import sys
 import time
 import warnings
@@ -216,9 +217,9 @@ def _link_latest(folder: Path) -> None:
         part.replace(link)
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole and private to the user (0600), replacing the one that is there; a link is
-    not followed.
+def write_whole(file: Path, content: bytes, *, shared: bool = False) -> None:
+    """Write a file whole, replacing the one that is there; a link is not followed. It is private to
+    the user (0600), or, ``shared``, readable by all (0644, less the umask).
 
     Raises:
         ValueError: it exists and is not a regular file. OSError: it can't be written; names it. The
@@ -228,7 +229,7 @@ def write_whole(file: Path, content: bytes) -> None:
     # Readers see the old file or the new one, never a part.
     part = _part_of(file)
     try:
-        with open(part, "xb", opener=_private) as held:
+        with open(part, "xb", opener=_readable if shared else _private) as held:
             held.write(content)
         part.replace(file)
     except OSError as error:  # that of a full disk names no file
@@ -308,6 +309,10 @@ def _private(file: str, flags: int) -> int:
     return os.open(file, flags, 0o600)
 
 
+def _readable(file: str, flags: int) -> int:
+    return os.open(file, flags, 0o644)
+
+
 def _part_of(file: Path) -> Path:
     """Return a new name beside ``file``, for what is renamed to it once it is whole."""
     return file.with_name(f".{os.urandom(8).hex()}.part")
@@ -323,6 +328,8 @@ def _about() -> dict[str, Any]:
         # Importing torchrec for its version would take seconds.
         if name in sys.modules:
             versions[name] = str(sys.modules[name].__version__)
+    if (commit := _commit()) is not None:
+        versions["commit"] = commit
     return {
         "format": FORMAT,
         "started": _now(),
@@ -330,6 +337,18 @@ def _about() -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "versions": versions,
     }
+
+
+def _commit() -> str | None:
+    """Return the git commit of the script's folder, ``-dirty`` if files differ from it; None where
+    there is none."""
+    folder = Path(sys.argv[0]).resolve().parent
+    words = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    # A machine without git, a folder outside of a repository, a slow file system: the run goes on.
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return None
 
 
 def _now() -> str:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from dist_sparse.report.charts import charts
-from dist_sparse.report.comparison import HEAD, compare, headline, row_cells, whole_bytes
+from dist_sparse.report.comparison import (
+    HEAD,
+    compare,
+    headline,
+    row_cells,
+    verdict,
+    whole_bytes,
+)
 from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of, svg_of
 from dist_sparse.report.figures import Chart
 from dist_sparse.report.folder import write_whole
@@ -64,7 +71,7 @@ _COUNTS: Final = (
 def write_report(
     run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None
 ) -> Path:
-    """Write the report of a run, readable by the user only (0600).
+    """Write the report of a run, with the config and the command of its script.
 
     A file that is there is replaced once the new one is whole; a symbolic link is replaced, not
     followed.
@@ -104,7 +111,8 @@ def write_report(
         contents |= {Path(svg) / f"{chart.key}.svg": svg_of(chart).encode() for chart in figures}
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
+        # A report exists to be shown; the log beside it stays private.
+        write_whole(file, content, shared=True)
     return out
 
 
@@ -129,6 +137,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         run=run,
         found=found,
         lead=headline(run),
+        verdict=verdict(run),
         status=status(run),
         whole=whole_bytes(run),
         target=target_text(found),

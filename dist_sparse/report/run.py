@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "Run",
     "Series",
     "Spent",
+    "flat",
     "read_run",
     "read_runs",
     "share_of",
@@ -107,7 +109,7 @@ class Run:
         artifacts: served forms of its model (:func:`~dist_sparse.report.add_artifact`).
         spent: seconds.
         compared: other runs, by their names.
-        number: place among the compared runs: it gives a run its color in all charts.
+        number: place of its method among those compared: it gives a run its color in all charts.
     """
 
     folder: Path
@@ -132,6 +134,12 @@ class Run:
     artifacts: tuple[ArtifactBytes, ...] = ()
     compared: Mapping[str, Run] = field(default_factory=dict)
     number: int = 0
+
+    @property
+    def method(self) -> str:
+        """The config without its seeds, as text: equal for runs that differ by chance alone."""
+        config = {key: value for key, value in flat(self.config).items() if "seed" not in key}
+        return json.dumps(config, sort_keys=True)
 
     @property
     def all_runs(self) -> list[Run]:
@@ -205,6 +213,18 @@ def share_of(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        # Leaf by leaf: a nested config that differs in one key shows that key.
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def read_run(folder: str | Path) -> Run:
     """Read a run and the runs to compare it with.
 
@@ -270,11 +290,15 @@ def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
     """Return runs by name and in order; a name that occurs again gets its folder."""
     taken = set() if first is None else {first.name}
     named: dict[str, Run] = {}
+    numbers: dict[str, int] = {}
     for run in runs:
         # Runs of one script have one name.
         name = f"{run.name} ({run.folder})" if run.name in taken else run.name
         taken.add(name)
-        named[name] = dataclasses.replace(run, name=name, number=len(named))
+        # Seeds of one method share a color, so that their spread is seen; without a config, runs
+        # are known by their names.
+        number = numbers.setdefault(run.method if run.config else name, len(numbers))
+        named[name] = dataclasses.replace(run, name=name, number=number)
     return named
 
 

@@ -21,6 +21,7 @@ from dist_sparse.report.comparison import (
     headline,
     known_text,
     row_cells,
+    verdict,
 )
 from dist_sparse.report.run import Run, share_of, total
 from dist_sparse.text import (
@@ -68,7 +69,7 @@ def numbers(run: Run) -> dict[str, Any]:
 
     Returns:
         ``name``, ``started``, ``command``, ``world``, ``versions``, ``config`` as in ``run.json``;
-        ``folder``, ``headline``, ``finished``, ``sessions``, ``last_step``;
+        ``folder``, ``headline``, ``verdict``, ``finished``, ``sessions``, ``last_step``;
         ``sparsity`` and ``target`` (shares of all blocks), ``blocks``, ``removed_blocks``;
         ``bytes_dense`` and ``bytes_kept`` of all tables of the model, if ``RunLog`` was given it,
         else of the registered ones; ``bytes_masks``; ``dead_rows`` of all tables, None where one is
@@ -100,6 +101,7 @@ def numbers(run: Run) -> dict[str, Any]:
         **_fields(run, "finished", "sessions", "last_step", "bytes_dense", "bytes_kept"),
         "folder": str(run.folder),
         "headline": headline(run),
+        "verdict": verdict(run),
         "sparsity": share_of(removed, blocks),
         "target": target_of([(table["target"], table["blocks"]) for table in tables]),
         "blocks": blocks or 0,
@@ -163,7 +165,13 @@ def against(run: Run, key: str) -> str:
 
 def summary(run: Run, report: Path) -> str:
     """Return the sentence on top of a report, the compared runs and where the report is as text."""
-    lines = [headline(run), status(run), *_comparison_lines(run), f"report: {report.as_uri()}"]
+    lines = [
+        headline(run),
+        verdict(run),
+        status(run),
+        *_comparison_lines(run),
+        f"report: {report.as_uri()}",
+    ]
     return "\n".join(printable(line) for line in lines if line)
 
 

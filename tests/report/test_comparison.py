@@ -16,7 +16,7 @@ from dist_sparse import ROW, DataNormSparsifier, RunLog
 from dist_sparse.cli.main import main
 from dist_sparse.report import add_artifact, read_run, read_runs, write_report
 from dist_sparse.report.charts import charts
-from dist_sparse.report.comparison import baseline, compare, headline
+from dist_sparse.report.comparison import baseline, compare, headline, verdict
 from dist_sparse.report.drawing import plot_of, svg_of
 from dist_sparse.report.figures import BarChart, DotChart, Dots, LineChart
 from dist_sparse.report.page import page
@@ -231,3 +231,43 @@ def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
     log(tmp_path / "run", level=0.0)
     found = {chart.key for chart in charts(read_run(tmp_path / "run"))}
     assert found == {"sparsity", "value_loss", "bytes", "time"}
+
+
+def test_the_verdict_names_the_smallest_that_is_as_good(tmp_path: Path) -> None:
+    log(tmp_path / "run", level=0.9, auc=0.7485, name="pruned")
+    log(tmp_path / "run" / "dense", auc=0.75)
+    log(tmp_path / "run" / "narrow", dim=2, auc=0.74)
+    run = read_run(tmp_path / "run")
+    (tmp_path / "int8").write_bytes(bytes(2000))
+    add_artifact(tmp_path / "run", tmp_path / "int8", auc=0.7481)
+    said = "Smallest within 0.002 of dense's AUC (0.7500): pruned, int8, 1.95 KiB at 0.7481."
+    assert verdict(read_run(tmp_path / "run")) == said
+    assert said in page(read_run(tmp_path / "run"), []) and numbers(run)["verdict"]
+    assert verdict(run.compared["dense"]) == "", "alone, it is compared with nothing"
+
+
+def test_seeds_of_a_method_share_a_color_and_measure_the_noise(tmp_path: Path) -> None:
+    """Runs whose configs differ in a seed alone are one method, nested or not."""
+    log(tmp_path / "pruned", level=0.9, auc=0.751, lr=0.1, level_of="rows")
+    for seed, auc in enumerate([0.75, 0.7514, 0.7509]):
+        log(tmp_path / f"dense {seed}", auc=auc, lr=0.1, train={"seed": seed})
+    log(tmp_path / "narrow", dim=2, auc=0.74, lr=0.2)
+    run = read_runs([tmp_path / name for name in ("pruned", "dense 0", "dense 1", "dense 2")])
+    noise = "Seeds alone move AUC by up to 0.0014 (3 runs): smaller deltas are noise."
+    assert verdict(run).endswith(noise)
+    assert {one.number for one in run.compared.values()} == {0}
+    run = read_runs([tmp_path / name for name in ("pruned", "dense 0", "narrow")])
+    assert [one.number for one in run.compared.values()] == [0, 1] and "Seeds" not in verdict(run)
+
+
+def test_a_series_is_drawn_against_the_baseline(tmp_path: Path) -> None:
+    """Curves that differ little lie on each other; steps that one of the two lacks are left out."""
+    for name, by, dim in (("run", 0.25, 2), ("run/dense", 0.0, 4)):
+        with RunLog(tmp_path / name, model=nn.EmbeddingBag(8, dim)) as held:
+            for step in range(0, 10, 1 + (by > 0)):
+                held.step(step, auc=0.5 + by, test_auc=0.5)
+    found = {chart.key: chart for chart in charts(read_run(tmp_path / "run"))}
+    less = found["value_auc_less"]
+    assert isinstance(less, LineChart) and found["value_auc"].title == "AUC, training"
+    (line,) = less.lines
+    assert line.points == tuple((step, 0.25) for step in range(0, 10, 2)) and line.role == "main"

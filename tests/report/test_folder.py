@@ -14,7 +14,7 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
-from dist_sparse.report import write_report
+from dist_sparse.report import read_run, write_report
 from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines, write_whole
 from tests.report.folders import full_disk
 
@@ -95,12 +95,14 @@ def test_the_temporary_file_of_run_json_is_not_written_through_links(tmp_path: P
     )
 
 
-def test_files_are_the_users_alone(folder: Path) -> None:
+def test_logs_are_the_users_alone_and_reports_are_shown(folder: Path) -> None:
     """A config may hold secrets."""
     (folder / "report.html").touch(0o644)
     write_report(folder, svg=folder)
     files = [file for file in folder.iterdir() if file.is_file()]
-    assert len(files) == 5 and {mode_of(file) for file in files} == {0o600}
+    private = [file for file in files if file.suffix not in (".html", ".svg")]
+    assert len(files) == 5 and {mode_of(file) for file in private} == {0o600}
+    assert {mode_of(file) for file in files if file not in private} == {0o644}
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -218,3 +220,18 @@ def test_a_forked_worker_keeps_no_lock(tmp_path: Path) -> None:
     assert [
         line["step"] for _, line in read_lines(tmp_path / LINES) if line["kind"] == "values"
     ] == [0]
+
+
+def test_a_run_names_the_commit_of_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is written without one where there is no repository."""
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "main.py")])
+    RunLog(tmp_path / "none").close()
+    assert "commit" not in read_run(tmp_path / "none").versions
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
+    RunLog(tmp_path / "one").close()
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    assert head.stdout.startswith(read_run(tmp_path / "one").versions["commit"])

@@ -81,6 +81,7 @@ def test_the_page_says_what_the_run_did(folder: Path) -> None:
     assert titles == {
         "sparsity",
         "value_loss",
+        "value_loss_less",
         "value_auc",
         "bytes",
         "churn",
