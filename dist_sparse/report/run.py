@@ -137,9 +137,13 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The config without its seeds, as text: equal for runs that differ by chance alone."""
-        config = {key: value for key, value in flat(self.config).items() if "seed" not in key}
-        return json.dumps(config, sort_keys=True)
+        """The config without its seeds, as text: equal for runs that differ by chance alone. The
+        name of a run whose config has no seed."""
+        config = flat(self.config)
+        unseeded = {key: value for key, value in config.items() if not key.endswith("seed")}
+        if len(unseeded) == len(config):
+            return self.name
+        return json.dumps(unseeded, sort_keys=True)
 
     @property
     def all_runs(self) -> list[Run]:
@@ -295,10 +299,10 @@ def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
         # Runs of one script have one name.
         name = f"{run.name} ({run.folder})" if run.name in taken else run.name
         taken.add(name)
-        # Seeds of one method share a color, so that their spread is seen; without a config, runs
-        # are known by their names.
-        number = numbers.setdefault(run.method if run.config else name, len(numbers))
-        named[name] = dataclasses.replace(run, name=name, number=number)
+        run = dataclasses.replace(run, name=name)
+        # Seeds of one method share a color, so that their spread is seen.
+        number = numbers.setdefault(run.method, len(numbers))
+        named[name] = dataclasses.replace(run, number=number)
     return named
 
 
