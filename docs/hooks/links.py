@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,8 +37,10 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lets what belongs to a list item be indented by two spaces, as code hosts do; Python-Markdown
-    wants four."""
+    wants four. Shows version and licence in the footer."""
     config.markdown_extensions.insert(0, _TwoSpaces())  # type: ignore[arg-type]
+    about = tomllib.loads((_root(config) / "pyproject.toml").read_text())["project"]
+    config.copyright = f"{about['name']} {about['version']}, {about['license']}"
     return config
 
 

@@ -2,8 +2,8 @@
 
 The Python blocks of a file run in order in one fresh process, as a reader would paste them. A
 ``text`` block right after a Python block is what it prints. A block that needs names of those
-before it says so in its first line, visibly: ``# Continues the code above``; and one that can't run
-here: ``# Not run in CI: <reason>``. A ``diff`` block is a whole script with the lines to add: what
+before it says so in its first line, visibly: ``# Continues the code above``. One that can't run
+here has the reason in a comment above it, which a reader does not see: ``<!-- not run: ... -->``. A ``diff`` block is a whole script with the lines to add: what
 it leads to runs as a Python block does, and what it starts from runs too, in a process of its own.
 """
 
@@ -23,7 +23,7 @@ from tests.warm import run_script
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIMEOUT = 120
-OPT_OUT = re.compile(r"# Not run in CI: \S.{9,}")
+OPT_OUT = re.compile(r"<!-- not run: \S.{9,} -->\n\Z")
 CONTINUES = "# Continues the code above\n"
 FENCE = re.compile(r"^```(?P<kind>[^`\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -55,10 +55,7 @@ class Block(NamedTuple):
     code: str
     line: int
     output: str | None
-
-    @property
-    def opted_out(self) -> bool:
-        return OPT_OUT.match(self.code) is not None
+    opted_out: bool = False
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -73,7 +70,8 @@ def blocks_of(text: str) -> list[Block]:
         ):
             output = after["code"]
         line = text.count("\n", 0, fence.start("code")) + 1
-        blocks.append(Block(fence["kind"].strip(), fence["code"], line, output))
+        opted_out = OPT_OUT.search(text, 0, fence.start()) is not None
+        blocks.append(Block(fence["kind"].strip(), fence["code"], line, output, opted_out))
     return blocks
 
 
@@ -276,9 +274,10 @@ class TestThisTest:
 
     def test_opting_out_needs_a_reason(self) -> None:
         reasons = {
-            "# Not run in CI: needs two GPUs": True,
-            "# Not run in CI:": False,
-            "x = 1": False,
+            "<!-- not run: needs two GPUs -->": True,
+            "<!-- not run: -->": False,
+            "Words.": False,
         }
-        for first, opted_out in reasons.items():
-            assert blocks_of(f"```python\n{first}\n```\n")[0].opted_out is opted_out
+        for above, opted_out in reasons.items():
+            blocks = blocks_of(f"{above}\n```python\nx = 1\n```\n\n```python\ny = 1\n```\n")
+            assert [block.opted_out for block in blocks] == [opted_out, False]
