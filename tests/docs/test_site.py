@@ -191,7 +191,7 @@ class TestSite:
 
     def test_what_leads_nowhere_stops_the_build(self, copy: Path, tmp_path: Path) -> None:
         """A site of two pages, with all else as it is, so that it is built in seconds."""
-        for name in ("Makefile", "dist_sparse", "requirements"):
+        for name in ("Makefile", "dist_sparse", "pyproject.toml", "requirements"):
             (tmp_path / name).symlink_to(copy / name)
         (tmp_path / "docs").mkdir()
         (tmp_path / "docs" / "hooks").symlink_to(copy / "docs" / "hooks")
