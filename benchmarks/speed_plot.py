@@ -63,7 +63,7 @@ def main(image: Path = IMAGES / "speed.png") -> None:
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.9), dpi=110, layout="constrained")
         bars(
             left,
-            "Mask update, one 1M x 64 table (log scale)",
+            "Mask update of a 1M x 64 table, log scale",
             {
                 "torch.ao": alone["ancestor_s"],
                 "dist_sparse": alone["growing_s"],
@@ -76,7 +76,7 @@ def main(image: Path = IMAGES / "speed.png") -> None:
         left.set_xticks([])
         bars(
             right,
-            "Training step, 8 tables of 1M x 64",
+            "Training step, 8 such tables, 2 CPU cores",
             {
                 "table.mul_(mask)": step["whole_s"],
                 "dist_sparse": step["ours_s"],
