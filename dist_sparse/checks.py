@@ -11,8 +11,21 @@ import math
 import numbers
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
 
-__all__ = ["choice", "integer", "level", "name_list", "number", "parse_block"]
+__all__ = [
+    "UNTOUCHED",
+    "choice",
+    "integer",
+    "level",
+    "name_list",
+    "number",
+    "parse_block",
+    "scheduled_level",
+]
+
+UNTOUCHED: Final = "untouched"
+"""In the place of a level: all rows that training has never looked up, and no others."""
 
 
 def integer(
@@ -74,7 +87,22 @@ def level(name: str, value: object) -> float:
     found = _finite(value)
     if found is not None and 0 <= found <= 1:
         return float(found)
-    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].")
+    # 80 is 80%, written in the other common unit.
+    meant = f" Did you mean {found / 100:g}?" if found is not None and 1 < found <= 100 else ""
+    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].{meant}")
+
+
+def scheduled_level(name: str, value: object) -> Any:
+    """Return a level as :func:`level` does, or :data:`UNTOUCHED` as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(value, str):
+        return level(name, value)
+    if value == UNTOUCHED:
+        return UNTOUCHED
+    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1], or {UNTOUCHED!r}.")
 
 
 def name_list(name: str, value: object) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines
 from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.tables.shards import ROW
 from dist_sparse.training.arguments import (
     BlockShape,
@@ -245,7 +246,7 @@ class SparsifyCallback(Callback):
         while training.scheduler.last_epoch - self._first < self._rounds.rounds:
             # Read before the step, which sets the levels of the next one.
             groups = training.sparsifier.data_groups
-            levels = {name: float(group["sparsity_level"]) for name, group in groups.items()}
+            levels = {name: configured_level(group) for name, group in groups.items()}
             updates_masks = training.sparsifier.enable_mask_update
             training.step()
             if updates_masks and self._logs:
@@ -313,12 +314,15 @@ class SparsifyCallback(Callback):
             )
 
     def _report(
-        self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float]
+        self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float | None]
     ) -> None:
         stats = training.sparsifier.table_stats()
         blocks = sum(table.blocks for table in stats)
-        level = sum(levels[table.name] * table.blocks for table in stats) / max(blocks, 1)
-        metrics = {"sparsity/level": level}
+        metrics: dict[str, float] = {}
+        # The level "untouched" is no number.
+        if None not in levels.values():
+            scheduled = sum((levels[table.name] or 0.0) * table.blocks for table in stats)
+            metrics["sparsity/level"] = scheduled / max(blocks, 1)
         for table in stats:
             metrics[f"sparsity/{table.name}"] = table.sparsity
         # Not through log(): log_every_n_steps would drop most of the few mask updates.

@@ -18,6 +18,7 @@ __all__ = [
     "block_text",
     "count",
     "duration",
+    "level_text",
     "mib",
     "number_of",
     "percent",
@@ -133,6 +134,11 @@ def count(value: int) -> str:
 def number_of(value: int, noun: str, nouns: str | None = None) -> str:
     """Return ``1 table`` or ``1,200 tables``; ``nouns`` is an irregular plural."""
     return f"{count(value)} {noun if value == 1 else nouns or noun + 's'}"
+
+
+def level_text(level: float | str) -> str:
+    """Return a level for people: four digits; of rows without a lookup the word."""
+    return level if isinstance(level, str) else f"{level:.4g}"
 
 
 def percent(share: float | None) -> str:

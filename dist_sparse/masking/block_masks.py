@@ -76,7 +76,9 @@ def new_masks(
         goal = table.goal
         k = goal.k if pool is None else goal.most
         spread = spread_replicas(goal.data)
-        candidates.append(Candidates(goal.data.name, k, goal.blocks, segments, spread))
+        candidates.append(
+            Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
+        )
     thresholds = select_smallest(candidates, group, rider, pool)
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and

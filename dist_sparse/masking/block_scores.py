@@ -57,6 +57,7 @@ class Goal:
         measure: how elements are scored.
         whole_columns: blocks are as high as the table, whatever its height.
         keeping: the scores that are kept from one mask update to the next.
+        only_zeros: prune no block that scores more than 0.
     """
 
     data: ShardedData
@@ -67,6 +68,7 @@ class Goal:
     measure: Measure
     whole_columns: bool = False
     keeping: Keeping | None = None
+    only_zeros: bool = False
 
     @property
     def grid(self) -> Grid:

@@ -157,6 +157,7 @@ class Candidates:
         segments: the scores that this rank knows; over all ranks every block is counted once.
         spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell
             by itself whether it sees all ties.
+        only_zeros: remove no block that scores more than 0, and none at all where all score 0.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Candidates:
     blocks: int
     segments: list[Segment] = field(default_factory=list)
     spread_replicas: bool = False
+    only_zeros: bool = False
 
 
 def select_smallest(
@@ -188,7 +190,7 @@ def select_smallest(
     for i, table in enumerate(candidates):
         thresholds.append(NOTHING if table.k <= 0 else EVERYTHING)
         # Only a pool can keep blocks of a table that it may remove as a whole.
-        if table.k > 0 and (pool or table.k < table.blocks):
+        if table.k > 0 and (pool or table.only_zeros or table.k < table.blocks):
             searches[i] = _ScoreSearch(table)
     if not searches:
         return thresholds
@@ -324,6 +326,9 @@ class _Search:
         # In place: the shifted keys are the only temporary of their size.
         return keys[(keys >> self.shift).eq_(self.prefix).to(torch.bool)]
 
+    def limit(self, counts: Tensor) -> None:
+        """Want fewer keys, by the counts of a round over all ranks. Here it does nothing."""
+
     def descend(
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
@@ -393,6 +398,14 @@ class _ScoreSearch(_Search):
             # Something else decides about these blocks.
             counts[1 + (KEPT >> LEADING_SHIFT)] = 0
         return parts
+
+    def limit(self, counts: Tensor) -> None:
+        if not self.table.only_zeros or self.shift is not None:
+            return
+        # In the first round zeros have a bucket of their own.
+        zeros = int(counts[0])
+        # A table without any other score knows nothing: its record was lost, or never began.
+        self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
 
     def _with_prefix(self, keys: Tensor) -> Tensor:
         inside = super()._with_prefix(keys)
@@ -475,6 +488,8 @@ def _run_round(
     # The low 44 bits count blocks, the high ones the ranks that have some.
     marked = reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
     counts = marked & (_PRESENT - 1)
+    for search, row in zip(searches, counts, strict=True):
+        search.limit(row)
     # The bucket of the k-th key: the first up to which there are at least as many as wanted.
     upto = counts.cumsum(1)
     wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)

@@ -13,7 +13,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from dist_sparse.checks import level, number
+from dist_sparse.checks import UNTOUCHED, number, scheduled_level
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Finals: TypeAlias = float | Mapping[str, float]
+Finals: TypeAlias = float | str | Mapping[str, float | str]
 
 # Their values depend on the fraction of the way to ``end``.
 _GROWING = (curves.linear, curves.cubic, curves.cosine, curves.exponential)
@@ -174,11 +174,11 @@ class ReadyDataScheduler(BaseDataScheduler):
         self.begin, self.end, self.every = window.begin, window.end, window.every
         self.initial = self._checked("initial", self.initial)
 
-    def _checked(self, what: str, value: object) -> float:
+    def _checked(self, what: str, value: object) -> Any:
         """Return ``value`` as a finite number; levels as floats in [0, 1], other ints stay ints."""
         # Other keys of a configuration have other ranges.
         is_level = self.schedule_param == "sparsity_level"
-        return level(what, value) if is_level else number(what, value)
+        return scheduled_level(what, value) if is_level else number(what, value)
 
 
 class CurveDataScheduler(ReadyDataScheduler):
@@ -240,10 +240,10 @@ class CurveDataScheduler(ReadyDataScheduler):
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
 
-    def get_schedule_param(self) -> dict[str, float]:
+    def get_schedule_param(self) -> dict[str, Any]:
         """Return the values in force at step ``last_epoch``."""
         step = self.window.last_update(self.last_epoch)
-        finals = by_name(self.final, self.data_sparsifier.data_groups)
+        finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
         return {name: self._value(step, final) for name, final in finals.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,16 +265,18 @@ class CurveDataScheduler(ReadyDataScheduler):
             state_dict = {**state_dict, "final": dict(final)}
         return super()._checked_state(state_dict)
 
-    def _value(self, step: int | None, final: float) -> float:
+    def _value(self, step: int | None, final: Any) -> Any:
         """Return the value of the latest mask update ``step``; None is before ``begin``."""
-        value = self.initial
+        value: Any = self.initial
         if step is not None:
             value = self.curve(step, self.initial, final, self.begin, self.end)
+        if value == UNTOUCHED:
+            return value
         # Keys such as zeros_per_block take ints only; levels are floats by now.
         both_ints = isinstance(self.initial, int) and isinstance(final, int)
         return round(value) if both_ints else float(value)
 
-    def _given(self) -> float | dict[str, float]:
+    def _given(self) -> Finals:
         return self.final
 
     def _check_plan(self) -> None:
@@ -289,8 +291,15 @@ class CurveDataScheduler(ReadyDataScheduler):
         else:
             self.final = self._checked("final", self.final)
 
-    def _checked(self, what: str, value: object) -> float:
+    def _checked(self, what: str, value: object) -> Any:
         found = super()._checked(what, value)
+        if found == UNTOUCHED:
+            if self.curve is not curves.constant or what == "initial":
+                raise ValueError(
+                    f"Invalid {what}={value!r}: the rows without a lookup are no level that rises:"
+                    " the schedule must be constant or one-shot."
+                )
+            return found
         if found >= 1 and self.curve is curves.exponential:
             why = "equal fractions of the rest never remove everything"
             raise ValueError(f"Invalid {what}={value!r}: must be < 1, because {why}.")

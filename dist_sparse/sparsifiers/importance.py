@@ -245,6 +245,30 @@ class ImportanceSparsifier(DataNormSparsifier):
             )
         return super().check_config(data, config)
 
+    def _check_untouched(self, data: ShardedData, block: Block) -> None:
+        if self.scored_by not in ("accumulator", "frequency"):
+            super()._check_untouched(data, block)
+        if block != (1, data.shape[1]):
+            raise ValueError(
+                f"Table {data.name!r}: the level 'untouched' removes whole rows: the block must be"
+                f" 'row', and is {block}."
+            )
+        if self.decay < 1:
+            raise ValueError(
+                f"Table {data.name!r}: the level 'untouched' needs all lookups, and"
+                f" decay={self.decay} forgets old ones."
+            )
+        if data.copied:
+            raise ValueError(
+                f"Table {data.name!r}: the level 'untouched' can't tell the rows of copies that"
+                " are trained apart: each copy sees other batches."
+            )
+        if self.scope == "global":
+            raise ValueError(
+                f"Table {data.name!r}: the level 'untouched' is of each table by itself:"
+                " scope='global' moves it between tables."
+            )
+
     def check_known(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse tables whose score is not known on this rank. Local.
 

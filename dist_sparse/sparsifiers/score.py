@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import choice, integer, number
+from dist_sparse.checks import UNTOUCHED, choice, integer, number
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
@@ -243,7 +243,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         cuts_of(goal)
         return (1, 1) if goal.by_element else goal.block
 
-    def check_levels(self, levels: Mapping[str, float]) -> None:
+    def check_levels(self, levels: Mapping[str, float | str]) -> None:
         """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.
 
         Raises:
@@ -306,8 +306,14 @@ class ScoreSparsifier(BaseDataSparsifier):
             "zeros_per_block", zeros, least=area if whole_columns else 0, most=area, of=data.name
         )
         blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
-        level = number("sparsity_level", config["sparsity_level"], of=data.name)
-        level = min(max(level, 0.0), 1.0)
+        only_zeros = config["sparsity_level"] == UNTOUCHED
+        if only_zeros:
+            self._check_untouched(data, block)
+            # As many as there are: the selection finds how many.
+            level = 1.0
+        else:
+            level = number("sparsity_level", config["sparsity_level"], of=data.name)
+            level = min(max(level, 0.0), 1.0)
         most = self._most_removed(data, block, blocks, level)
         k = round(level * blocks)
         if zeros == 0:
@@ -322,6 +328,18 @@ class ScoreSparsifier(BaseDataSparsifier):
             zeros=max(zeros, 1),
             measure=self._measure_of(data, config),
             whole_columns=whole_columns,
+            only_zeros=only_zeros,
+        )
+
+    def _check_untouched(self, data: ShardedData, block: Block) -> None:
+        """Refuse the level ``"untouched"`` where no record tells which rows were looked up.
+
+        Raises:
+            ValueError: names the table and the rule.
+        """
+        raise ValueError(
+            f"Table {data.name!r}: the level 'untouched' needs a score that is 0 for rows without"
+            " a lookup: an ImportanceSparsifier with score='accumulator' or 'frequency'."
         )
 
     def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:

@@ -37,6 +37,7 @@ from dist_sparse.training.budget import budget_levels, parse_budget
 
 __all__ = [
     "BlockShape",
+    "Level",
     "Levels",
     "Norm",
     "OptimizerState",
@@ -51,7 +52,8 @@ __all__ = [
     "table_floors",
 ]
 
-Levels: TypeAlias = float | Mapping[str, float]
+Level: TypeAlias = float | Literal["untouched"]
+Levels: TypeAlias = Level | Mapping[str, Level]
 OptimizerState: TypeAlias = Literal["keep", "reset"]
 ScheduleName: TypeAlias = Literal[
     "constant", "cosine", "cubic", "exponential", "linear", "one_shot"
@@ -118,9 +120,11 @@ class SparsifyArgs:
             # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
         self.level = _optional("level", self.level, _levels)
+        if self._removes_untouched:
+            self._take_untouched()
         self.budget = None if self.budget is None else parse_budget(self.budget)
         self.scope = checks.choice("scope", self.scope, SCOPES)
-        self.floor = _optional("floor", self.floor, _levels)
+        self.floor = _optional("floor", self.floor, _numeric_levels)
         self.protect = checks.name_list("protect", self.protect)
         if isinstance(self.block, str):
             self.block = checks.parse_block(self.block)
@@ -139,6 +143,24 @@ class SparsifyArgs:
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
             self.score = "norm"
+
+    @property
+    def _removes_untouched(self) -> bool:
+        given = self.level.values() if isinstance(self.level, Mapping) else [self.level]
+        return checks.UNTOUCHED in given
+
+    def _take_untouched(self) -> None:
+        """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
+        if self.score is None:
+            self.score = "accumulator"
+        if self.schedule is None and self.end is not None:
+            if self.begin:
+                raise ValueError(
+                    f"Invalid begin={self.begin} with level='untouched': there is one mask update,"
+                    " at end; schedule='constant' updates masks from begin to end."
+                )
+            # Before the end, rows that are yet to be looked up would be removed.
+            self.begin, self.every, self.schedule = self.end, 1, "one_shot"
 
     def _refuse_conflicts(self) -> None:
         # The other scores count nothing that could decay.
@@ -184,13 +206,20 @@ def _schedule(name: object, end: int | None) -> Callable[..., ReadyDataScheduler
     ]
 
 
-def _levels(argument: str, given: object) -> Levels:
+def _levels(
+    argument: str, given: object, check: Callable[[str, object], Any] = checks.scheduled_level
+) -> Levels:
     if not isinstance(given, Mapping):
-        return checks.level(argument, given)
+        level: Level = check(argument, given)
+        return level
     if not given:
         raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
     # In the order of the mapping, which decides where several globs match.
-    return {str(name): checks.level(f"{argument}[{name!r}]", each) for name, each in given.items()}
+    return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
+
+
+def _numeric_levels(argument: str, given: object) -> Levels:
+    return _levels(argument, given, checks.level)
 
 
 def left_dense(
@@ -300,7 +329,7 @@ def final_levels(
     args: SparsifyArgs,
     located: Sequence[ShardedData],
     left_dense: Mapping[str, str],
-) -> float | dict[str, float]:
+) -> Level | dict[str, Level]:
     """Return the final level by escaped name, or one number where all tables have the same.
 
     Levels below 1 are capped so that one block of each table stays.
@@ -311,13 +340,13 @@ def final_levels(
     """
     if args.level is None:
         floors, together = table_floors(args, located, left_dense), args.scope == "global"
-        finals = budget_levels(
+        budgeted = budget_levels(
             args.budget, located, left_dense, args.block, floors, together, args.rotate
         )
-        return {glob.escape(name): level for name, level in finals.items()}
+        return {glob.escape(name): level for name, level in budgeted.items()}
     given = _by_name("level", args.level, located, left_dense)
     # Each capped by its own number of blocks, so that equal levels may become unequal here.
-    finals = {}
+    finals: dict[str, Level] = {}
     for data in located:
         if data.name in given:
             block = resolve_block(data.name, args.block, data.shape)
@@ -329,9 +358,11 @@ def final_levels(
     return {glob.escape(name): level for name, level in finals.items()}
 
 
-def _capped(level: float, blocks: int) -> float:
+def _capped(level: Level, blocks: int) -> Level:
     """Return the level at which one block stays, where ``level`` is below 1 and would round to
     all."""
+    if isinstance(level, str):
+        return level
     removes_all = level < 1 and blocks > 0 and round(level * blocks) == blocks
     return (blocks - 1) / blocks if removes_all else level
 
@@ -349,9 +380,9 @@ def table_floors(
 
 def _by_name(
     argument: str, given: Levels, located: Sequence[ShardedData], left_dense: Mapping[str, str]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the value of each pruned table: of several globs that match, the last counts."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for pattern, value in given.items() if isinstance(given, Mapping) else [("*", given)]:
         matching = [data.name for data in located if _matches(data, pattern)]
         # A glob may match tables that stay dense, if it matches one that does not.

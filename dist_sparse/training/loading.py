@@ -192,13 +192,18 @@ def _check_steps(levels: Mapping[str, float], saved: _Saved, scheduler: ReadyDat
         return  # its functions are not part of the state: they may be others now
     for name, level in levels.items():
         found = saved.configs.get(name, {}).get("sparsity_level", level)
-        is_number = isinstance(found, (int, float))
-        if not is_number or not math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9):
+        if not _same_level(found, level):
             raise ValueError(
                 f"Masks and schedule of the state are of different steps: the level of {name!r} is"
                 f" {found} with the masks and {level} at step {saved.schedule['last_epoch']} of the"
                 " schedule."
             )
+
+
+def _same_level(found: object, level: object) -> bool:
+    if not isinstance(found, (int, float)) or not isinstance(level, (int, float)):
+        return found == level
+    return math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _check_next_updates(

@@ -21,9 +21,18 @@ from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.lookups import removed_lookups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, ShardedData, Source
-from dist_sparse.text import block_shape_text, count, number_of, percent, shape_text, table_lines
+from dist_sparse.text import (
+    block_shape_text,
+    count,
+    level_text,
+    number_of,
+    percent,
+    shape_text,
+    table_lines,
+)
 from dist_sparse.training.arguments import (
     BlockShape,
+    Level,
     Levels,
     Norm,
     OptimizerState,
@@ -151,7 +160,7 @@ class SparseTraining:
                 shape_text(table.shape),
                 table.sharding,
                 block_shape_text(table.sparse_block_shape),
-                f"{table.target:.4g}",
+                level_text(self.sparsifier.data_groups[table.name]["sparsity_level"]),
                 f"{table.sparsity:.4f}",
                 count(table.removed_blocks),
             )
@@ -251,10 +260,12 @@ class SparseTraining:
         """Return the lowest and the highest final level; empty for schedules without one."""
         # A schedule of functions has no final level.
         final = getattr(self.scheduler, "final", {})
-        finals = sorted(set(final.values())) if isinstance(final, dict) else [final]
+        finals = list(set(final.values())) if isinstance(final, dict) else [final]
+        # Words behind numbers.
+        finals.sort(key=lambda each: (isinstance(each, str), each))
         # A thousand tables may have a thousand levels: the lowest and the highest are shown.
         ends = dict.fromkeys(finals[:1] + finals[-1:])
-        return "level " + " to ".join(f"{each:.4g}" for each in ends) + " " if ends else ""
+        return "level " + " to ".join(map(level_text, ends)) + " " if ends else ""
 
     def _attach(self, walked: Walked, optimizers: Sequence[Any], auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
@@ -487,7 +498,7 @@ def _pruned(located: Iterable[ShardedData], unpruned: Collection[str]) -> dict[s
 
 
 def _scheduler(
-    args: SparsifyArgs, sparsifier: ImportanceSparsifier, final: float | Mapping[str, float]
+    args: SparsifyArgs, sparsifier: ImportanceSparsifier, final: Level | Mapping[str, Level]
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
     window = {"begin": args.begin, "end": args.end, "every": args.every}
@@ -503,7 +514,7 @@ def _scheduler(
     return scheduler
 
 
-def _levels_by_table(final: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+def _levels_by_table(final: Level | Mapping[str, Level], names: Iterable[str]) -> dict[str, Level]:
     if not isinstance(final, Mapping):
         return dict.fromkeys(names, final)
     # Tables that no glob of level= matches stay at 0.
