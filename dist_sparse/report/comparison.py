@@ -147,12 +147,16 @@ def verdict(run: Run) -> str:
 def _spread(run: Run) -> str | None:
     """Return a sentence about the AUCs of runs that differ in their seed alone; None without such
     runs."""
-    seeds: dict[str, list[float]] = {}
+    # Of two runs with one seed, such as a model before and after, the last counts.
+    seeds: dict[str, dict[str, float]] = {}
     for one in run.all_runs:
         if (auc := quality(one)) is not None:
-            seeds.setdefault(one.method, []).append(auc[1])
+            seeds.setdefault(one.method, {})[str(one.config)] = auc[1]
     # The method that moves most: a smaller difference may be chance for any of them.
-    ranges = [(max(found) - min(found), len(found)) for found in seeds.values() if len(found) > 1]
+    ranges = []
+    for found in seeds.values():
+        if len(found) > 1:
+            ranges.append((max(found.values()) - min(found.values()), len(found)))
     if not ranges:
         return None
     widest, runs = max(ranges)

@@ -1,5 +1,6 @@
-"""Train a DLRM dense, sparsified, and with tables of the same bytes: of fewer columns, and of fewer
-rows that ids are hashed into; compare their artifacts as they are served.
+"""Train a DLRM, take out the rows that training has never looked up, and compare what is served
+with models that were trained to be smaller: sparsified, with fewer columns, with fewer rows that
+ids are hashed into.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
@@ -24,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from dist_sparse import Checkpoints
-from dist_sparse.report.page import write_report
+from dist_sparse.report import read_run, write_report
+from dist_sparse.report.comparison import verdict
 from dist_sparse.text import block_shape_text, number_of
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset
@@ -32,7 +34,7 @@ from dlrm.hashing import folded
 from dlrm.model import DIM, NARROWEST, sharding_of
 from dlrm.options import parse
 from dlrm.process import run_and_leave
-from dlrm.report import advice, overhead, runs_table, served_table, tables_table
+from dlrm.report import overhead, runs_table, served_table, tables_table
 from dlrm.served import serve
 from dlrm.train import Result, Settings, Sparsity, run
 
@@ -86,11 +88,12 @@ def main(options: argparse.Namespace) -> None:
         folder: Path,
         sparsity: Sparsity | None = None,
         data: Dataset = dataset,
+        untouched: Path | None = None,
     ) -> Result:
         nonlocal number
         number += 1
         say(f"run {number} of {count}: {name}")
-        result = run(name, data, settings, folder, sparsity, saved(name))
+        result = run(name, data, settings, folder, sparsity, saved(name), untouched)
         say(f"{name}: done after {time.perf_counter() - started:.0f} s")
         return result
 
@@ -102,7 +105,7 @@ def main(options: argparse.Namespace) -> None:
         )
 
     # The report compares a run with those in folders inside its own.
-    dense = trained("dense", settings, run_dir / "dense")
+    dense = trained("dense", settings, run_dir / "dense", untouched=run_dir / "untouched_rows")
     sparse = trained("sparsified", settings, run_dir, sparsity)
     results = [dense, sparse]
     for dim in options.dims or [same_bytes(dense, sparse)]:
@@ -119,16 +122,18 @@ def main(options: argparse.Namespace) -> None:
     say(f"\nRuns\n\n{runs_table(results)}")
     say(f"\n{overhead(sparse)}")
     if rank == 0:
-        served = serve([result.artifacts for result in results])
+        assert dense.untouched is not None
+        artifacts = [dense.artifacts, dense.untouched]
+        served = serve([*artifacts, *(result.artifacts for result in results[1:])])
         page = write_report(run_dir).resolve()
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
-        say(f"{served_table(served)}\n\n{advice(served, sparse.name)}")
+        say(f"{served_table(served)}\n\n{verdict(read_run(run_dir))}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
         say(
             "Checked: logits from the fp32 artifacts differ from those of the trained models by at"
             f" most {exact:.0e}."
         )
-        say(f"\nThe artifacts of the sparsified model: {results[1].artifacts.folder}")
+        say(f"\nThe artifacts of the sparsified model: {sparse.artifacts.folder}")
         say(f"The report, to open in a browser: {page.as_uri()}")
 
 

@@ -8,10 +8,7 @@ from dist_sparse.text import table_lines
 from dlrm.served import Served
 from dlrm.train import Result, TableRow
 
-__all__ = ["advice", "overhead", "runs_table", "served_table", "tables_table"]
-
-_SPREAD = 0.002
-"""AUC: between seeds the difference to the dense model varies by this (docs/benchmarks.md)."""
+__all__ = ["overhead", "runs_table", "served_table", "tables_table"]
 
 
 def tables_table(tables: Sequence[TableRow]) -> str:
@@ -52,42 +49,16 @@ def runs_table(results: Sequence[Result]) -> str:
 
 
 def served_table(served: Sequence[Served]) -> str:
-    """Return all artifacts, the largest first and those of the last run last: bytes and AUC, both
-    against the dense run in float32, which is the first."""
+    """Return the dense run's artifact in 32 bits, then one of each run in 4 bits: bytes and AUC,
+    both against the first. The report has all."""
     dense = served[0]
     head = ("artifact", "dtype", "bytes", "of dense", "AUC", "delta")
     lines = []
-    for a in sorted(served, key=lambda a: (a.run == served[-1].run, -a.file_bytes)):
+    for a in (dense, *(one for one in served if one.dtype == "int4")):
         share = f"{a.file_bytes / dense.file_bytes:.1%}"
         delta = "" if a is dense else f"{a.auc - dense.auc:+.4f}"
-        lines.append((a.run, a.dtype, str(a.file_bytes), share, f"{a.auc:.4f}", delta))
+        lines.append((a.run, a.dtype, f"{a.file_bytes:,}", share, f"{a.auc:.4f}", delta))
     return "\n".join(table_lines(head, lines, right=(2, 3, 4, 5)))
-
-
-def advice(served: Sequence[Served], sparsified: str) -> str:
-    """Return which artifact is the smallest without a loss; if it is one of the run ``sparsified``,
-    which others of that run are worse than an artifact that is not larger."""
-    dense = served[0]
-    equal = [a for a in served if a.auc >= dense.auc - _SPREAD]
-    smallest = min(equal, key=lambda a: a.file_bytes)
-    share = f"{smallest.file_bytes / dense.file_bytes:.1%} of the bytes"
-    lines = [
-        f"Smallest with an AUC within {_SPREAD} of dense: {smallest.run} in {smallest.dtype},"
-        f" {share}."
-    ]
-    if smallest.run != sparsified:
-        return f"{lines[0]}\nPrefer it to pruning on this data."
-    others = [a for a in served if a.run != sparsified]
-    for pruned in (a for a in served if a.run == sparsified):
-        better = [a for a in others if a.file_bytes <= pruned.file_bytes and a.auc >= pruned.auc]
-        if better:
-            best = max(better, key=lambda a: a.auc)
-            lines.append(
-                f"{best.run} in {best.dtype} is a better answer than {sparsified} in"
-                f" {pruned.dtype}: {best.file_bytes / pruned.file_bytes:.0%} of its bytes,"
-                f" {best.auc - pruned.auc:+.4f} AUC."
-            )
-    return "\n".join(lines)
 
 
 def overhead(sparse: Result) -> str:

@@ -24,7 +24,14 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.metrics.auc import compute_auc
 from tqdm import tqdm
 
-from dist_sparse import Checkpoints, CubicDataScheduler, ImportanceSparsifier, MaskEnforcer
+from dist_sparse import (
+    ROW,
+    Checkpoints,
+    CubicDataScheduler,
+    ImportanceSparsifier,
+    MaskEnforcer,
+    sparsify,
+)
 from dist_sparse.sparsifiers.importance import Score
 from dlrm.batches import Batch, DataError, Dataset, batches, steps_per_pass
 from dlrm.model import DIM, ShardedModel, build
@@ -105,6 +112,7 @@ class Result:
     ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest
     checkpoint had all steps behind it. ``enforce_ms`` and ``masks_ms``: the part of it spent in
     enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
+    ``untouched``: the same model without the rows that training has never looked up.
     """
 
     name: str
@@ -118,6 +126,7 @@ class Result:
     removed: int = 0
     tables: list[TableRow] = field(default_factory=list)
     artifacts: Artifacts
+    untouched: Artifacts | None = None
 
 
 class Sparsification:
@@ -256,11 +265,13 @@ def run(
     folder: Path,
     sparsity: Sparsity | None = None,
     checkpoints: Checkpoints | None = None,
+    untouched: Path | None = None,
 ) -> Result:
     """Train a model from the seed, or from its newest checkpoint, evaluate it and log both in
     ``folder``. Collective; all ranks get the same result except for the times.
 
-    The trained model's artifacts are in ``folder/served``.
+    The trained model's artifacts are in ``folder/served``; without the rows that training has never
+    looked up, in ``untouched/served``, if a folder is given.
     """
     sharded = build(
         dataset,
@@ -324,6 +335,10 @@ def run(
     notes.close(
         test_auc=auc, test_ne=ne, **({} if ms_per_step is None else {"ms_per_step": ms_per_step})
     )
+    without = None
+    if untouched is not None:
+        start = None if saving is None else 0
+        without = _without_untouched(sharded, dataset, settings, config, untouched, start)
     return Result(
         name=name,
         dim=settings.dim,
@@ -336,7 +351,48 @@ def run(
         removed=removed,
         tables=tables,
         artifacts=Artifacts(run=name, folder=folder / "served", trained=predictions),
+        untouched=without,
     )
+
+
+def _without_untouched(
+    sharded: ShardedModel,
+    dataset: Dataset,
+    settings: Settings,
+    config: dict[str, Any],
+    folder: Path,
+    start: int | None,
+) -> Artifacts:
+    """Remove the rows that training has never looked up, by the sums that Adagrad has kept: nothing
+    is trained again. Evaluate what is left, log it in ``folder`` and export it."""
+    name = "untouched rows"
+    include = large_tables(sharded)
+    config = config | {"sparsity": {"level": "untouched"}}
+    # end=0: the first step() removes them.
+    with sparsify(
+        sharded.model, sharded.optimizer, level="untouched", block=ROW, end=0, include=include
+    ) as sparse:
+        notes = Notes(
+            folder,
+            name,
+            sharded.model,
+            config,
+            sparse.sparsifier,
+            sparse.enforcer,
+            start=start,
+        )
+        sparse.step()
+        pipeline: Pipeline = TrainPipelineSparseDist(
+            sharded.model, sharded.optimizer, torch.device("cpu")
+        )
+        predictions = _test(pipeline, dataset, settings)
+        pipeline.detach()
+        notes.close(test_auc=predictions.auc, test_ne=predictions.ne)
+        if start is not None and settings.rank == 0:
+            # Of a run that ended after it had exported.
+            shutil.rmtree(folder / "served", ignore_errors=True)
+        export(sharded, sparse.sparsifier, dataset, len(predictions.logits), folder / "served")
+    return Artifacts(run=name, folder=folder / "served", trained=predictions)
 
 
 def large_tables(sharded: ShardedModel) -> list[str]:
