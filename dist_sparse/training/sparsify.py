@@ -449,7 +449,11 @@ def sparsify(
         optimizer: the optimizer that steps it, or a sequence of all of them.
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table
             names and fully qualified names; of several that match, the last counts. Tables that
-            none matches stay at 0.
+            none matches stay at 0. ``"untouched"`` removes the rows that training has never looked
+            up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
+            with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
+            that is looked up later comes back at the next mask update, at 0. ``"auto"`` raises the
+            level step by step until :meth:`SparseTraining.guard` undoes a step.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them as text, ``"20%"``. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
