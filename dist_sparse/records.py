@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEADING_SHIFT", "MaskChange", "StepRecord", "TableStats"]
+__all__ = ["LEADING_SHIFT", "GuardCheck", "MaskChange", "StepRecord", "TableStats"]
 
 LEADING_SHIFT: Final = 20
 """A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave."""
@@ -81,6 +81,28 @@ class StepRecord:
     collectives: int
     bytes: int
     tables: tuple[MaskChange, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardCheck:
+    """One validation by :meth:`~dist_sparse.SparseTraining.guard`.
+
+    Args:
+        step: of the schedule, counted from 0.
+        metric: of this validation.
+        best: the best metric of validations that held, this one included.
+        holds: the metric is not below it by more than the tolerance.
+        undone: the step of the mask update that this validation has undone.
+        sparsity: the fraction of blocks that is removed after that, over all tables; None if
+            nothing was undone.
+    """
+
+    step: int
+    metric: float
+    best: float
+    holds: bool
+    undone: int | None = None
+    sparsity: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,6 +251,11 @@ class DenseWeights:
             if (found := summed(leaf, parameter, target.weight)) is not None:
                 yield target.weight, *found
 
+    def states(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield the targets' weights, each with the state of an optimizer that steps it."""
+        for leaf, target, parameter in self._stepped_targets():
+            yield target.weight, [state for state, _ in state_of(leaf, parameter, target.weight)]
+
     def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
         """Set the optimizer state of weights removed by ``masks`` to its initial value."""
         by_target = dict(zip(map(id, self.targets), masks, strict=True))

@@ -277,6 +277,19 @@ class MaskEnforcer:
             found[weight.data_ptr()] = sums, initial
         return found
 
+    def states(self) -> dict[int, list[Tensor]]:
+        """Return all state that optimizers keep of registered weights, live, by the address of the
+        weights: with an element for each weight, or for each row, or step counts."""
+        self._check_attached()
+        found: dict[int, list[Tensor]] = {}
+        for batch in self._batches:
+            for weight, states in batch.states():
+                found[weight.data_ptr()] = states
+        for weight, states in self._dense.states():
+            # Several optimizers may step a weight.
+            found.setdefault(weight.data_ptr(), []).extend(states)
+        return found
+
     def written(self) -> dict[int, Written]:
         """Return the possibly written rows, live, by the address of the weights: of tables of fused
         optimizers on a CPU, whose writes are all seen."""

@@ -308,6 +308,12 @@ class TableBatchHooks:
             for table, slot in self._current().items():
                 yield slot.weight, sums[table]
 
+    def states(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield the live shards of registered tables, each with its optimizer state."""
+        slots = self._current()
+        for table, states in self._states().items():
+            yield slots[table].weight, [state for state, _ in states]
+
     def reset(self, masks: Mapping[int, BlockMask]) -> None:
         """Set the optimizer state of weights removed by ``masks`` to its initial value, zero."""
         for table, states in self._states().items():

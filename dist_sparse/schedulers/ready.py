@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
+from glob import escape
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from dist_sparse.checks import UNTOUCHED, number, scheduled_level
@@ -245,6 +246,21 @@ class CurveDataScheduler(ReadyDataScheduler):
         step = self.window.last_update(self.last_epoch)
         finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
         return {name: self._value(step, final) for name, final in finals.items()}
+
+    def stop_at(self, step: int | None) -> None:
+        """End the schedule with the values of an earlier ``step``, which are in force from now on;
+        None is before ``begin``. Local: every rank must call it."""
+        finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
+        update = None if step is None else self.window.last_update(step)
+        values = {name: self._value(update, final) for name, final in finals.items()}
+        if isinstance(self.final, dict):
+            # Names become globs here: a table may be called "a[0]".
+            self.final = {escape(name): value for name, value in values.items()}
+        else:
+            # One value for all data, and perhaps no data.
+            self.final = next(iter(values.values()), self._value(update, self.final))
+        self.end = self.begin if step is None else step
+        self._apply(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return every attribute but the sparsifier and the curve, which a safe load refuses.

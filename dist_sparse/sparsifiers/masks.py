@@ -8,12 +8,14 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
+from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Enforcer", "Masks", "Rotation"]
+__all__ = ["Enforcer", "Masks", "Rotation", "Undo"]
 
 
 class Enforcer(Protocol):
@@ -23,6 +25,10 @@ class Enforcer(Protocol):
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
         address of the weights: live, one for each weight, or one for each row of a shard:
         ``(rows,)`` or ``(rows, 1)``."""
+        ...
+
+    def states(self) -> Mapping[int, Sequence[Tensor]]:
+        """Return all optimizer state, live, by the address of the weights."""
         ...
 
     def written(self) -> Mapping[int, Written]:
@@ -67,6 +73,16 @@ class Rotation(Protocol):
         ...
 
 
+class Undo(Protocol):
+    """What keeps mask updates to be undone, if anything does."""
+
+    def keep(
+        self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
+    ) -> None:
+        """Keep what an update is about to change. Local."""
+        ...
+
+
 class Masks:
     """The masks of one sparsifier, and what is attached to it.
 
@@ -75,6 +91,7 @@ class Masks:
         plain: the masks of plain data.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
         rotation: the bases of :func:`~dist_sparse.rotate`, if any.
+        undo: keeps each mask update until the next, if one is to be undone.
         recorder: counts what mask updates change, since ``sparsifier.record()``.
         schedulers: all that have stepped on the sparsifier and are still alive, with their notes.
     """
@@ -83,5 +100,6 @@ class Masks:
         self.tables, self.plain = PackedStore(), DenseStore()
         self.enforcer: Enforcer | None = None
         self.rotation: Rotation | None = None
+        self.undo: Undo | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -564,6 +564,26 @@ class PackedStore:
                 rank = group_over(one.data.ranks).rank
                 facts.replicas |= shared_bits(one.data, one.block, one.masks, rank)
 
+    def snapshot(self, located: Mapping[str, ShardedData]) -> dict[str, Loaded]:
+        """Return the masks as they are, for :meth:`load`. Nothing is copied: masks are replaced,
+        and counts of lookups go on."""
+        found = {}
+        for name, table in self._tables.items():
+            found[name] = Loaded(
+                data=located[name],
+                block=table.block,
+                masks=table.masks,
+                counts=table.counts,
+                removed=table.removed,
+                updates=table.updates,
+            )
+        return found
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no mask removes anything. The same on every rank."""
+        return all(table.removed == 0 for table in self._tables.values())
+
     def load(self, loaded: Mapping[str, Loaded]) -> None:
         """Put what :meth:`prepare` has returned in place."""
         for name, one in loaded.items():

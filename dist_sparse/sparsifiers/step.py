@@ -93,6 +93,8 @@ def update_masks(sparsifier: MaskMaker) -> None:
     try:
         with nullcontext() if recorder is None else recorder.step():
             located, made = make_masks(sparsifier, update_plain, recorder)
+            if sparsifier.masks.undo is not None:
+                sparsifier.masks.undo.keep(sparsifier.masks, located, made)
             _apply(packed, located, made, sparsifier.data_groups, recorder)
     except BaseException:
         # KeyboardInterrupt too: a mask of plain data that was half edited must not stay.

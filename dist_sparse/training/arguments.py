@@ -8,9 +8,10 @@ that lists the known.
 from __future__ import annotations
 
 import glob
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
@@ -52,9 +53,12 @@ __all__ = [
     "table_floors",
 ]
 
-Level: TypeAlias = float | Literal["untouched"]
+Level: TypeAlias = float | Literal["untouched", "auto"]
 Levels: TypeAlias = Level | Mapping[str, Level]
 OptimizerState: TypeAlias = Literal["keep", "reset"]
+AUTO: Final = "auto"
+"""In the place of a level: as much as a guard accepts."""
+
 ScheduleName: TypeAlias = Literal[
     "constant", "cosine", "cubic", "exponential", "linear", "one_shot"
 ]
@@ -87,6 +91,7 @@ class SparsifyArgs:
         score: None tries ``"norm_accumulator"`` first, and then the norm.
         schedule: makes the scheduler.
         decay: None is 1.
+        auto: ``level`` was ``"auto"``, and is now the largest that leaves something.
 
     Raises:
         ValueError: an argument is invalid.
@@ -108,6 +113,7 @@ class SparsifyArgs:
     min_rows: int
     rotate: Any = None
     decay: Any = None
+    auto: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if (self.level is None) == (self.budget is None):
@@ -119,6 +125,9 @@ class SparsifyArgs:
         if self.end is not None:
             # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
+        self.auto = self.level == AUTO
+        if self.auto:
+            self._take_auto()
         self.level = _optional("level", self.level, _levels)
         if self._removes_untouched:
             self._take_untouched()
@@ -148,6 +157,13 @@ class SparsifyArgs:
     def _removes_untouched(self) -> bool:
         given = self.level.values() if isinstance(self.level, Mapping) else [self.level]
         return checks.UNTOUCHED in given
+
+    def _take_auto(self) -> None:
+        """Set the defaults of the level ``"auto"``: equal steps, until one block is left."""
+        # Capped for each table where its blocks are known.
+        self.level = math.nextafter(1.0, 0.0)
+        if self.schedule is None:
+            self.schedule = "linear"
 
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""

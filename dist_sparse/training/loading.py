@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dist_sparse import checks
@@ -21,6 +21,7 @@ from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
 from dist_sparse.sparsifiers.saving import saved_configs
 from dist_sparse.sparsifiers.score import SCOPES
+from dist_sparse.training.guard import Guard, GuardState
 
 __all__ = ["prepare_load", "save"]
 
@@ -48,10 +49,13 @@ class _Saved:
     configs: Mapping[str, Mapping[str, Any]]
     schedule: Mapping[str, Any]
     settings: _Settings
+    guard: GuardState
 
 
-def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dict[str, Any]:
-    """Return the state of both: see :meth:`dist_sparse.SparseTraining.state_dict`."""
+def save(
+    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard
+) -> dict[str, Any]:
+    """Return the state of all: see :meth:`dist_sparse.SparseTraining.state_dict`."""
     names = sparsifier.data_groups
     parts = {
         "scheduler": scheduler.state_dict(),
@@ -60,11 +64,13 @@ def save(sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler) -> dic
         # Not of tables that were squashed since.
         "floors": {name: floor for name, floor in sparsifier.floors.items() if name in names},
     }
+    if (guarded := guard.saved()) is not None:
+        parts["guard"] = guarded
     return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
 
 
 def prepare_load(
-    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, state: object
+    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard, state: object
 ) -> Callable[[], None]:
     """Check a state of :func:`save` on all ranks, and return the local function that puts it in
     place. Collective.
@@ -81,6 +87,7 @@ def prepare_load(
         for name, value in vars(saved.settings).items():
             facts[f"{name} of the state"] = value
         facts["base_param of the state"] = saved.schedule["base_param"]
+        facts["guard of the state"] = asdict(saved.guard)
     # Then the schedule, whose levels the masks must have.
     levels, commit_schedule = scheduler.prepare_load(saved.schedule)
     # Then the masks, under the settings that they were made with.
@@ -95,6 +102,7 @@ def prepare_load(
         commit_masks()
         commit_schedule()
         saved.settings.put(sparsifier)
+        guard.put(saved.guard)
 
     return commit
 
@@ -109,7 +117,8 @@ def _parsed(
     # Lightning's callback adds its own.
     _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)
     parts = from_json("the schedule", state["schedule"])
-    _check_keys("The schedule of the state", parts, {"scheduler", "score", "scope"}, {"floors"})
+    needed = {"scheduler", "score", "scope"}
+    _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
     schedule = parts["scheduler"]
     if not isinstance(schedule, dict):
         raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
@@ -130,7 +139,13 @@ def _parsed(
         floors=_floors(parts.get("floors", {}), sparsifier.data_groups),
     )
     masks = state["sparsifier"]
-    return _Saved(masks=masks, configs=saved_configs(masks), schedule=schedule, settings=settings)
+    return _Saved(
+        masks=masks,
+        configs=saved_configs(masks),
+        schedule=schedule,
+        settings=settings,
+        guard=GuardState.parsed(parts.get("guard")),
+    )
 
 
 def _check_keys(

@@ -14,6 +14,7 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
 from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import ReadyDataScheduler
@@ -45,6 +46,7 @@ from dist_sparse.training.arguments import (
     table_floors,
 )
 from dist_sparse.training.following import Following
+from dist_sparse.training.guard import Guard, Mode
 from dist_sparse.training.loading import prepare_load, save
 from dist_sparse.training.unwrapped import Unwrapped
 
@@ -63,6 +65,8 @@ class SparseTraining:
         scheduler: of its ``sparsity_level``.
         enforcer: the :class:`~dist_sparse.MaskEnforcer`.
         left_dense: tables that are not pruned, with the reason.
+        validations: what :meth:`guard` was called with, in order, as
+            :class:`~dist_sparse.records.GuardCheck`; not saved.
 
     Example::
 
@@ -96,10 +100,13 @@ class SparseTraining:
         *,
         source: Source,
         left_dense: Mapping[str, str],
+        asks_first: bool = False,
     ) -> None:
         self.sparsifier, self.scheduler, self.enforcer = sparsifier, scheduler, enforcer
         self.left_dense = dict(left_dense)
+        self.validations: list[GuardCheck] = []
         self._source = source
+        self._guard = Guard(sparsifier, scheduler, asks_first)
         # Set by _attach() and _watch_unwrapped(), which sparsify() calls in order.
         self._auto_step = False
         self._following: Following | None = None
@@ -126,7 +133,8 @@ class SparseTraining:
     def finished(self) -> bool:
         """Whether the last mask update of the schedule has happened."""
         # last_epoch counts the steps taken, so the update at ``end`` has happened one step later.
-        return self.scheduler.end is not None and self.scheduler.last_epoch > self.scheduler.end
+        passed = self.scheduler.end is not None and self.scheduler.last_epoch > self.scheduler.end
+        return passed and not self._guard.state.owed
 
     @property
     def sparsity(self) -> float:
@@ -147,6 +155,82 @@ class SparseTraining:
             if data.name in self.sparsifier.data_groups and held != set(data.rects):
                 partial.append(data.name)
         return partial
+
+    def guard(self, metric: float, tolerance: float = 0.001, mode: Mode = "max") -> bool:
+        """Judge the last mask update by a validation: call it with the metric of each. Collective.
+
+        The first call must come before the first mask update that removes weights: its metric is
+        the first reference, and later the best one that held is. From then on, each mask update
+        waits until a validation has accepted the one before; an update that the schedule has
+        meanwhile happens at the first step after that. While the metric holds, the schedule goes
+        on. When it falls, the last mask update is undone: its masks, the weights that it removed
+        and their optimizer state are as they were before it, all other weights stay as they are
+        now. The schedule then ends, at the level of the update before.
+
+        A metric that falls while no update waits for its validation undoes nothing: the next update
+        waits until it holds again.
+
+        What an update removes is kept until its validation, on the rank that holds it, with its
+        optimizer state: a copy of the removed weights of that one update. It is not saved: a state
+        that was saved between an update and its validation can't undo that update.
+
+        Args:
+            metric: a finite number, the same on every rank: reduce it first.
+            tolerance: the metric may be worse than the best one by so much, at least 0.
+            mode: ``"max"`` if larger is better, ``"min"`` if smaller is; the same in all calls.
+
+        Returns:
+            Whether the metric holds.
+
+        Raises:
+            ValueError: an argument is invalid or differs between ranks, weights were removed before
+                the first call, tables have moved since the last update, the schedule has no final
+                level, updates rotate tables, or counts decay. On every rank; nothing has changed.
+            RuntimeError: it is detached.
+
+        Example::
+
+            >>> import torch
+            >>> from dist_sparse import sparsify
+            >>> model = torch.nn.EmbeddingBag(100, 8)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> sparse = sparsify(model, optimizer, level="auto", end=10, every=1)
+            >>> sparse.guard(metric=0.75)
+            True
+            >>> for step in range(11):
+            ...     optimizer.zero_grad()
+            ...     model(torch.arange(100).view(2, 50)).sum().backward()
+            ...     optimizer.step()
+            ...     sparse.step()
+            ...     holds = sparse.guard(metric=0.75 if sparse.sparsity < 0.55 else 0.7)
+            >>> sparse.sparsity
+            0.5
+            >>> sparse.detach()
+        """
+        if self._following is None:
+            raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
+        with group_over(world_ranks()).agreeing("guard()") as facts:
+            value = self._guard.check(metric, mode)
+            most = float(checks.number("tolerance", tolerance, least=0))
+            facts.update(metric=value, tolerance=most, mode=mode)
+            facts["guard"] = self._guard.saved()
+        can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
+        holds = self._guard.judge(value, most, mode)
+        undone = self._guard.state.undone if undone_before is None else None
+        if undone is not None and not can_undo:
+            self._warn_of_kept_update(undone)
+        self.validations.append(
+            GuardCheck(
+                step=max(self.scheduler.last_epoch - 1, 0),
+                metric=value,
+                best=self._guard.best,
+                holds=holds,
+                undone=undone,
+                # Collective; the ranks agree on what was undone.
+                sparsity=None if undone is None else self.sparsity,
+            )
+        )
+        return holds
 
     def summary(self) -> str:
         """Return a text table of what is pruned and what is left dense, and the share of the
@@ -188,7 +272,7 @@ class SparseTraining:
         """Return masks, counts of lookups, configurations, the score and the schedule, for
         torch.save and torch.distributed.checkpoint: see
         :meth:`~dist_sparse.BaseDataSparsifier.state_dict`."""
-        return save(self.sparsifier, self.scheduler)
+        return save(self.sparsifier, self.scheduler, self._guard)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: masks, configurations, score and the whole schedule, which
@@ -207,7 +291,7 @@ class SparseTraining:
         """
         # The state's schedule replaces this one below.
         endless = self.scheduler.end is None
-        prepare_load(self.sparsifier, self.scheduler, state_dict)()
+        prepare_load(self.sparsifier, self.scheduler, self._guard, state_dict)()
         if endless and self.scheduler.end is not None and rank_in(world_ranks()) == 0:
             warnings.warn(
                 f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
@@ -284,11 +368,23 @@ class SparseTraining:
     def _step(self) -> None:
         if self._following is not None:
             self._following.stepped()
+        self._guard.before_step()
         # The flag is the schedule's: true if the next sparsifier.step() updates masks.
         if self._unwrapped is not None and self.sparsifier.enable_mask_update:
             self._unwrapped.compare()
         self.sparsifier.step()
+        self._guard.after_step()
         self.scheduler.step()
+
+    def _warn_of_kept_update(self, step: int) -> None:
+        if rank_in(world_ranks()) == 0:
+            warnings.warn(
+                f"The metric fell after the mask update at step {step}, which can't be undone: the"
+                " state was saved before its validation. The level stays; no update follows. Save"
+                " states after guard().",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
@@ -353,7 +449,11 @@ def sparsify(
         optimizer: the optimizer that steps it, or a sequence of all of them.
         level: final fraction of removed blocks in [0, 1], of all tables, or by globs over table
             names and fully qualified names; of several that match, the last counts. Tables that
-            none matches stay at 0.
+            none matches stay at 0. ``"untouched"`` removes the rows that training has never looked
+            up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
+            with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
+            that is looked up later comes back at the next mask update, at 0. ``"auto"`` raises the
+            level step by step until :meth:`SparseTraining.guard` undoes a step.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them as text, ``"20%"``. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
@@ -455,7 +555,14 @@ def sparsify(
     # Nothing moves tables before this call returns: what was located is not looked up again.
     walked = Walked(_pruned(located, unpruned), {model: modules})
     scheduler = _scheduler(plan, sparsifier, final)
-    training = SparseTraining(sparsifier, scheduler, enforcer, source=source, left_dense=unpruned)
+    training = SparseTraining(
+        sparsifier,
+        scheduler,
+        enforcer,
+        source=source,
+        left_dense=unpruned,
+        asks_first=plan.auto,
+    )
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:

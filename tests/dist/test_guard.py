@@ -1,0 +1,109 @@
+"""A guard over ranks: an undone update has never been, on every sharding; ranks decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_sparse import sparsify
+from tests.dist.cells import build, gathered
+from tests.dist.enforcing import optimizer_of, trained_cells
+from tests.dist.plugin import on_ranks
+from tests.dist.test_importance import RowWiseAdagrad, learn, totals
+
+pytestmark = pytest.mark.dist
+
+PLAN: dict[str, Any] = {"level": 0.8, "schedule": "linear", "end": 4, "every": 1, "min_rows": 0}
+
+
+def trained(name: str, world: int, guarded: bool, **plan: Any) -> dict[str, Any]:
+    """All state of six steps, the last update of which is at step 2: a guard has undone the one at
+    step 3, or none has followed."""
+    cell = trained_cells(world)[name]
+    torch.manual_seed(0)
+    model = build(cell)
+    optimizer = optimizer_of(model, tables=lambda params: RowWiseAdagrad(params, lr=0.1))
+    sparse = sparsify(model, optimizer, **{**PLAN, **plan})
+    if guarded:
+        sparse.guard(0.75)
+    for step in range(6):
+        learn(model, optimizer, cell, step)
+        if guarded:
+            sparse.step()
+            assert sparse.guard(0.75 if sparse.sparsity < 0.5 else 0.7) == (step != 3)
+        elif step < 3:
+            sparse.step()
+    if guarded:
+        assert sparse.finished and 0.3 < sparse.sparsity < 0.5
+    found: dict[str, Any] = dict(gathered(model))
+    shapes = {name: weight.shape for name, weight in found.items()}
+    sums = totals(model, optimizer, shapes)
+    found |= {f"sums of {name}": total for name, total in sums.items()}
+    found["masks"] = sparse.sparsifier.audit()
+    tables = sparse.sparsifier.masks.tables
+    kept = tables.snapshot(tables.locate())
+    found["counts"] = {name: (one.updates, one.removed) for name, one in kept.items()}
+    sparse.detach()
+    return found
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "name", "plan"),
+    [
+        (1, "two_shards", {}),
+        (2, "row_wise", {"score": "frequency"}),
+        (2, "column_wise", {}),
+        (2, "mixed", {}),
+        (2, "mixed", {"block": "col"}),
+        (2, "ec_row_wise", {}),
+        (4, "grid_shard", {}),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_undone_is_one_that_stopped_by_hand(
+    world: int, name: str, plan: dict[str, Any]
+) -> None:
+    one = trained(name, world, guarded=True, **plan)
+    other = trained(name, world, guarded=False, **plan)
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        same = torch.equal(value, other[key]) if isinstance(value, Tensor) else value == other[key]
+        assert same, key
+
+
+@on_ranks(2)
+def test_ranks_that_differ_change_nothing() -> None:
+    cell = trained_cells(2)["row_wise"]
+    model, rank = build(cell), dist.get_rank()
+    sparse = sparsify(model, model.fused_optimizer, **PLAN)
+    for arguments, says in [
+        ({"metric": 0.5 + rank}, r"metric is 1\.5 on rank 1 and 0\.5 on rank 0"),
+        ({"metric": float("nan") if rank else 0.5}, "rank 1: ValueError: Invalid metric=nan"),
+        ({"metric": 0.5, "tolerance": 0.1 * rank}, r"tolerance is 0\.1 on rank 1"),
+        ({"metric": 0.5, "mode": "min" if rank else "max"}, "mode is min on rank 1"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            sparse.guard(**arguments)
+        assert sparse._guard.saved() is None
+    assert sparse.guard(0.5)
+    sparse.detach()
+
+
+@on_ranks(2)
+def test_a_state_of_one_rank_is_refused() -> None:
+    cell = trained_cells(2)["row_wise"]
+    model = build(cell)
+    sparse = sparsify(model, model.fused_optimizer, **PLAN)
+    without = sparse.state_dict()
+    sparse.guard(0.5)
+    with pytest.raises(ValueError, match="guard of the state: active is True on rank 1"):
+        sparse.load_state_dict(sparse.state_dict() if dist.get_rank() else without)
+    assert sparse._guard.state.best == 0.5
+    sparse.load_state_dict(without)
+    assert sparse._guard.saved() is None
+    sparse.detach()

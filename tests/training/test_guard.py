@@ -1,0 +1,249 @@
+"""A level that asks first: an update that costs quality is undone, as if it had never been."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from dist_sparse import SparseTraining, sparsify
+
+ROWS = 40
+PLAN: dict[str, Any] = {"level": 0.8, "schedule": "linear", "end": 8, "every": 2, "min_rows": 0}
+LIMIT = 0.5
+"""Sparsity from which on the metric of these tests is worse. Updates are at 0, 0.2, 0.4, 0.6."""
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "sgd": lambda params: optim.SGD(params, lr=0.01, momentum=0.9),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.1),
+    "adam": lambda params: optim.Adam(params, lr=0.1),
+}
+
+
+def made(kind: str = "adam", **plan: Any) -> tuple[nn.Module, optim.Optimizer, SparseTraining]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(ROWS, 8, mode="sum"), nn.Linear(8, 1))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, sparsify(model, optimizer, **{**PLAN, **plan})
+
+
+def learn(model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
+    ids = torch.randint(ROWS, (6, 5), generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    (model(ids) - ids.sum(1, keepdim=True) / ROWS).square().mean().backward()
+    optimizer.step()
+
+
+def metric_of(sparse: SparseTraining) -> float:
+    return 0.75 if sparse.sparsity < LIMIT else 0.7
+
+
+def everything(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
+    """All weights and the optimizer state of all that are not zero: what an update resets of
+    removed ones is reset."""
+    found = []
+    for parameter in model.parameters():
+        weight = parameter.detach().clone()
+        found.append(weight)
+        for value in optimizer.state[parameter].values():
+            found.append(value * (weight != 0) if value.shape == weight.shape else value.clone())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "optimizer_state"),
+    [
+        ("sgd", "row", "keep"),
+        ("adagrad", "row", "reset"),
+        ("adagrad", "1x4", "keep"),
+        ("adam", "row", "keep"),
+        ("adam", "3x5", "reset"),
+        ("adam", "col", "keep"),
+    ],
+)
+def test_a_run_that_was_undone_is_one_that_stopped_by_hand(
+    kind: str, block: str, optimizer_state: str
+) -> None:
+    plan = {"block": block, "optimizer_state": optimizer_state}
+    model, optimizer, sparse = made(kind, **plan)
+    assert sparse.guard(0.75)
+    holds = []
+    for step in range(14):
+        learn(model, optimizer, step)
+        sparse.step()
+        holds.append(sparse.guard(metric_of(sparse)))
+    by_hand, its_optimizer, its = made(kind, **plan)
+    for step in range(14):
+        learn(by_hand, its_optimizer, step)
+        if step < 6:
+            its.step()
+    assert holds == [True] * 6 + [False] + [True] * 7
+    assert sparse.sparsifier.fingerprint() == its.sparsifier.fingerprint()
+    found, wanted = everything(model, optimizer), everything(by_hand, its_optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    # It ends just below the limit, and says so.
+    assert sparse.sparsity < LIMIT <= sparse.sparsity + 0.25
+    assert sparse.finished and sparse.scheduler.end == 4
+    assert [one.undone for one in sparse.validations if one.undone is not None] == [6]
+    [stats] = sparse.sparsifier.table_stats()
+    assert stats.target == pytest.approx(0.4)
+    sparse.sparsifier.audit()
+    sparse.detach()
+    its.detach()
+
+
+def test_an_update_waits_for_the_validation_of_the_one_before() -> None:
+    model, optimizer, sparse = made(every=1, end=4)
+    sparse.guard(0.9)
+    seen = []
+    for step in range(12):
+        learn(model, optimizer, step)
+        sparse.step()
+        seen.append(round(sparse.sparsity, 3))
+        if step % 3 == 2:
+            sparse.guard(0.9)
+    # Updates at 1 and, owed, right after each validation, at the level of that moment.
+    assert seen == [0.0, 0.2, 0.2, 0.6, 0.6, 0.6, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8]
+    assert sparse.finished
+    sparse.detach()
+
+
+def test_auto_asks_before_the_first_update_and_ends_below_the_limit() -> None:
+    model, optimizer, sparse = made(level="auto", schedule=None, end=20, every=1)
+    for step in range(5):
+        learn(model, optimizer, step)
+        sparse.step()
+    assert sparse.sparsity == 0, "no update before the first validation"
+    sparse.guard(0.75)
+    for step in range(5, 30):
+        learn(model, optimizer, step)
+        sparse.step()
+        sparse.guard(metric_of(sparse))
+    assert sparse.sparsity == 0.45 and sparse.finished
+    assert "schedule ended at 9, level 0.4387" in repr(sparse)
+    sparse.detach()
+
+
+def test_less_is_better_and_a_tolerance() -> None:
+    model, optimizer, sparse = made()
+    assert sparse.guard(1.0, tolerance=0.25, mode="min")
+    for step, metric, holds in [(0, 1.0, True), (1, 1.0, True), (2, 1.25, True), (3, 0.5, True)]:
+        learn(model, optimizer, step)
+        sparse.step()
+        assert sparse.guard(metric, tolerance=0.25, mode="min") == holds, step
+    learn(model, optimizer, 4)
+    sparse.step()
+    # Against the best one since.
+    assert not sparse.guard(0.76, tolerance=0.25, mode="min")
+    assert sparse.sparsity == 0.2
+    sparse.detach()
+
+
+def test_a_fall_without_an_update_undoes_nothing_and_holds_the_next_one_back() -> None:
+    model, optimizer, sparse = made()
+    for step in range(3):
+        sparse.guard(0.75)
+        learn(model, optimizer, step)
+        sparse.step()
+    assert sparse.guard(0.75) and not sparse.guard(0.7)
+    for step in range(3, 6):
+        learn(model, optimizer, step)
+        sparse.step()
+    assert sparse.sparsity == 0.2 and sparse.guard(0.75)
+    learn(model, optimizer, 6)
+    sparse.step()
+    assert sparse.sparsity == 0.6
+    sparse.detach()
+
+
+@pytest.mark.parametrize("stop", [4, 6, 7, 8, 10])
+@pytest.mark.filterwarnings("ignore:Sparse training stopped")
+def test_resumed_is_as_not_interrupted(stop: int) -> None:
+    def trained(stops: bool) -> tuple[list[Tensor], dict[str, str], Any]:
+        model, optimizer, sparse = made("adagrad", every=1, end=8)
+        sparse.guard(0.75)
+        for step in range(12):
+            if stops and step == stop:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+                state = copy.deepcopy(sparse.state_dict())
+                sparse.detach()
+                model, optimizer, sparse = made("adagrad", every=1, end=8)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                sparse.load_state_dict(state)
+            learn(model, optimizer, step)
+            sparse.step()
+            if step % 2:
+                sparse.guard(metric_of(sparse))
+        prints = sparse.sparsifier.fingerprint()
+        sparse.detach()
+        return everything(model, optimizer), prints, sparse.state_dict()["schedule"]
+
+    if stop == 7:
+        # Between the update at 6 and its validation: what it removed was not saved.
+        with pytest.warns(UserWarning, match="step 6, which can't be undone"):
+            trained(stops=True)
+        return
+    one, other = trained(stops=False), trained(stops=True)
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    assert one[1:] == other[1:]
+
+
+def test_what_is_kept_is_the_removed_weights_and_is_released() -> None:
+    model, optimizer, sparse = made("sgd", block="row", end=2, every=2)
+    sparse.guard(0.75)
+    for step in range(3):
+        learn(model, optimizer, step)
+        sparse.step()
+    kept = sparse._guard.kept_bytes
+    removed = round(0.8 * ROWS)
+    assert kept == 2 * removed * 8 * 4 + ROWS + ROWS // 8, "weights, momentum, flags and bits"
+    sparse.guard(0.75)
+    assert sparse._guard.kept_bytes == 0
+    sparse.detach()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"metric": float("nan")}, "Invalid metric=nan: must be a finite number"),
+        ({"metric": float("inf")}, "Invalid metric=inf"),
+        ({"metric": torch.tensor(0.5)}, "Invalid metric=tensor"),
+        (
+            {"metric": 0.5, "tolerance": -1.0},
+            "Invalid tolerance=-1.0: must be a finite number >= 0",
+        ),
+        ({"metric": 0.5, "mode": "least"}, "Invalid mode='least': must be one of 'max', 'min'"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments: dict[str, Any], says: str) -> None:
+    _, _, sparse = made()
+    with pytest.raises(ValueError, match=says):
+        sparse.guard(**arguments)
+    assert sparse._guard.saved() is None and not sparse.validations
+    sparse.detach()
+
+
+def test_refusals() -> None:
+    model, optimizer, sparse = made(begin=0, end=0)
+    learn(model, optimizer, 0)
+    sparse.step()
+    with pytest.raises(ValueError, match=r"The first guard\(\) must come before the first"):
+        sparse.guard(0.75)
+    sparse.detach()
+    with pytest.raises(RuntimeError, match="this one is detached"):
+        sparse.guard(0.75)
+    _, _, sparse = made()
+    sparse.guard(0.75)
+    with pytest.raises(ValueError, match="Invalid mode='min': earlier validations had mode='max'"):
+        sparse.guard(0.75, mode="min")
+    sparse.detach()
+    _, _, sparse = made("sgd", block="col", rotate="table", optimizer_state="reset")
+    with pytest.raises(ValueError, match="can't undo updates that rotate tables"):
+        sparse.guard(0.75)
+    sparse.detach()
