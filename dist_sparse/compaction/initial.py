@@ -60,10 +60,11 @@ def initial_rows(
     drawn = (_logical_shift(mixed, 64 - _DIGITS).double() + 0.5) / 2**_DIGITS
     if bounds is not None:
         low, high = bounds
-        return (low + (high - low) * drawn).float()
+        uniform: Tensor = (low + (high - low) * drawn).float()
+        return uniform
     # In float64: what devices round differently there is the same float32.
-    normal: Tensor = math.sqrt(2) * torch.erfinv(2 * drawn - 1)
-    return normal.float()
+    normal: Tensor = (math.sqrt(2) * torch.erfinv(2 * drawn - 1)).float()
+    return normal
 
 
 def _mix(value: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def test_refused() -> None:
     run.enforcer.detach()
     run.train(1)
     with (
-        patch.object(replacing, "_move_rows", failing(replacing._move_rows, 1)),
+        patch.object(replacing, "move_collection", failing(replacing.move_collection, 1)),
         pytest.raises(ValueError, match=r"rank 1: MemoryError: none is left"),
     ):
         expand(run.model, optimizer=run.optimizer)
