@@ -12,7 +12,7 @@ Start with these five:
 Before training:     plan (what fits a budget of bytes, and which of it to use)
 A trained model:     frontier (its metrics at a few sizes)
 Serving:             export, load_served
-Smaller tables:      compact (store kept rows and columns only, train on)
+Smaller tables:      compact (store kept rows and columns only, train on), and expand, its inverse
 Narrower tables:     rotate (columns by importance), or sparsify(block="col", rotate=...)
 Look and log:        describe, TableStats, RunLog
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
@@ -46,6 +46,7 @@ _MODULE_OF = {
     "TableStats": "records",
     "compact": "compaction.compact",
     "describe": "sparsifiers.description",
+    "expand": "compaction.expand",
     "export": "serving.export",
     "frontier": "planning.frontier",
     "load_served": "serving.served",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +43,8 @@ __all__ = [
     "CompactEmbeddingCollection",
     "CompactIds",
     "compact_collection",
+    "expanded_collection",
+    "initial_bounds",
 ]
 
 _log = logging.getLogger(__name__)
@@ -502,3 +505,47 @@ def compact_collection(
         weight = cut(old, kept[name], table.num_embeddings, table.embedding_dim)
         table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
     return made.train(module.training)
+
+
+def expanded_collection(
+    module: nn.Module, outer: CompactCollection
+) -> EmbeddingBagCollection | EmbeddingCollection:
+    """Return a collection of the whole tables in place of a compact one.
+
+    Args:
+        module: the ``inner`` of ``outer``. If it is sharded, the rows are on the meta device;
+            otherwise kept rows are those of ``module``, and the others 0.
+    """
+    configs, meta = configs_of(outer), torch.device("meta")
+    made: EmbeddingBagCollection | EmbeddingCollection
+    if collection_of(module).pooled:
+        made = EmbeddingBagCollection(configs, outer.weighted, meta)
+    else:
+        made = EmbeddingCollection(configs, meta)
+    indexes = outer.table_indexes()
+    for name, stored in collection_of(module).embeddings().items():
+        table: Any = collection_of(made).embeddings()[name]
+        old, rows = stored.get_parameter("weight"), table.num_embeddings
+        # Behind the kept rows there may be some that pad shards.
+        placed = indexes[name].kept() if name in indexes else torch.ones(rows, dtype=torch.bool)
+        count = torch.arange(len(old)) < placed.count_nonzero().cpu()
+        weight = cut(old, count, rows, placed=placed)
+        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+    return made.train(module.training)
+
+
+def initial_bounds(outer: CompactCollection, table: str) -> tuple[float, float]:
+    """Return between which values TorchRec draws the initial weights of a table.
+
+    Raises:
+        ValueError: it has an initializer of its own.
+    """
+    [config] = [each for each in configs_of(outer) if each.name == table]
+    drawn = config.init_fn
+    # TorchRec's default, filled in by the configuration.
+    if not isinstance(drawn, partial) or drawn.func is not nn.init.uniform_:
+        raise ValueError(
+            f"Table {table!r} has an init_fn of its own: only rows of TorchRec's default"
+            " initializer, which is uniform, can be drawn one by one."
+        )
+    return drawn.keywords["a"], drawn.keywords["b"]

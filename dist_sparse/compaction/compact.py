@@ -11,37 +11,31 @@ It has three phases. No rank begins the next part of a phase before all have suc
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import choice
-from dist_sparse.compaction.consumed import consume, consume_parameter
 from dist_sparse.compaction.kept_rows import kept_rows, sparsifier_of
-from dist_sparse.compaction.moving import Stepped, Steppers, move_collection
-from dist_sparse.compaction.sites import (
-    CollectionSite,
-    Kept,
-    Site,
-    dmp_port,
-    replace_modules,
-    sites_of,
+from dist_sparse.compaction.moving import Steppers
+from dist_sparse.compaction.replacing import (
+    Change,
+    Planner,
+    put_in_place,
+    refuse_sites,
+    release,
+    unwrapped,
 )
-from dist_sparse.compaction.tables import cut
+from dist_sparse.compaction.sites import Kept, Site, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.outputs import is_turned, move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.protocols import Replacement, TorchRecPort
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
@@ -50,9 +44,6 @@ __all__ = ["Removed", "compact"]
 
 Removed: TypeAlias = Literal["zero", "default_row"]
 """The output for removed ids."""
-
-Planner: TypeAlias = Callable[[nn.Module], Any]
-"""Returns a ShardingPlan for the compact, unsharded module."""
 
 
 def compact(
@@ -155,23 +146,18 @@ def compact(
 
     # Phase 2: build. The old tables are still there, so any failure leaves the model as it was.
     with world.agreeing("compact(), building its tables"):
-        compacted = {
-            each: each.site.compacted(each.kept, each.widths, model, default_row)
-            for each in reductions
-        }
-    result, stepped = _put_in_place(model, compacted, steppers, plan, world)
+        changes = []
+        for each in reductions:
+            new = each.site.compacted(each.kept, each.widths, model, default_row)
+            changes.append(Change(each.site, new, each.kept))
+    result, stepped = put_in_place(model, changes, steppers, plan, world, "compact()")
 
     # Phase 3: release.
     try:
         with world.agreeing("compact(), releasing the old tables"):
-            _narrow_outputs(compacted, result)
+            _narrow_outputs(reductions, changes, result)
             _detach(sparse, sparsifier)
-            for pair in stepped:
-                steppers.replace(pair)
-            for site in sites:
-                _release(site)
-            if (torchrec := dmp_port(model)) is not None:
-                _consume_model(model, torchrec)
+            release(model, sites, stepped, steppers, "compact")
     except ValueError as fault:
         # Released tables can't be restored: no rank may continue with a model that others lost.
         raise RuntimeError(
@@ -348,62 +334,14 @@ def _refuse_sites(
         narrowed: whether any table loses columns.
         default_row: whether removed ids share a row.
     """
-    # Once, not for each site: a model has thousands of parameters.
-    holders = _holders_of_parameters(model)
     for site in sites:
-        _refuse_wrapper_inside(site, model)
         if is_turned(site.module) and not narrowed:
             raise ValueError(
                 f"{site.label} is rotated, and its output is turned back by a hook: "
                 "it can't be compacted."
             )
-        if reason := site.refusal(model, narrowed):
-            raise ValueError(f"{site.label} {reason}")
-        for parameter in site.parameters().values():
-            _refuse_tied_weight(site, holders[parameter])
-            if parameter.requires_grad and not optimizers_known:
-                raise ValueError(
-                    f"{site.label} is stepped by a plain optimizer, "
-                    "which must get the new parameters: pass compact(optimizer=...), "
-                    "or optimizer=() if there is none. An attached enforcer knows them."
-                )
         _refuse_default_row(site, default_row)
-
-
-def _holders_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
-    """Return the modules that hold each parameter themselves, not in a child."""
-    holders: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-    for module in model.modules():
-        # Not named_parameters(): TorchRec's modules list their children's parameters as their own.
-        for parameter in filter(torch.is_tensor, module._parameters.values()):
-            holders[parameter].append(module)
-    return holders
-
-
-def _refuse_wrapper_inside(site: Site, model: nn.Module) -> None:
-    """Refuse a module inside a wrapper, which would keep the old parameters."""
-    # The DDP inside a DistributedModelParallel is built again.
-    if dmp_port(model) is not None:
-        return
-    for path, wrapper in model.named_modules():
-        wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
-        if wraps and site.module in wrapper.modules():
-            place = f" at {path!r}" if path else ""
-            raise ValueError(
-                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to "
-                "the old parameters: compact the module inside, and wrap the result again."
-            )
-
-
-def _refuse_tied_weight(site: Site, holders: Iterable[nn.Module]) -> None:
-    """Refuse a table whose weight another layer holds too: that layer needs a row for each id."""
-    # An embedding inside a collection holds the parameter.
-    own = set(site.module.modules())
-    others = [type(holder).__name__ for holder in holders if holder not in own]
-    if others:
-        raise ValueError(
-            f"{site.label} is the weight of other modules too ({others}): it can't be compacted."
-        )
+    refuse_sites(model, sites, "compact", optimizers_known=optimizers_known, narrowed=narrowed)
 
 
 def _refuse_default_row(site: Site, default_row: bool) -> None:
@@ -427,123 +365,17 @@ def _refuse_default_row(site: Site, default_row: bool) -> None:
         )
 
 
-# Phase 2: build
-
-
-def _put_in_place(
-    model: nn.Module,
-    compacted: Mapping[_Reduction, nn.Module],
-    steppers: Steppers,
-    plan: Planner | None,
-    world: Group,
-) -> tuple[nn.Module, list[Stepped]]:
-    """Return the compact model, filled with the kept rows, and the parameters that plain optimizers
-    step in it. Collective.
-
-    An exception on any rank is raised on all, and the model is unchanged.
-    """
-    torchrec, root = dmp_port(model), _unwrapped(model)
-    replaced = {each.site.replaced: new for each, new in compacted.items()}
-    try:
-        with world.agreeing("compact(), putting its tables in place"):
-            result = replace_modules(root, replaced)
-            sharding: Any = None
-            if torchrec is not None:
-                sharding = _sharding_plan(torchrec, model, result, compacted, plan)
-        if torchrec is not None:
-            result = _sharded(torchrec, model, result, sharding, world)
-        stepped: list[Stepped] = []
-        with world.agreeing("compact(), moving rows"):
-            for each, new in compacted.items():
-                stepped += _move_rows(each, new, steppers)
-    except BaseException:
-        # Interrupts too: a notebook goes on with the old model, whose modules have their tables.
-        replace_modules(root, {new: old for old, new in replaced.items()})
-        raise
-    return result, stepped
-
-
-def _sharding_plan(
-    torchrec: TorchRecPort,
-    model: nn.Module,
-    root: nn.Module,
-    compacted: Mapping[_Reduction, Any],
-    plan: Planner | None,
-) -> Any:
-    """Return the sharding plan for ``root``, which has the compact modules."""
-    replacements = []
-    for each, new in compacted.items():
-        site = each.site
-        if site.is_sharded:
-            path = f"{site.place}.inner".lstrip(".")
-            replacements.append(Replacement(site.module, site.path, new.inner, path))
-    return torchrec.compact_plan(model, root, replacements, plan)
-
-
-def _sharded(
-    torchrec: TorchRecPort, model: nn.Module, root: nn.Module, plan: Any, world: Group
-) -> nn.Module:
-    """Build a DistributedModelParallel like ``model`` around ``root``. Collective."""
-
-    def agree() -> None:
-        # The other ranks learn here, before DDP communicates, that one has failed.
-        with world.agreeing("compact(), before DDP"):
-            pass
-
-    with world.agreeing("compact(), sharding its tables"), _before_ddp(agree):
-        result = torchrec.reshard(model, root, plan)
-    with world.agreeing("compact(), wrapping its layers"), _before_ddp(agree):
-        torchrec.wrap_layers(result, model)
-    return result
-
-
-@contextmanager
-def _before_ddp(agree: Callable[[], None]) -> Iterator[None]:
-    """Call ``agree`` just before the first collective of each DDP that is built in the block.
-
-    TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
-    allocating tables.
-    """
-
-    # DDP sets its attribute ``module`` before it communicates.
-    def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel) and name == "module":
-            agree()
-
-    handle = register_module_module_registration_hook(on_registration)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _move_rows(reduction: _Reduction, new: Any, steppers: Steppers) -> list[Stepped]:
-    """Move optimizer state, and weights of sharded collections. Collective over their ranks."""
-    site, kept = reduction.site, reduction.kept
-    if site.is_sharded:
-        return move_collection(site.module, new.inner, kept, steppers)
-    # Other modules got their weights when they were built.
-    stepped = []
-    parameters = site.parameters(new)
-    for table, old in site.parameters().items():
-        rows, columns = parameters[table].shape
-        states = {
-            key: cut(state, kept[table], rows, columns)
-            for key, state in steppers.states(old).items()
-        }
-        stepped.append(Stepped(old, parameters[table], states))
-    return stepped
-
-
 # Phase 3: release
 
 
-def _narrow_outputs(compacted: Mapping[_Reduction, nn.Module], result: nn.Module) -> None:
+def _narrow_outputs(
+    reductions: Iterable[_Reduction], changes: Iterable[Change], result: nn.Module
+) -> None:
     """Have the compact modules of rotated tables turn back their narrower outputs."""
-    root = _unwrapped(result)
-    for each, new in compacted.items():
+    root = unwrapped(result)
+    for each, change in zip(reductions, changes, strict=True):
         widths = {each.names[table]: width for table, width in each.widths.items()}
-        move_bases(each.site.module, getattr(new, "inner", new), root, widths)
+        move_bases(each.site.module, root.get_submodule(change.path), root, widths)
 
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
@@ -556,33 +388,3 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     for name in sparsifier.masks.tables.names:
         sparsifier.masks.tables.drop(name)
         del sparsifier.data_groups[name]
-
-
-def _release(site: Site) -> None:
-    """Free the old tables of a module. Using a parameter that a list still holds, for clipping for
-    example, raises."""
-    for name, parameter in list(site.module.named_parameters()):
-        consume_parameter(parameter, f"{site.path}.{name}".lstrip("."))
-    if isinstance(site, CollectionSite) and site.is_sharded:
-        for used in (site.module, *site.collection.optimizers()):
-            consume(used, "This table collection")
-
-
-def _consume_model(model: nn.Module, torchrec: TorchRecPort) -> None:
-    """Release all that a DistributedModelParallel holds except the user's module: using it raises
-    from now on."""
-    # After a forward without a backward, hooks of the old DDP would run in the next backward of the
-    # compact model.
-    layers = torchrec.dense_layers(model)
-    if isinstance(layers, DistributedDataParallel):
-        consume(layers, "This model")
-    consume(model, "This model")
-
-
-# Phases 2 and 3
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's module, without the DistributedModelParallel around it."""
-    torchrec = dmp_port(model)
-    return model if torchrec is None else torchrec.unwrapped(model)

@@ -1,5 +1,5 @@
-"""Objects whose tables compact() has released: every later use raises, and says what to use
-instead.
+"""Objects whose tables compact() or expand() has released: every later use raises, and says what to
+use instead.
 
 A stale use must be loud. A released storage would crash the process, and an empty tensor would
 compute in silence: its L2 norm is 0. So the class of the object is replaced by a subclass that
@@ -16,12 +16,13 @@ from torch import nn
 __all__ = ["consume", "consume_parameter"]
 
 
-def consume(used: Any, name: str) -> None:
+def consume(used: Any, name: str, action: str = "compact") -> None:
     """Release everything that an object holds. Using it raises a RuntimeError from now on.
 
     Args:
         used: a module or an optimizer.
         name: of the object, for the message.
+        action: what released it, ``"compact"`` or ``"expand"``.
 
     Example::
 
@@ -40,8 +41,8 @@ def consume(used: Any, name: str) -> None:
         if attribute.startswith("__"):
             return object.__getattribute__(self, attribute)
         raise RuntimeError(
-            f"{name} was compacted, and its memory released: use the model that compact() returned,"
-            " and its fused_optimizer."
+            f"{name} was {action}ed, and its memory released: use the model that {action}()"
+            " returned, and its fused_optimizer."
         )
 
     used.__dict__.clear()
@@ -49,7 +50,7 @@ def consume(used: Any, name: str) -> None:
     object.__setattr__(used, "__class__", type("Consumed", (kind,), {"__getattribute__": refuse}))
 
 
-def consume_parameter(parameter: nn.Parameter, name: str) -> None:
+def consume_parameter(parameter: nn.Parameter, name: str, action: str = "compact") -> None:
     """Release the memory of a table. Computing with it, and reading its gradient or shape, raises
     from now on.
 
@@ -60,6 +61,7 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
     Args:
         parameter: a leaf, or TorchRec's view of a fused table.
         name: fully qualified, for the message.
+        action: what released it, ``"compact"`` or ``"expand"``.
 
     Example::
 
@@ -72,8 +74,8 @@ def consume_parameter(parameter: nn.Parameter, name: str) -> None:
         RuntimeError: The table item.weight was compacted, and its memory released: ...
     """
     message = (
-        f"The table {name} was compacted, and its memory released: what holds it was made before."
-        " Make it again from the parameters of the compact model: optimizers, lists for clipping"
+        f"The table {name} was {action}ed, and its memory released: what holds it was made before."
+        f" Make it again from the model that {action}() returned: optimizers, lists for clipping"
         " or L2, averages of weights."
     )
 

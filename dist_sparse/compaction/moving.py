@@ -1,5 +1,5 @@
-"""Weights and optimizer state of kept rows: what plain optimizers step, and from a sharded
-collection to the compact one in its place.
+"""Weights and optimizer state of rows that move: what plain optimizers step, and from a sharded
+collection to the one in its place.
 
 One table at a time, its weights and then each of its states; a rank holds its shards and chunks of
 a few MB.
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.kept_rows import move_rows
-from dist_sparse.compaction.tables import cut
-from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.enforcer.optimizers import initial_state, leaves
 from dist_sparse.groups import group_over
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection
@@ -82,6 +81,13 @@ class Steppers:
             if getattr(value, "shape", None) in shapes
         }
 
+    def initial(self, parameter: nn.Parameter, name: str) -> float:
+        """Return the value from which a state of a parameter starts."""
+        for leaf in self._leaves:
+            if parameter in leaf.state:
+                return initial_state(leaf, parameter, name)
+        return 0.0
+
     def replace(self, stepped: Stepped) -> None:
         """Have a parameter stepped in the place of another, with its options and remaining
         state."""
@@ -130,14 +136,19 @@ class _Kind(NamedTuple):
 
 @torch.no_grad()
 def move_collection(
-    old: nn.Module, new: nn.Module, kept: Mapping[str, Tensor], steppers: Steppers
+    old: nn.Module,
+    new: nn.Module,
+    kept: Mapping[str, Tensor],
+    steppers: Steppers,
+    placed: Mapping[str, Tensor] | None = None,
 ) -> list[Stepped]:
-    """Fill a sharded collection of kept rows from the sharded collection of all. Collective over
-    its ranks.
+    """Fill a sharded collection with rows of another one. Collective over its ranks.
 
     Args:
-        kept: by table, which rows of ``old`` are kept.
+        kept: by table, which rows of ``old`` move, in their order.
         steppers: the optimizers that step what is not fused. They are not changed.
+        placed: by table, which rows of ``new`` take them; None: the first ones. The others are 0,
+            with fresh optimizer state.
 
     Returns:
         What they step.
@@ -148,10 +159,11 @@ def move_collection(
     source, target = collection_of(old), collection_of(new)
     group = group_over(_located(source, next(iter(kept))).ranks)
     with group.agreeing("moving tables"):
-        tables = {
-            name: _Table(_located(source, name), _located(target, name), flags)
-            for name, flags in kept.items()
-        }
+        tables = {}
+        for name, flags in kept.items():
+            old_table, new_table = _located(source, name), _located(target, name)
+            into = _first(new_table.shape[0], flags) if placed is None else placed[name]
+            tables[name] = _Table(old_table, new_table, flags, into)
         fused, fused_into = _fused_shards(source), _fused_shards(target)
         plain, plain_into = source.parameters(), target.parameters()
         mine = _held(fused, plain, steppers)
@@ -170,11 +182,16 @@ def move_collection(
         if name in hyperparameters:
             _fill_fused(table, states[name], fused.get(name, ()), fused_into.get(name, ()))
         else:
-            made = _fill_plain(table, states[name], steppers.states(plain[name]), plain_into[name])
+            made = _fill_plain(table, states[name], steppers, plain[name], plain_into[name])
         # Of a fused table too: a rank without a shard has an empty parameter, which it may step.
         if name in plain:
             stepped.append(Stepped(plain[name], plain_into[name], made))
     return stepped
+
+
+def _first(rows: int, kept: Tensor) -> Tensor:
+    """Return flags of as many of the first rows as are kept: bool ``(rows,)``."""
+    return torch.arange(rows) < kept.count_nonzero()
 
 
 def _located(collection: Collection, table: str) -> ShardedData:
@@ -232,17 +249,23 @@ def _fill_fused(
 
 
 def _fill_plain(
-    table: _Table, kinds: Mapping[str, Any], old: Mapping[str, Tensor], new: nn.Parameter
+    table: _Table,
+    kinds: Mapping[str, Any],
+    steppers: Steppers,
+    old: nn.Parameter,
+    new: nn.Parameter,
 ) -> dict[str, Tensor]:
     """Return new state of a plain optimizer, filled."""
+    held = steppers.states(old)
     made: dict[str, Tensor] = {}
     for key, (dtype, rowwise, dims) in kinds.items():
         # Row-wise state is (rows,) or (rows, 1).
         columns = (1,) if rowwise else new.shape[1:]
         shape = (len(new), *columns)[:dims]
-        state = made[key] = new.new_zeros(shape, dtype=getattr(torch, dtype))
-        held, into = _by_shard(old.get(key), table.source), _by_shard(state, table.target)
-        table.fill(held, into, state.dtype, rowwise)
+        state = made[key] = new.new_empty(shape, dtype=getattr(torch, dtype))
+        old_shards, shards = _by_shard(held.get(key), table.source), _by_shard(state, table.target)
+        fresh = steppers.initial(old, key)
+        table.fill(old_shards, shards, state.dtype, rowwise, fresh)
     return made
 
 
@@ -255,49 +278,76 @@ def _by_shard(tensor: Tensor | None, data: ShardedData) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as it was and as it will be stored, and which rows are kept. The new one may have
-    fewer columns."""
+    """A table as it was and as it will be stored, which rows move and which rows take them. The new
+    one may have fewer columns."""
 
     source: ShardedData
     target: ShardedData
     kept: Tensor
+    placed: Tensor
 
     def fill(
-        self, held: Sequence[Tensor], into: Sequence[Tensor], dtype: torch.dtype, rowwise: bool
+        self,
+        held: Sequence[Tensor],
+        into: Sequence[Tensor],
+        dtype: torch.dtype,
+        rowwise: bool,
+        fresh: float = 0.0,
     ) -> None:
         """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
-        state. Rows behind the kept ones are 0. Collective."""
+        state. Rows that take none are ``fresh``. Collective."""
         source, target = self.source, self.target
-        rows = int(self.kept.count_nonzero())
         for tensor in into:
-            tensor.zero_()
+            tensor.fill_(fresh)
         if source.replicated and target.replicated:
             # Each rank has all of it already.
-            into[0][:rows] = cut(held[0], self.kept, rows, target.shape[1])
+            moved = held[0][self.kept]
+            into[0][self.placed] = moved if moved.dim() == 1 else moved[:, : target.shape[1]]
             return
-        wanted = self._wanted(rows, rowwise)
+        wanted = self._wanted(rowwise)
+        places = [self._place(shard.rect) for shard in target.shards]
         for rect, part in move_rows(source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise):
-            self._write(rect, part, into)
+            for place, tensor in zip(places, into, strict=True):
+                _write(rect, part, place, tensor)
 
-    def _wanted(self, rows: int, rowwise: bool) -> list[list[Rect]]:
+    def _wanted(self, rowwise: bool) -> list[list[Rect]]:
         """The rectangles that each rank wants, in kept coordinates."""
-        whole = Rect(0, 0, rows, self.target.shape[1])
         columns: dict[int, int] = {}
         if rowwise and self.target.shape[1] < self.source.shape[1]:
             # A shard that loses columns keeps the value of each row, sent under the old columns.
             columns = {rect.col: rect.cols for rect in self.source.rects}
         wanted = []
         for rects in self.target.tiling:
-            # Without the rows behind the kept ones, which pad shards.
-            inside = filter(None, map(whole.intersect, rects))
+            inside = [self._moved(rect) for rect in rects]
+            # Without shards that take no row.
+            inside = [each for each in inside if each.numel]
             wanted.append([each._replace(cols=columns.get(each.col, each.cols)) for each in inside])
         return wanted
 
-    def _write(self, rect: Rect, part: Tensor, into: Sequence[Tensor]) -> None:
-        """Write what has arrived of ``rect`` to the shards that have it."""
-        for shard, tensor in zip(self.target.shards, into, strict=True):
-            # Row-wise state arrives under the old columns, of which the shard may have the first.
-            here = rect._replace(cols=min(rect.cols, shard.rect.cols))
-            if rect.intersect(shard.rect) == here:
-                place = tensor[rect.row - shard.rect.row : rect.row_end - shard.rect.row]
-                place.copy_(part.view_as(place))
+    def _moved(self, rect: Rect) -> Rect:
+        """What moves to a rectangle of the new table, in kept coordinates."""
+        before = int(self.placed[: rect.row].count_nonzero())
+        count = int(self.placed[rect.row : rect.row_end].count_nonzero())
+        return Rect(before, rect.col, count, rect.cols)
+
+    def _place(self, rect: Rect) -> _Place:
+        """Where a new shard stores the rows that move to it."""
+        flags = self.placed[rect.row : rect.row_end]
+        return _Place(self._moved(rect), flags.nonzero().view(-1))
+
+
+class _Place(NamedTuple):
+    """What moves to a shard, in kept coordinates, and the row of the shard that takes each."""
+
+    moved: Rect
+    rows: Tensor
+
+
+def _write(rect: Rect, part: Tensor, place: _Place, tensor: Tensor) -> None:
+    """Write what has arrived of ``rect``, in kept coordinates, if it is of this shard."""
+    moved = place.moved
+    # Row-wise state arrives under the old columns, of which the shard may have the first.
+    here = rect._replace(cols=min(rect.cols, moved.cols))
+    if rect.intersect(moved) == here:
+        rows = place.rows[rect.row - moved.row : rect.row_end - moved.row]
+        tensor[rows.to(tensor.device)] = part.view(len(rows), *tensor.shape[1:])

@@ -2,7 +2,8 @@
 
 A :class:`Site` is an embedding of torch's or a collection of TorchRec's. It names its tables by
 their fully qualified names, and knows what :func:`~dist_sparse.compact` needs of its kind: which
-rows it stores, why it can't be compacted, and the compact module that replaces it.
+rows it stores, why it can't be compacted, and the compact module that replaces it; of a compact
+one, the whole module that replaces it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import RowIndex
@@ -148,6 +150,25 @@ class EmbeddingSite(_Site):
             made = _COMPACT[type(old)](old, cut(weight, kept[""], index.stored), index)
         return made.train(old.training)
 
+    def original_rows(self) -> dict[str, int]:
+        """Return how many rows the table has, those that were removed too."""
+        return {table: index.rows for table, index in self.indexes().items()}
+
+    def initial_bounds(self, table: str) -> None:
+        """Return None: torch draws both kinds from the standard normal distribution."""
+
+    def expanded(self) -> nn.Module:
+        """Return an embedding of all rows of the original table; those that were removed are 0."""
+        old: Any = self.module
+        index, weight = old.index, old.stored_weight
+        whole = cut(
+            weight, torch.ones(len(weight), dtype=torch.bool), index.rows, placed=index.kept()
+        )
+        made: Any = nn.EmbeddingBag if isinstance(old, nn.EmbeddingBag) else nn.Embedding
+        options = {**lookup_options(old), "padding_idx": padding_id_of(old)}
+        table: nn.Module = made(*whole.shape, **options, _weight=whole)
+        return table.requires_grad_(weight.requires_grad).train(old.training)
+
 
 class CollectionSite(_Site):
     """A collection of TorchRec's, sharded or not."""
@@ -178,9 +199,8 @@ class CollectionSite(_Site):
         return {} if self.outer is None else self.outer.table_indexes()
 
     def parameters(self, made: Any = None) -> dict[str, nn.Parameter]:
-        """Return what plain optimizers step, by table; or in the compact collection ``made``."""
-        stored = self.module if made is None else made.inner
-        return collection_of(stored).parameters()
+        """Return what plain optimizers step, by table; or in the collection ``made``."""
+        return collection_of(self.module if made is None else made).parameters()
 
     def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
         """Return why it can't be compacted, as the rest of a sentence."""
@@ -199,6 +219,33 @@ class CollectionSite(_Site):
         # Ids arrive on the device of a DistributedModelParallel.
         device: Any = getattr(model, "device", None)
         return compact_collection(self.module, self.outer, kept, device, widths, default_row)
+
+    def original_rows(self) -> dict[str, int]:
+        """Return how many rows each table of a compact collection has, removed ones too."""
+        assert self.outer is not None
+        return {table.name: table.rows for table in self.outer.tables}
+
+    def initial_bounds(self, table: str) -> tuple[float, float]:
+        """Return between which values TorchRec draws the initial weights of a table.
+
+        Raises:
+            ValueError: it has an initializer of its own.
+        """
+        # Not at the top: it needs torchrec.
+        from dist_sparse.compaction.collections import initial_bounds
+
+        assert self.outer is not None
+        return initial_bounds(self.outer, table)
+
+    def expanded(self) -> nn.Module:
+        """Return a collection of all rows of the original tables. Those of a sharded one are on the
+        meta device, to be sharded and filled; otherwise those that were removed are 0."""
+        # Not at the top: it needs torchrec.
+        from dist_sparse.compaction.collections import expanded_collection
+
+        assert self.outer is not None
+        made: nn.Module = expanded_collection(self.module, self.outer)
+        return made
 
 
 Site: TypeAlias = EmbeddingSite | CollectionSite

@@ -300,12 +300,28 @@ def _counted(flags: Tensor) -> Tensor:
     return F.pad(flags.cumsum(0), (1, 0))
 
 
-def cut(tensor: Tensor, kept: Tensor, rows: int, columns: int | None = None) -> Tensor:
-    """Return the kept rows of a tensor in a new one of so many rows, the ones behind them 0; of a
-    matrix no more than the first ``columns``."""
+def cut(
+    tensor: Tensor,
+    kept: Tensor,
+    rows: int,
+    columns: int | None = None,
+    *,
+    placed: Tensor | None = None,
+    fill: float = 0.0,
+) -> Tensor:
+    """Return the kept rows of a tensor in a new one of so many rows; of a matrix no more than the
+    first ``columns``.
+
+    Args:
+        placed: bool ``(rows,)``, which rows take them; None: the first ones.
+        fill: the value of the others.
+    """
     # Optimizer state of one value per row has no columns.
     tensor = tensor if columns is None or tensor.dim() < 2 else tensor[:, :columns]
-    out = tensor.new_zeros((rows, *tensor.shape[1:]))
+    out = tensor.new_full((rows, *tensor.shape[1:]), fill)
     found = tensor.detach()[kept.to(tensor.device)]
-    out[: len(found)] = found
+    if placed is None:
+        out[: len(found)] = found
+    else:
+        out[placed.to(tensor.device)] = found
     return out

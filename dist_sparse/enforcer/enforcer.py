@@ -43,7 +43,7 @@ from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
-__all__ = ["MaskEnforcer", "Walked", "settle_all"]
+__all__ = ["MaskEnforcer", "Walked", "refuse_masked", "settle_all"]
 
 _STATES: Final = ("keep", "reset")
 
@@ -442,7 +442,7 @@ class MaskEnforcer:
         if check:
             _check_not_compiled(walked.modules, [*found.collections, *dense.owners])
             dense.check_stepped()
-            self._refuse_masked_by_another(found.weights)
+            refuse_masked(found.weights, but=self)
         batches = self._hooks_on(found)
         # Last: nothing of the old hooks is lost if something above is refused.
         self._remove_hooks(batches)
@@ -490,24 +490,6 @@ class MaskEnforcer:
             hooks.moved_to(places)
             every.append(hooks)
         return every
-
-    def _refuse_masked_by_another(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Refuse weights that another enforcer masks.
-
-        Raises:
-            ValueError: some are.
-        """
-        for other in _attached:
-            if other is self:
-                continue
-            theirs = same_storage([weight for _, weight in other._weights()])
-            for name, weight in weights:
-                if theirs(weight):
-                    raise ValueError(
-                        f"The weights of {name!r} are already sparsified: call detach() first, on"
-                        " the earlier result of sparsify() or on the MaskEnforcer attached to"
-                        " them."
-                    )
 
     def _mask(self, place: Place) -> BlockMask:
         return self._sparsifier.masks.tables.masks(place.name)[place.number]
@@ -614,6 +596,25 @@ def _warn_of_revived(revived: Counter[str]) -> None:
         " sparsifier that was saved with it too, before the next forward.",
         stacklevel=3,
     )
+
+
+def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | None = None) -> None:
+    """Refuse weights, by name, that an attached enforcer masks, other than ``but``.
+
+    Raises:
+        ValueError: some are.
+    """
+    for other in _attached:
+        if other is but:
+            continue
+        theirs = same_storage([weight for _, weight in other._weights()])
+        for name, weight in weights:
+            if theirs(weight):
+                raise ValueError(
+                    f"The weights of {name!r} are already sparsified: call detach() first, on"
+                    " the earlier result of sparsify() or on the MaskEnforcer attached to"
+                    " them."
+                )
 
 
 def _check_not_compiled(

@@ -23,6 +23,7 @@ from dist_sparse.tables.port import torchrec_port
 __all__ = [
     "State",
     "combines",
+    "initial_state",
     "keeps_elements",
     "leaves",
     "local",
@@ -238,7 +239,7 @@ def state_of(
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor) or only not in (None, name):
             continue
-        state, initial = local(value), _initial(optimizer, parameter, name)
+        state, initial = local(value), initial_state(optimizer, parameter, name)
         if state.shape == here.shape and state.is_contiguous():
             yield state.view(-1)[first:last].view_as(weight), initial
         elif here.dim() and here.numel() and state.numel() == here.shape[0]:
@@ -247,7 +248,7 @@ def state_of(
             yield state.view(-1)[first // width : last // width], initial
 
 
-def _initial(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
+def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
     """Return the initial value of a parameter's state, by the options of its group."""
     for group in optimizer.param_groups:
         if any(each is parameter for each in group["params"]):

@@ -16,8 +16,8 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 
-import dist_sparse.compaction.compact as compacting
 import dist_sparse.compaction.moving as moving
+import dist_sparse.compaction.replacing as replacing
 from dist_sparse import compact, sparsify
 from dist_sparse.compaction import kept_rows
 from dist_sparse.compaction.sites import CollectionSite
@@ -79,11 +79,11 @@ PLACES = {
     "counting blocks": (stats, "_count", 1),
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
-    "in place": (compacting, "replace_modules", 1),
+    "in place": (replacing, "replace_modules", 1),
     "sharding": (models, "ShardingPlan", 1),
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
-    "moving": (compacting, "_move_rows", 1),
+    "moving": (replacing, "_move_rows", 1),
     "what a table holds": (moving, "_fused_shards", 1),
     "packing the first chunk": (kept_rows, "_send", 1),
     "packing a later chunk": (kept_rows, "_send", 3),
@@ -121,7 +121,7 @@ def test_one_rank_fails_while_old_tables_are_released() -> None:
     """What is released can't be had back: no rank goes on with a model that others lack."""
     run, _ = two_runs()
     with (
-        patch.object(compacting, "_release", failing(compacting._release, 1)),
+        patch.object(replacing, "_release_site", failing(replacing._release_site, 1)),
         pytest.raises(
             RuntimeError, match=r"failed on every rank, and no model is left.*rank 1: MemoryError"
         ),

@@ -1,0 +1,291 @@
+"""Modules with other tables in the places of modules that hold some: what ``compact()`` and
+``expand()`` have in common.
+
+A :class:`Change` has the new module and says which rows move to it. Changes are put in place all
+together, or none is, on any rank. Then the old tables are released, which can't be undone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse.compaction.consumed import consume, consume_parameter
+from dist_sparse.compaction.moving import Stepped, Steppers, move_collection
+from dist_sparse.compaction.sites import CollectionSite, Kept, Site, dmp_port, replace_modules
+from dist_sparse.compaction.tables import CompactCollection, cut
+from dist_sparse.groups import Group
+from dist_sparse.tables.protocols import Replacement, TorchRecPort
+
+__all__ = ["Change", "Planner", "put_in_place", "refuse_sites", "release", "unwrapped"]
+
+Planner: TypeAlias = Callable[[nn.Module], Any]
+"""Returns a ShardingPlan for the unsharded module with the new tables."""
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A module, the one that takes its place, and the rows that move, by the table's name.
+
+    Args:
+        site: the module.
+        new: takes its place.
+        kept: which stored rows move, in their order.
+        placed: which rows of the new tables take them. The others start at 0, with fresh optimizer
+            state. None: the first ones.
+    """
+
+    site: Site
+    new: nn.Module
+    kept: Kept
+    placed: Kept | None = None
+
+    @property
+    def path(self) -> str:
+        """The path of the module that stores the new tables."""
+        inside = ".inner" if isinstance(self.new, CompactCollection) else ""
+        return f"{self.site.place}{inside}".lstrip(".")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's module, without the DistributedModelParallel around it."""
+    torchrec = dmp_port(model)
+    return model if torchrec is None else torchrec.unwrapped(model)
+
+
+# Before anything changes
+
+
+def refuse_sites(
+    model: nn.Module, sites: Iterable[Site], action: str, *, optimizers_known: bool, narrowed: bool
+) -> None:
+    """Refuse modules whose tables can't be replaced, or whose optimizers are unknown.
+
+    Args:
+        action: ``"compact"`` or ``"expand"``.
+        optimizers_known: whether the caller knows all optimizers that are not fused.
+        narrowed: whether any table loses columns.
+    """
+    # Once, not for each site: a model has thousands of parameters.
+    holders = _holders_of_parameters(model)
+    for site in sites:
+        _refuse_wrapper_inside(site, model, action)
+        if reason := site.refusal(model, narrowed):
+            raise ValueError(f"{site.label} {reason}")
+        for parameter in site.parameters().values():
+            _refuse_tied_weight(site, holders[parameter], action)
+            if parameter.requires_grad and not optimizers_known:
+                raise ValueError(
+                    f"{site.label} is stepped by a plain optimizer, "
+                    f"which must get the new parameters: pass {action}(optimizer=...), "
+                    "or optimizer=() if there is none. An attached enforcer knows them."
+                )
+
+
+def _holders_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
+    """Return the modules that hold each parameter themselves, not in a child."""
+    holders: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        # Not named_parameters(): TorchRec's modules list their children's parameters as their own.
+        for parameter in filter(torch.is_tensor, module._parameters.values()):
+            holders[parameter].append(module)
+    return holders
+
+
+def _refuse_wrapper_inside(site: Site, model: nn.Module, action: str) -> None:
+    """Refuse a module inside a wrapper, which would keep the old parameters."""
+    # The DDP inside a DistributedModelParallel is built again.
+    if dmp_port(model) is not None:
+        return
+    for path, wrapper in model.named_modules():
+        wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
+        if wraps and site.module in wrapper.modules():
+            place = f" at {path!r}" if path else ""
+            raise ValueError(
+                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to "
+                f"the old parameters: {action} the module inside, and wrap the result again."
+            )
+
+
+def _refuse_tied_weight(site: Site, holders: Iterable[nn.Module], action: str) -> None:
+    """Refuse a table whose weight another layer holds too: that layer needs a row for each id."""
+    # An embedding inside a collection holds the parameter.
+    own = set(site.module.modules())
+    others = [type(holder).__name__ for holder in holders if holder not in own]
+    if others:
+        raise ValueError(
+            f"{site.label} is the weight of other modules too ({others}): it can't be {action}ed."
+        )
+
+
+# Put in place
+
+
+def put_in_place(
+    model: nn.Module,
+    changes: Sequence[Change],
+    steppers: Steppers,
+    plan: Planner | None,
+    world: Group,
+    action: str,
+    initialize: Callable[[Change, nn.Module], None] | None = None,
+) -> tuple[nn.Module, list[Stepped]]:
+    """Return the model with its new modules, filled with the rows that move, and the parameters
+    that plain optimizers step in it. Collective.
+
+    An exception on any rank is raised on all, and the model is unchanged.
+
+    Args:
+        action: the public call, for messages.
+        initialize: is called with each change, and the module that stores its tables now, once rows
+            have moved; it may write the other rows.
+    """
+    torchrec, root = dmp_port(model), unwrapped(model)
+    replaced = {change.site.replaced: change.new for change in changes}
+    # A module may have several places.
+    places = [
+        (holder, name, child)
+        for holder in root.modules()
+        for name, child in holder._modules.items()
+        if child in replaced
+    ]
+    try:
+        with world.agreeing(f"{action}, putting its tables in place"):
+            result = replace_modules(root, replaced)
+            sharding: Any = None
+            if torchrec is not None:
+                sharding = torchrec.compact_plan(model, result, _replacements(changes), plan)
+        if torchrec is not None:
+            result = _sharded(torchrec, model, result, sharding, world, action)
+        stepped: list[Stepped] = []
+        with world.agreeing(f"{action}, moving rows"):
+            for change in changes:
+                # TorchRec has put a sharded collection in the place of the new one.
+                stored = unwrapped(result).get_submodule(change.path)
+                stepped += _move_rows(change, stored, steppers)
+                if initialize is not None:
+                    initialize(change, stored)
+    except BaseException:
+        # Interrupts too: a notebook goes on with the old model, whose modules have their tables.
+        for holder, name, old in places:
+            setattr(holder, name, old)
+        raise
+    return result, stepped
+
+
+def _replacements(changes: Iterable[Change]) -> Iterator[Replacement]:
+    """Yield what takes the places of sharded collections, for TorchRec's plan."""
+    for change in changes:
+        site, new = change.site, change.new
+        if site.is_sharded:
+            stored = new.inner if isinstance(new, CompactCollection) else new
+            yield Replacement(site.module, site.path, stored, change.path)
+
+
+def _sharded(
+    torchrec: TorchRecPort, model: nn.Module, root: nn.Module, plan: Any, world: Group, action: str
+) -> nn.Module:
+    """Build a DistributedModelParallel like ``model`` around ``root``. Collective."""
+
+    def agree() -> None:
+        # The other ranks learn here, before DDP communicates, that one has failed.
+        with world.agreeing(f"{action}, before DDP"):
+            pass
+
+    with world.agreeing(f"{action}, sharding its tables"), _before_ddp(agree):
+        result = torchrec.reshard(model, root, plan)
+    with world.agreeing(f"{action}, wrapping its layers"), _before_ddp(agree):
+        torchrec.wrap_layers(result, model)
+    return result
+
+
+@contextmanager
+def _before_ddp(agree: Callable[[], None]) -> Iterator[None]:
+    """Call ``agree`` just before the first collective of each DDP that is built in the block.
+
+    TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
+    allocating tables.
+    """
+
+    # DDP sets its attribute ``module`` before it communicates.
+    def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and name == "module":
+            agree()
+
+    handle = register_module_module_registration_hook(on_registration)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _move_rows(change: Change, stored: nn.Module, steppers: Steppers) -> list[Stepped]:
+    """Move optimizer state, and weights of sharded collections. Collective over their ranks."""
+    site, kept, placed = change.site, change.kept, change.placed
+    if site.is_sharded:
+        return move_collection(site.module, stored, kept, steppers, placed)
+    # Other modules got their weights when they were built.
+    stepped = []
+    parameters = site.parameters(stored)
+    for table, old in site.parameters().items():
+        rows, columns = parameters[table].shape
+        states = {}
+        for key, state in steppers.states(old).items():
+            into = None if placed is None else placed[table]
+            fresh = steppers.initial(old, key)
+            states[key] = cut(state, kept[table], rows, columns, placed=into, fill=fresh)
+        stepped.append(Stepped(old, parameters[table], states))
+    return stepped
+
+
+# Release
+
+
+def release(
+    model: nn.Module,
+    sites: Iterable[Site],
+    stepped: Iterable[Stepped],
+    steppers: Steppers,
+    action: str,
+) -> None:
+    """Give optimizers the new parameters, and free the old tables: using what held them raises from
+    now on. Local.
+
+    Args:
+        action: ``"compact"`` or ``"expand"``.
+    """
+    for pair in stepped:
+        steppers.replace(pair)
+    for site in sites:
+        _release_site(site, action)
+    if (torchrec := dmp_port(model)) is not None:
+        _consume_model(model, torchrec, action)
+
+
+def _release_site(site: Site, action: str) -> None:
+    """Free the old tables of a module. Using a parameter that a list still holds, for clipping for
+    example, raises."""
+    for name, parameter in list(site.module.named_parameters()):
+        consume_parameter(parameter, f"{site.path}.{name}".lstrip("."), action)
+    if isinstance(site, CollectionSite) and site.is_sharded:
+        for used in (site.module, *site.collection.optimizers()):
+            consume(used, "This table collection", action)
+
+
+def _consume_model(model: nn.Module, torchrec: TorchRecPort, action: str) -> None:
+    """Release all that a DistributedModelParallel holds except the user's module: using it raises
+    from now on."""
+    # After a forward without a backward, hooks of the old DDP would run in the next backward of the
+    # new model.
+    layers = torchrec.dense_layers(model)
+    if isinstance(layers, DistributedDataParallel):
+        consume(layers, "This model", action)
+    consume(model, "This model", action)
