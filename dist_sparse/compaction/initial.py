@@ -8,6 +8,7 @@ order rows come.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import torch
@@ -61,7 +62,8 @@ def initial_rows(
         low, high = bounds
         return (low + (high - low) * drawn).float()
     # In float64: what devices round differently there is the same float32.
-    return (2**0.5 * torch.erfinv(2 * drawn - 1)).float()
+    normal: Tensor = math.sqrt(2) * torch.erfinv(2 * drawn - 1)
+    return normal.float()
 
 
 def _mix(value: Tensor) -> Tensor:
@@ -70,7 +72,8 @@ def _mix(value: Tensor) -> Tensor:
     value = value + _STEP
     value = (value ^ _logical_shift(value, 30)) * first
     value = (value ^ _logical_shift(value, 27)) * second
-    return value ^ _logical_shift(value, 31)
+    mixed: Tensor = value ^ _logical_shift(value, 31)
+    return mixed
 
 
 def _logical_shift(value: Tensor, bits: int) -> Tensor:

@@ -49,14 +49,14 @@ FEATURES: Final = {"item": ("item_id", "last_id"), "user": ("user_id",), "word":
 class Net(nn.Module):
     """Bags or sequences, and the sum of all that they give."""
 
-    def __init__(self, bags: bool, mean: bool) -> None:
+    def __init__(self, bags: bool, mean: bool, dim: int) -> None:
         super().__init__()
         meta = torch.device("meta")
         common = [
             {
                 "name": name,
                 "num_embeddings": ids,
-                "embedding_dim": DIM,
+                "embedding_dim": dim,
                 "feature_names": list(FEATURES[name]),
             }
             for name, ids in IDS.items()
@@ -105,12 +105,15 @@ class Built:
 
     model: Any
     optimizer: torch.optim.Optimizer
+    dim: int
 
 
 def build(world: int, kind: str, *, bags: bool = True, mean: bool = False) -> Built:
     """Shard a model over all ranks. Collective."""
     torch.manual_seed(0)
-    net = Net(bags, mean)
+    # TorchRec cuts a grid into shards of at least 128 columns.
+    dim = 256 if kind == "grid" else DIM
+    net = Net(bags, mean, dim)
     inner: Any = net.tables.inner
     tables = inner.embedding_bags if bags else inner.embeddings
     if kind != "data_parallel":
@@ -133,7 +136,7 @@ def build(world: int, kind: str, *, bags: bool = True, mean: bool = False) -> Bu
         sharders=[sharder],
     )
     plain = [p for p in model.parameters() if not hasattr(p, "_in_backward_optimizers")]
-    return Built(model, torch.optim.Adagrad(plain, lr=0.1))
+    return Built(model, torch.optim.Adagrad(plain, lr=0.1), dim)
 
 
 def batch(

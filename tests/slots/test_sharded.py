@@ -14,7 +14,7 @@ from dist_sparse import FollowingTables
 from dist_sparse.slots.rows import stored_parts
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
-from tests.slots.models import DIM, FEATURES, IDS, SLOTS, batch, build, kinds
+from tests.slots.models import FEATURES, IDS, SLOTS, batch, build, kinds
 from tests.slots.oracle import Oracle, holders, initial
 
 EVERY = [(world, kind) for world in (1, 2, 4) for kind in kinds(world)]
@@ -44,12 +44,14 @@ def states(model: Any, optimizer: Any, table: str) -> list[tuple[Any, Tensor, li
     ]
 
 
-def check_step(before: Any, after: Any, table: str, written: list[tuple[int, int]]) -> None:
+def check_step(
+    before: Any, after: Any, table: str, dim: int, written: list[tuple[int, int]]
+) -> None:
     """Only rows that change hands are written: the initial row, and new optimizer state."""
     for (rect, weight, old), (_, now, new) in zip(before, after, strict=True):
         for slot, number in written:
             if rect.row <= slot < rect.row_end:
-                row = initial(table, number, DIM, IDS[table])
+                row = initial(table, number, dim, IDS[table])
                 weight[slot - rect.row] = row[rect.col : rect.col_end]
                 for state in old:
                     state[slot - rect.row] = 0
@@ -80,7 +82,8 @@ def test_slots_rows_and_lookups(world: int, kind: str) -> None:
                     for bag in bags[key]:
                         found = oracles[table].look_up(bag) if table in oracles else bag
                         total = sum(
-                            (weights[table][slot] for slot in found if slot >= 0), torch.zeros(DIM)
+                            (weights[table][slot] for slot in found if slot >= 0),
+                            torch.zeros(built.dim),
                         )
                         if kind == "row_wise":
                             total = total / max(1, len(bag))
@@ -95,7 +98,8 @@ def test_slots_rows_and_lookups(world: int, kind: str) -> None:
         for table, oracle in oracles.items():
             oracle.step()
             assert holders(model.state_dict(), table) == oracle.id_of_slot
-            check_step(before[table], states(model, optimizer, table), table, oracle.written)
+            after = states(model, optimizer, table)
+            check_step(before[table], after, table, built.dim, oracle.written)
             assert slots.moved[table] == oracle.moved
     assert min(slots.moved.values()) > 10
     assert "item" in slots.summary()
