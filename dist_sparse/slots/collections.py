@@ -182,9 +182,15 @@ class FollowingIds(CompactIds):
         return super().kept(features) if flags is None else flags
 
     def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the index of each table that follows."""
-        found: dict[str, Any] = dict(self.slots.items())
-        return found
+        """Refuse: what reads it takes stored rows for those of ascending ids, and slots are not.
+
+        Raises:
+            ValueError: always; ``export()`` and ``compact()`` call it.
+        """
+        raise ValueError(
+            f"The tables {sorted(self.fates)} follow their traffic: their rows are slots, which"
+            " can't be exported, compacted or expanded yet."
+        )
 
     def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
