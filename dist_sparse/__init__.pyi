@@ -37,6 +37,8 @@ from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataSchedu
 from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
+from dist_sparse.slots.collections import following as following
+from dist_sparse.slots.tables import FollowingTables as FollowingTables
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
 from dist_sparse.sparsifiers.description import describe as describe
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier

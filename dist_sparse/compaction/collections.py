@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +169,12 @@ class CompactIds(nn.Module):
         found: Tensor = self.index(ids, ordered.lengths().view(len(self.names), -1).sum(1))
         return found
 
+    def kept(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return which ids of a batch that was translated have a row: bool ``(n,)``, in the order
+        of :meth:`ordered`."""
+        # Looked up again: what the input distribution sends can't carry it.
+        return self.rows(self.ordered(features)) >= 0
+
     def _found(self, parts: Sequence[Tensor], maps: Mapping[int, Tensor]) -> list[Tensor]:
         """The rows of each feature's ids: int32 ``(n,)``.
 
@@ -234,6 +240,8 @@ class _Maps(NamedTuple):
 class _IndexedCollection(CompactCollection):
     """A collection of TorchRec's, ``inner``, behind ``ids``."""
 
+    translation: ClassVar[type[CompactIds]] = CompactIds
+
     def __init__(
         self,
         tables: Sequence[Any],
@@ -243,7 +251,7 @@ class _IndexedCollection(CompactCollection):
         super().__init__()
         self._configs = list(tables)
         # On the device of the indexes: on the meta device they would lose their values.
-        self.ids = CompactIds(tables, indexes, self)
+        self.ids = self.translation(tables, indexes, self)
         # In a list: pipelines put another module in the place of the attribute.
         self._translation = [self.ids]
         self._stored = []
@@ -439,9 +447,8 @@ class _Zeros(nn.Module):
         # A sharded collection has not waited for its output distribution.
         if isinstance(found, LazyAwaitable):
             found = found.wait()
+        kept = ids.kept(features)
         features = ids.ordered(features)
-        # Looked up again: what the input distribution sends can't carry it.
-        kept = ids.rows(features) >= 0
         lengths = features.lengths().view(len(ids.names), -1)
         out: dict[str, JaggedTensor] = {}
         start = 0

@@ -51,6 +51,14 @@ def _num_words(rows: int) -> int:
     return max(1, -(-rows // 32))
 
 
+def _bits_in(words: Tensor) -> Tensor:
+    """Return how many bits of each word are 1: int32."""
+    # As in _rank(): bits are added up in pairs, fours, bytes. A shifted sign is masked away.
+    pairs = words - ((words >> 1) & 0x55555555)
+    fours = ((pairs >> 2) & 0x33333333).add_(pairs.bitwise_and_(0x33333333))
+    return fours.add_(fours >> 4).bitwise_and_(0x0F0F0F0F).mul_(0x01010101).bitwise_right_shift_(24)
+
+
 def _constants() -> Tensor:
     """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each
     of its operations, which doubled the time of short lookups."""
@@ -117,18 +125,29 @@ class RowIndex(nn.Module):
     def __init__(self, words: Tensor, rows: int, default_row: bool = False) -> None:
         super().__init__()
         _refuse_rows(rows)
-        # Bits behind the last row would be counted: an artifact is verified before it comes here.
-        bits = unpack(words.view(torch.uint8), 32 * len(words))
-        in_word = bits.view(-1, 32).sum(1, dtype=torch.int32)
-        until = in_word.cumsum(0, dtype=torch.int32)
         self.register_buffer("words", words)
-        self.register_buffer("counts", until - in_word)
+        self.register_buffer("counts", torch.empty_like(words))
         self.register_buffer("constants", _constants(), persistent=False)
-        self.rows = rows
-        self.num_kept, self.default_row = int(until[-1]), default_row
-        self.stored = self.num_kept + default_row
-        self.removed_row = self.num_kept if default_row else REMOVED
+        self.rows, self.default_row = rows, default_row
         self.nbytes = self.words.nbytes + self.counts.nbytes
+        self._count()
+
+    def _count(self) -> None:
+        """Count the kept rows before each word."""
+        # Bits behind the last row would be counted: an artifact is verified before it comes here.
+        in_word = _bits_in(self.words)
+        until = in_word.cumsum(0, dtype=torch.int32)
+        self.num_kept = int(until[-1])
+        self.stored = self.num_kept + self.default_row
+        self.removed_row = self.num_kept if self.default_row else REMOVED
+        self.counts.copy_(until.sub_(in_word))
+
+    def keep(self, ids: Tensor) -> None:
+        """Keep the rows of these ids and no other, in place: int64 ``(n,)``, each of them once."""
+        self.words.zero_()
+        # A sum of different bits is their union; 1 << 31 is the sign.
+        self.words.index_add_(0, ids >> 5, (1 << (ids & 31)).int())
+        self._count()
 
     @classmethod
     def of(cls, kept: Tensor, default_row: bool = False) -> RowIndex:

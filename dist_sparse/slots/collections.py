@@ -1,0 +1,339 @@
+"""Collections of TorchRec whose tables follow their traffic.
+
+As a compact collection, with slots in the place of kept rows: ``inner`` stores them, and
+:class:`FollowingIds` translates ids in front of it. It notes the ids of training batches until
+they are counted, and how many batches a train pipeline has translated ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dist_sparse import checks
+from dist_sparse.compaction.collections import (
+    CompactEmbeddingBagCollection,
+    CompactEmbeddingCollection,
+    CompactIds,
+)
+from dist_sparse.compaction.row_index import UNKNOWN, RowIndex
+from dist_sparse.slots.index import SlotIndex
+from dist_sparse.tables.port import torchrec_port
+from dist_sparse.torchrec.collections import configs_of
+from dist_sparse.torchrec.types import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+__all__ = [
+    "Fates",
+    "FollowingCollection",
+    "FollowingEmbeddingBagCollection",
+    "FollowingEmbeddingCollection",
+    "FollowingIds",
+    "following",
+]
+
+_NOTED: Final = 1 << 22
+"""Ids of a table that are noted one by one; then they are counted, id by id."""
+
+
+@dataclass
+class Fates:
+    """Lookups of a table in training, on this rank.
+
+    Args:
+        lookups: of all ids.
+        missed: of ids of the table without a slot: removed ones, and ones that have none yet.
+        out_of_range: of ids that the table does not have.
+    """
+
+    lookups: int = 0
+    missed: int = 0
+    out_of_range: int = 0
+
+
+class _Noted:
+    """Ids of one table that training has looked up, and that their owners have not counted yet."""
+
+    def __init__(self) -> None:
+        self._ids: list[Tensor] = []
+        self._length = 0
+        self._counted = _nothing()
+
+    def add(self, ids: Tensor) -> None:
+        # A copy: the caller may reuse its batch.
+        self._ids.append(ids.to(torch.int32, copy=True))
+        self._length += len(ids)
+        if self._length > _NOTED:
+            self._count()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the distinct ids, ascending, int32 ``(n,)``, and how often each was looked up,
+        int64, and forget them."""
+        self._count()
+        found, self._counted = self._counted, _nothing()
+        return found
+
+    def _count(self) -> None:
+        if not self._ids:
+            return
+        ids, times = torch.unique(torch.cat(self._ids), return_counts=True)
+        self._ids, self._length = [], 0
+        known, so_far = self._counted
+        if len(known):
+            ids, places = torch.unique(torch.cat([known, ids.cpu()]), return_inverse=True)
+            times = torch.zeros(len(ids), dtype=torch.int64).index_add_(
+                0, places, torch.cat([so_far, times.cpu()])
+            )
+        self._counted = (ids.cpu(), times.cpu())
+
+
+def _nothing() -> tuple[Tensor, Tensor]:
+    return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+
+
+class FollowingIds(CompactIds):
+    """Translate a KeyedJaggedTensor of ids into one of slots, without the ids that have none.
+
+    Args:
+        tables: configurations of the whole tables.
+        indexes: by table, of those that follow; other tables keep all of their rows.
+        collection: the collection whose ids these are.
+
+    Attributes:
+        slots: the index of each table that follows.
+        fates: what has become of the lookups of each of them.
+    """
+
+    def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
+        super().__init__(tables, {}, collection)
+        self.slots = nn.ModuleDict(indexes)
+        self.fates = {name: Fates() for name in indexes}
+        self._noted = {name: _Noted() for name in indexes}
+        # For each key, its table, and how many ids that has.
+        self._of_keys: list[tuple[str, int]] = []
+        for table in tables:
+            self._of_keys += [(table.name, table.num_embeddings)] * len(table.feature_names)
+        # Which ids of a batch had a slot when it was translated, until its output is put together.
+        self._kept: Any = WeakIdKeyDictionary()
+        self._ahead = 0
+
+    @property
+    def ahead(self) -> int:
+        """How many training batches are translated, and not looked up yet."""
+        return self._ahead
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the indexes, and of the maps that lookups on a CPU have made of them."""
+        return sum(index.nbytes for index in self.indexes().values())
+
+    def indexes(self) -> dict[str, SlotIndex]:
+        """Return the index of each table that follows."""
+        found: dict[str, Any] = dict(self.slots.items())
+        return found
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the slots of the ids that have one, under the keys :attr:`names`.
+
+        Raises:
+            RuntimeError: an id is out of range, and its table is one that raises then.
+        """
+        ordered, unknown = self.ordered(features), self.unknown
+        found = super().forward(ordered)
+        if not self._collection.pooled:
+            # The index may have changed when the output of this batch is put together.
+            self._kept[features] = self.rows(ordered) >= 0
+        if self._trains():
+            self._ahead += 1
+            for table, before in unknown.items():
+                unknown[table] = self.unknown[table] - before
+            self._note(ordered, found, unknown)
+        return found
+
+    def consumed(self, features: object) -> None:
+        """Note that the collection looks a batch up."""
+        # TorchRec's pipelines trace the forward once, without a batch.
+        if self._trains() and not isinstance(features, Proxy):
+            self._ahead -= 1
+
+    def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
+        """Return the slot of each id: int32 ``(n,)``. Where an id has none, it is
+        :data:`~dist_sparse.compaction.row_index.REMOVED`, or of an id out of range
+        :data:`~dist_sparse.compaction.row_index.UNKNOWN`."""
+        parts = torch.split(ordered.values(), ordered.length_per_key())
+        found = []
+        for (table, rows), ids in zip(self._of_keys, parts, strict=True):
+            if table in self.slots:
+                found.append(self.slots[table](ids))
+            else:
+                inside = (ids >= 0) & (ids < rows)
+                found.append(torch.where(inside, ids, UNKNOWN).int())
+        return torch.cat(found)
+
+    def kept(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
+        order of :meth:`ordered`."""
+        flags: Tensor | None = self._kept.get(features)
+        return super().kept(features) if flags is None else flags
+
+    def table_indexes(self) -> dict[str, RowIndex]:
+        """Refuse: what reads it takes stored rows for those of ascending ids, and slots are not.
+
+        Raises:
+            ValueError: always; ``export()`` and ``compact()`` call it.
+        """
+        raise ValueError(
+            f"The tables {sorted(self.fates)} follow their traffic: their rows are slots, which"
+            " can't be exported, compacted or expanded yet."
+        )
+
+    def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
+        """Return the distinct ids of a table that training has looked up on this rank since the
+        last call, ascending, int32 ``(n,)``, and how often, int64 ``(n,)``, both on the CPU."""
+        return self._noted[table].take()
+
+    @property
+    def _collection(self) -> Any:
+        [collection] = self.collection
+        return collection
+
+    def _trains(self) -> bool:
+        training: bool = self._collection.training
+        return training and torch.is_grad_enabled()
+
+    def _note(
+        self, ordered: KeyedJaggedTensor, found: KeyedJaggedTensor, unknown: Mapping[str, int]
+    ) -> None:
+        """Note the ids of a training batch, and what became of them.
+
+        Args:
+            found: the slots of those that have one.
+            unknown: how many of each table's ids are out of range.
+        """
+        parts = torch.split(ordered.values(), ordered.length_per_key())
+        left = found.length_per_key()
+        for (table, rows), ids, kept in zip(self._of_keys, parts, left, strict=True):
+            if table not in self.slots:
+                continue
+            # Rare, so that no pass over the ids looks for them otherwise.
+            inside = ids[(ids >= 0) & (ids < rows)] if unknown[table] else ids
+            fates = self.fates[table]
+            fates.lookups += len(ids)
+            fates.missed += len(inside) - kept
+            fates.out_of_range += len(ids) - len(inside)
+            self._noted[table].add(inside)
+
+
+class _Follows:
+    """What both kinds of collections have in common."""
+
+    translation: ClassVar[type[CompactIds]] = FollowingIds
+    _translation: list[CompactIds]
+    _configs: list[Any]
+
+    @property
+    def following_ids(self) -> FollowingIds:
+        """The translation of ids, also where a pipeline has put another module in its place."""
+        [ids] = self._translation
+        assert isinstance(ids, FollowingIds)
+        return ids
+
+    def configs(self) -> list[Any]:
+        """Return the configurations of the whole tables."""
+        return self._configs
+
+
+class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
+    """An EmbeddingBagCollection whose tables store slots, which the ids hold that are looked up
+    most; the others read zeros and train nothing. Made by :func:`following`, or by
+    ``compact(follow=True)``; :class:`~dist_sparse.FollowingTables` hands slots over."""
+
+    pooled: ClassVar = True
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the pooled embeddings, as an EmbeddingBagCollection does."""
+        self.following_ids.consumed(features)
+        return super().forward(features)
+
+
+class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
+    """An EmbeddingCollection whose tables store slots; see
+    :class:`FollowingEmbeddingBagCollection`."""
+
+    pooled: ClassVar = False
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the embeddings of every id, as an EmbeddingCollection does."""
+        self.following_ids.consumed(features)
+        return super().forward(features)
+
+
+FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
+
+
+def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
+    """Return a collection in which some tables store fewer rows than they have ids, and follow
+    their traffic. Call it before DistributedModelParallel, with a collection on the meta device: no
+    table ever exists whole.
+
+    A row of such a table is a slot, which an id holds. At first none does: ids read zeros, train
+    nothing, and are counted. :class:`~dist_sparse.FollowingTables`, made from the sharded model,
+    gives the slots to the ids that are looked up most, again and again.
+
+    Args:
+        collection: an EmbeddingBagCollection or EmbeddingCollection on the meta device.
+            ``num_embeddings`` of a table counts its ids.
+        rows: by table, how many rows it stores; other tables keep a row for each id.
+
+    Returns:
+        A module in the place of the collection, which takes the same ids. TorchRec's collection of
+        slots is its ``inner``.
+
+    Raises:
+        ValueError: an argument is invalid, the collection is not on the meta device, or can't be
+            compacted (:func:`~dist_sparse.compact` says which can't).
+
+    Example::
+
+        >>> import torch
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from dist_sparse import following
+        >>> item = EmbeddingBagConfig(
+        ...     name="item", num_embeddings=100_000_000, embedding_dim=64, feature_names=["item"]
+        ... )
+        >>> bags = EmbeddingBagCollection([item], device=torch.device("meta"))
+        >>> bags = following(bags, rows={"item": 1_000_000})
+        >>> bags.inner.embedding_bags["item"].weight.shape
+        torch.Size([1000000, 64])
+    """
+    torchrec = torchrec_port()
+    found = None if torchrec is None else torchrec.collection(collection)
+    if torchrec is None or found is None or found.is_sharded:
+        raise ValueError(
+            f"Invalid collection of type {type(collection).__name__}: must be an"
+            " EmbeddingBagCollection or EmbeddingCollection that is not sharded yet."
+        )
+    if not all(parameter.is_meta for parameter in collection.parameters()):
+        raise ValueError(
+            "The collection must be on the meta device, device=torch.device('meta'): its tables"
+            " have memory for all ids."
+        )
+    if reason := torchrec.compact_refusal(collection, collection):
+        raise ValueError(f"This collection can't follow its traffic: {reason}.")
+    configs = configs_of(collection)
+    ids = {config.name: config.num_embeddings for config in configs}
+    if not rows or not set(rows) <= set(ids):
+        raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
+    indexes: dict[str, Any] = {}
+    for name, count in rows.items():
+        checks.integer("rows", count, least=1, most=ids[name], of=name)
+        indexes[name] = SlotIndex(ids[name], count)
+    meta = torch.device("meta")
+    if found.pooled:
+        return FollowingEmbeddingBagCollection(configs, indexes, found.weighted, meta)
+    return FollowingEmbeddingCollection(configs, indexes, meta)

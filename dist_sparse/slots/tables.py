@@ -1,0 +1,434 @@
+"""`FollowingTables`: gives the slots of following tables to the ids that are looked up most.
+
+A step between updates is local: ids are noted as they are translated. An update has these parts,
+each on all ranks before the next:
+
+1. Count: noted lookups go to the ranks that own the ids.
+2. Select: the hottest ids of each table, exactly, over all ranks.
+3. Hand over: ids that lost free their slots, ids that won get a reservation.
+4. Admit: once no batch in flight was translated before the hand-over, the reserved rows are
+   written, and their ids are found from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse import checks
+from dist_sparse.groups import Group, Parcels, group_over, world_ranks
+from dist_sparse.slots.collections import (
+    FollowingCollection,
+    FollowingEmbeddingBagCollection,
+    FollowingEmbeddingCollection,
+    FollowingIds,
+)
+from dist_sparse.slots.counts import LookupCounts, Weight
+from dist_sparse.slots.index import SlotIndex
+from dist_sparse.slots.rows import NewRows, stored_parts, write_rows
+from dist_sparse.slots.selection import Contest, Holders, holders_here, keys_of, winners
+from dist_sparse.tables.chunked import ChunkedTensor
+from dist_sparse.text import count, percent, table_lines
+
+__all__ = ["FollowingTables"]
+
+_KINDS = (FollowingEmbeddingBagCollection, FollowingEmbeddingCollection)
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A following table.
+
+    Args:
+        name: of the table.
+        collection: that it is in.
+        bounds: of its initial weights.
+        starts: where the range of each rank's ids begins and, last, where the ids end.
+        counts: of this rank's range.
+        protected: ids that always hold a slot, ascending, int64.
+    """
+
+    name: str
+    collection: FollowingCollection
+    bounds: tuple[float, float]
+    starts: list[int]
+    counts: LookupCounts
+    protected: Tensor
+
+    @property
+    def ids(self) -> FollowingIds:
+        return self.collection.following_ids
+
+    @property
+    def index(self) -> SlotIndex:
+        return self.ids.indexes()[self.name]
+
+    def held_here(self) -> Tensor:
+        """Return the ids of this rank's range that hold a slot, ascending, int64."""
+        ids, _ = self.index.holders()
+        ids = ids.cpu()
+        return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
+
+    def keys(self, ids: Tensor, holds: bool) -> Tensor:
+        """Return what orders ids of this rank's range."""
+        return keys_of(self.counts.of(ids), holds, torch.isin(ids, self.protected))
+
+    def newcomers(self, holders: Holders, least: int) -> Tensor:
+        """Return the ids of this rank's range without a slot that may win one, ascending, int64.
+
+        Args:
+            least: count of an id that is not protected.
+        """
+        if holders.number == self.index.stored:
+            # In a tie the holder keeps its slot.
+            least = max(least, holders.coldest + 1)
+        mine = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
+        both = torch.cat([self.counts.looked_up(least), self.protected[mine]])
+        ids = torch.unique(both)
+        held: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
+        found: Tensor = ids[~held]
+        return found
+
+
+class FollowingTables:
+    """The following tables of a sharded model, and the counts by which ids hold their slots.
+
+    Every id of a table is counted, by the rank that owns its range: an int32. Every ``every`` steps
+    the hottest ids hold the slots: an id comes if it has ``admit_after`` lookups, and more than
+    another id that holds a slot. It gets the table's initial weights, drawn by seed, table and id,
+    and new optimizer state; a slot stays where it is stored. With equal counts, holders stay, then
+    smaller ids come first: slots are the same on every sharding and number of ranks.
+
+    With a train pipeline, batches are translated ahead. Ids that lose their slots are not found
+    from the update on; the ids that follow are found once the batches in flight have been trained,
+    so that a slot is never trained for two ids.
+
+    Collective: every rank of the world must make it, and call ``step()`` equally often.
+
+    Args:
+        model: a DistributedModelParallel with collections of :func:`~dist_sparse.following`.
+        optimizer: what steps tables without a fused optimizer, one or a sequence.
+        every: steps between updates.
+        admit_after: lookups that an id needs before it gets a slot; with ``decay``, in today's
+            weight.
+        decay: what a lookup is worth after each update, in [0.01, 1].
+        protect_ids: by table, ids that hold a slot from the first update on, whatever is looked up.
+        seed: of initial weights.
+
+    Attributes:
+        steps: calls of :meth:`step`.
+        moved: how many slots each table has handed over.
+
+    Raises:
+        ValueError: an argument is invalid, or differs between ranks; the model has no following
+            tables, or two of one name. On every rank.
+
+    Example::
+
+        >>> from dist_sparse import FollowingTables, following
+        >>> # model = DistributedModelParallel(Net(following(bags, rows={"item": 1_000_000})))
+        >>> # slots = FollowingTables(model, every=100, admit_after=2)
+        >>> # after each optimizer step: slots.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        every: int = 100,
+        admit_after: int = 1,
+        decay: float = 1.0,
+        protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._group = group_over(world_ranks())
+        with self._group.agreeing("FollowingTables()") as facts:
+            self.every = checks.integer("every", every, least=1)
+            self.admit_after = checks.integer("admit_after", admit_after, least=1)
+            checks.number("decay", decay, least=0.01, most=1)
+            self.seed = checks.integer("seed", seed)
+            self._weight = Weight(decay)
+            optimizers = [] if optimizer is None else optimizer
+            self._optimizers = (
+                list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizer]
+            )
+            collections = [each for each in model.modules() if isinstance(each, _KINDS)]
+            self._tables = _tables_of(collections, protect_ids or {}, self._group)
+            for each in collections:
+                stored_parts(each.inner, list(each.following_ids.indexes()), self._optimizers)
+            facts.update(
+                every=every, admit_after=admit_after, decay=decay, seed=seed, **self._described()
+            )
+        self.steps = 0
+        self.moved = dict.fromkeys(self._tables, 0)
+        # The step after which reserved slots are held; None where none is reserved.
+        self._admits_at: int | None = None
+
+    def step(self) -> None:
+        """Call after each optimizer step. Collective in steps with an update, otherwise local.
+
+        Raises:
+            ValueError: ranks are at different steps; on every rank.
+            RuntimeError: an update is due while batches of the one before are in flight: ``every``
+                is too small for this pipeline.
+        """
+        self.steps += 1
+        if self._admits_at is not None and self.steps >= self._admits_at:
+            self._admit()
+        if self.steps % self.every == 0:
+            self._update()
+
+    def _update(self) -> None:
+        """Give the slots to the hottest ids. Collective."""
+        ahead = max([each.ids.ahead for each in self._tables.values()], default=0)
+        with self._group.agreeing("step()") as facts:
+            facts["steps"] = self.steps
+            if self._admits_at is not None:
+                raise RuntimeError(
+                    f"Update {self.steps} is due while batches of the update before are in flight:"
+                    f" every={self.every} must be larger than the {ahead} batches that the pipeline"
+                    " is ahead."
+                )
+        ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
+        self._count()
+        changes = self._select()
+        for table, (leaving, coming) in zip(self._tables.values(), changes, strict=True):
+            device = table.index.id_of_slot.device
+            table.index.hand_over(leaving.to(device), coming.to(device))
+            table.counts.seen_all()
+            self.moved[table.name] += len(coming)
+        divisor = self._weight.next()
+        if divisor is not None:
+            for table in self._tables.values():
+                table.counts.divide(divisor)
+        self._admits_at = self.steps + ahead
+        if not ahead:
+            self._admit()
+
+    def _count(self) -> None:
+        """Bring the noted lookups to the ranks that own the ids. Collective."""
+        tables, group = list(self._tables.values()), self._group
+        noted = [table.ids.take_noted(table.name) for table in tables]
+        # Ids ascend: those of a rank's range are together.
+        cuts = [
+            torch.searchsorted(ids, torch.tensor(table.starts, dtype=torch.int32)).tolist()
+            for table, (ids, _) in zip(tables, noted, strict=True)
+        ]
+        lengths = group.all_gather(torch.tensor(cuts).view(len(tables), -1).diff(dim=1))
+        parcels = Parcels(group)
+        for receiver in range(group.size):
+            for (ids, times), edges in zip(noted, cuts, strict=True):
+                mine = slice(edges[receiver], edges[receiver + 1])
+                parcels.send(receiver, ids[mine])
+                parcels.send(receiver, times[mine])
+        arriving = []
+        for sender in range(group.size):
+            for table, length in zip(tables, lengths[sender, :, group.rank].tolist(), strict=True):
+                read_ids = parcels.expect(sender, (length,), torch.int32)
+                arriving.append((table, read_ids, parcels.expect(sender, (length,), torch.int64)))
+        parcels.exchange(torch.device("cpu"))
+        for table, read_ids, read_times in arriving:
+            table.counts.add(read_ids(), read_times(), self._weight.now)
+
+    def _select(self) -> list[list[Tensor]]:
+        """Return for each table the ids that lose their slots, and those that win one, over all
+        ranks: ascending, int64. Collective."""
+        tables, group = list(self._tables.values()), self._group
+        held = [table.held_here() for table in tables]
+        keys = [table.keys(ids, True) for table, ids in zip(tables, held, strict=True)]
+        holders = holders_here(keys, group)
+        least = self.admit_after * self._weight.now
+        new = [each.newcomers(those, least) for each, those in zip(tables, holders, strict=True)]
+        contests = []
+        for table, old_ids, old_keys, new_ids in zip(tables, held, keys, new, strict=True):
+            ids, order = torch.cat([old_ids, new_ids]).sort()
+            all_keys = torch.cat([old_keys, table.keys(new_ids, False)])[order]
+            contests.append(Contest(table.index.stored, ids, all_keys))
+        changes = []
+        for contest, old_ids, wins in zip(contests, held, winners(contests, group), strict=True):
+            holds = torch.isin(contest.ids, old_ids)
+            changes += [contest.ids[holds & ~wins], contest.ids[wins & ~holds]]
+        gathered = _gathered(changes, group)
+        return [gathered[at : at + 2] for at in range(0, len(gathered), 2)]
+
+    def _admit(self) -> None:
+        """Write the reserved rows, and let their ids be found. Local."""
+        self._admits_at = None
+        stored: dict[FollowingCollection, Any] = {}
+        for table in self._tables.values():
+            collection = table.collection
+            if collection not in stored:
+                names = list(table.ids.indexes())
+                stored[collection] = stored_parts(collection.inner, names, self._optimizers)
+            ids, slots = table.index.admit()
+            new = NewRows(table.name, self.seed, ids.cpu(), slots.cpu(), table.bounds)
+            write_rows(stored[collection][table.name], new)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
+        them on any number of ranks. Who holds the slots is in the model's state. Collective."""
+        self._count()
+        return {
+            "step": self.steps,
+            "admits_at": -1 if self._admits_at is None else self._admits_at,
+            "decay": self._weight.decay,
+            "age": self._weight.age,
+            "seed": self.seed,
+            "tables": self._described(),
+            "counts": {name: _chunked(table) for name, table in self._tables.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; the arguments ``every``, ``admit_after`` and ``protect_ids``
+        stay. Load the model's state too. Collective.
+
+        Raises:
+            ValueError: the state is of other tables, ``decay`` or ``seed``, or of other ranks and
+                not loaded by torch.distributed.checkpoint. On every rank, and nothing has changed.
+        """
+        with self._group.agreeing("load_state_dict()") as facts:
+            mine = {
+                "decay": self._weight.decay,
+                "seed": self.seed,
+                "tables": self._described(),
+            }
+            for key, value in mine.items():
+                if (saved := state_dict.get(key)) != value:
+                    raise ValueError(f"The state has {key}={saved}, and here it is {value}.")
+            steps = {key: int(state_dict[key]) for key in ("step", "admits_at", "age")}
+            counts = {
+                name: _loaded(table, state_dict["counts"][name])
+                for name, table in self._tables.items()
+            }
+            facts.update(steps)
+        self.steps = steps["step"]
+        self._weight = Weight(self._weight.decay, steps["age"])
+        self._admits_at = None if steps["admits_at"] < 0 else steps["admits_at"]
+        for name, table in self._tables.items():
+            table.ids.take_noted(name)
+            table.counts.load(counts[name])
+
+    def summary(self) -> str:
+        """Return a text table of the slots, and of what became of the lookups of training batches
+        on all ranks. Collective."""
+        tables = list(self._tables.values())
+        fates = [table.ids.fates[table.name] for table in tables]
+        here = [[each.lookups, each.missed, each.out_of_range] for each in fates]
+        for numbers, table in zip(here, tables, strict=True):
+            numbers.append(int((table.counts.counts > 0).sum()))
+        totals = self._group.all_reduce(torch.tensor(here, dtype=torch.int64)).tolist()
+        head = ("table", "ids", "seen", "slots", "held", "handed over", "lookups", "without a row")
+        lines = []
+        for table, (lookups, missed, out, seen) in zip(tables, totals, strict=True):
+            share = percent(missed / lookups) if lookups else "-"
+            index = table.index
+            cells = [index.rows, seen, index.stored, index.num_kept, self.moved[table.name]]
+            text = f"{share}, {count(out)} out of range" if out else share
+            lines.append((table.name, *map(count, [*cells, lookups]), text))
+        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 7)))])
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._tables)
+        return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
+
+    def _described(self) -> dict[str, list[int]]:
+        """Return the ids and the slots of each table."""
+        return {
+            name: [table.index.rows, table.index.stored] for name, table in self._tables.items()
+        }
+
+
+def _tables_of(
+    collections: Sequence[FollowingCollection],
+    protect_ids: Mapping[str, Sequence[int] | Tensor],
+    group: Group,
+) -> dict[str, _Table]:
+    """Return the following tables of collections, by name."""
+    found: dict[str, _Table] = {}
+    for collection in collections:
+        for config in collection.configs():
+            index = collection.following_ids.indexes().get(config.name)
+            if index is None:
+                continue
+            if config.name in found:
+                raise ValueError(f"Two following tables have the name {config.name!r}.")
+            block = -(-index.rows // group.size)
+            starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
+            found[config.name] = _Table(
+                name=config.name,
+                collection=collection,
+                bounds=(config.get_weight_init_min(), config.get_weight_init_max()),
+                starts=starts,
+                counts=LookupCounts(starts[group.rank], starts[group.rank + 1]),
+                protected=_protected(config.name, index, protect_ids.get(config.name, ())),
+            )
+    if not found:
+        raise ValueError("The model has no following tables: following() makes them.")
+    if unknown := sorted(set(protect_ids) - set(found)):
+        raise ValueError(f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.")
+    return found
+
+
+def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
+    """Return protected ids: distinct, ascending, int64."""
+    given = torch.as_tensor(ids)
+    if given.numel() and given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Invalid protect_ids of table {table!r}: must be integers.")
+    found: Tensor = torch.unique(given.long())
+    if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < index.rows:
+        raise ValueError(f"Invalid protect_ids of table {table!r}: must be in [0, {index.rows}).")
+    if len(found) > index.stored:
+        raise ValueError(
+            f"Invalid protect_ids of table {table!r}: {len(found)} ids, but {index.stored} slots."
+        )
+    return found
+
+
+def _gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective: two
+    all-gathers."""
+    lengths = group.all_gather(torch.tensor([len(part) for part in parts]))
+    mine = torch.cat(list(parts))
+    padded = torch.zeros(int(lengths.sum(1).max()), dtype=torch.int64)
+    padded[: len(mine)] = mine
+    pieces: list[list[Tensor]] = [[] for _ in parts]
+    for row, sizes in zip(group.all_gather(padded), lengths, strict=True):
+        of_rank = row[: int(sizes.sum())].split(sizes.tolist())
+        for number, piece in enumerate(of_rank):
+            pieces[number].append(piece)
+    return [torch.cat(each) for each in pieces]
+
+
+def _chunked(table: _Table) -> ChunkedTensor:
+    """Return the counts of a table as a state holds them."""
+    counts, first = table.counts.counts, table.counts.first
+    size = len(counts)
+    # A rank behind the last id has nothing to write.
+    writes = [((first,), counts)] if size else []
+    wants = [((first,), (size,))] if size else []
+    return ChunkedTensor((table.index.rows,), counts.dtype, writes, wants)
+
+
+def _loaded(table: _Table, saved: Any) -> Tensor:
+    """Return the counts of this rank's range from a state."""
+    wanted = table.counts.counts
+    pieces = [wanted[:0]]
+    if isinstance(saved, ChunkedTensor):
+        pieces += saved.loaded or [
+            piece for (first,), piece in saved.writes if first == table.counts.first
+        ]
+    found = torch.cat(pieces)
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise ValueError(
+            f"Table {table.name!r}: the state has no counts of the ids"
+            f" [{table.counts.first}, {table.counts.last}). Of other ranks, it must be loaded by"
+            " torch.distributed.checkpoint."
+        )
+    if len(found) and int(found.min()) < 0:
+        raise ValueError(f"Table {table.name!r}: the state has counts below 0.")
+    return found

@@ -1,0 +1,90 @@
+"""The index, the counts and the selection of following tables, against loops."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dist_sparse.groups import group_over
+from dist_sparse.slots.counts import MOST, LookupCounts, Weight
+from dist_sparse.slots.index import SlotIndex
+from dist_sparse.slots.selection import Contest, winners
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_index_follows_its_state(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not mapped:
+        monkeypatch.setattr("dist_sparse.slots.index.MAPPED_IDS", 0)
+    choose = random.Random(0)
+    index, held = SlotIndex(70, 6), dict[int, int]()
+    for _ in range(30):
+        leaving = sorted(choose.sample(sorted(held), choose.randint(0, len(held))))
+        free = sorted(set(range(6)) - {held[number] for number in held if number not in leaving})
+        others = [number for number in range(70) if number not in held]
+        coming = sorted(choose.sample(others, choose.randint(0, len(free))))
+        index.hand_over(
+            torch.tensor(leaving, dtype=torch.int64), torch.tensor(coming, dtype=torch.int64)
+        )
+        held = {number: slot for number, slot in held.items() if number not in leaving}
+        expected = torch.tensor([held.get(number, -1) for number in range(70)])
+        assert torch.equal(index(torch.arange(70)).long(), expected)
+        held |= dict(zip(coming, free, strict=False))
+        assert [each.tolist() for each in index.admit()] == [coming, free[: len(coming)]]
+        expected = torch.tensor([held.get(number, -1) for number in range(70)])
+        assert torch.equal(index(torch.arange(70)).long(), expected)
+        assert index.holders()[0].tolist() == sorted(held) and index.num_kept == len(held)
+        assert torch.equal(index.kept(), expected >= 0)
+        assert index(torch.tensor([[-1, 70, 3]])).tolist() == [[-2, -2, int(expected[3])]]
+        # A load writes into the state, or puts another in its place.
+        other = SlotIndex(70, 6)
+        other.load_state_dict(index.state_dict())
+        assert torch.equal(other(torch.arange(70)), index(torch.arange(70)))
+
+
+def test_index_refuses_hashed_ids() -> None:
+    with pytest.raises(ValueError, match=r"Invalid number of ids, 1099511627776: .* bitmap"):
+        SlotIndex(2**40, 6)
+
+
+def test_selection_is_a_sort() -> None:
+    choose = random.Random(0)
+    for _ in range(200):
+        contests, expected = [], []
+        for _ in range(choose.randint(1, 3)):
+            size, slots = choose.randint(0, 20), choose.randint(1, 12)
+            ids = sorted(choose.sample(range(100), size))
+            keys = [choose.choice([0, 1, 2, 7, 2**20, 2**31 + 1, 2**31 + 2]) for _ in ids]
+            order = sorted(range(size), key=lambda at: (-keys[at], ids[at]))[:slots]
+            contests.append(
+                Contest(
+                    slots,
+                    torch.tensor(ids, dtype=torch.int64),
+                    torch.tensor(keys, dtype=torch.int64),
+                )
+            )
+            expected.append([at in order for at in range(size)])
+        assert [each.tolist() for each in winners(contests, group_over(None))] == expected
+
+
+def test_counts_stop_and_divide() -> None:
+    owned = LookupCounts(5, 9)
+    owned.add(torch.tensor([5, 8]), torch.tensor([2**40, 3]), weight=256)
+    assert owned.counts.tolist() == [MOST, 0, 0, 768]
+    assert owned.looked_up(1).tolist() == [5, 8]
+    owned.seen_all()
+    assert owned.looked_up(0).tolist() == []
+    owned.divide(256)
+    assert owned.of(torch.tensor([5, 8])).tolist() == [MOST // 16, 48]
+
+
+def test_weight_of_lookups_is_the_decay() -> None:
+    weight, total, exact = Weight(0.8), 0.0, 0.0
+    for _ in range(40):
+        total += weight.now
+        divisor = weight.next()
+        total = total if divisor is None else total * 16 // divisor
+        exact = (exact + 1) * 0.8
+    # In lookups of the time that begins.
+    assert total / weight.now == pytest.approx(exact, rel=0.02)

@@ -1,0 +1,105 @@
+"""Following tables on every sharding: slots, rows and lookups against loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from dist_sparse import FollowingTables
+from dist_sparse.slots.rows import stored_parts
+from tests.dist.cells import gathered
+from tests.dist.plugin import on_ranks
+from tests.slots.models import FEATURES, IDS, SLOTS, batch, build, kinds
+from tests.slots.oracle import Oracle, holders, initial
+
+EVERY = [(world, kind) for world in (1, 2, 4) for kind in kinds(world)]
+HOW: dict[str, Any] = {"every": 3, "admit_after": 2, "decay": 0.7}
+PROTECTED = {"item": [7, 30], "user": [0]}
+
+
+def everywhere(features: KeyedJaggedTensor) -> list[dict[str, list[list[int]]]]:
+    """The bags of every rank, by feature."""
+    mine = {
+        key: [
+            bag.tolist() for bag in features[key].values().split(features[key].lengths().tolist())
+        ]
+        for key in features.keys()  # noqa: SIM118
+    }
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def states(model: Any, optimizer: Any, table: str) -> list[tuple[Any, Tensor, list[Tensor]]]:
+    """What this rank stores of a table, copied."""
+    inner = model.module.tables.inner
+    return [
+        (part.rect, part.weight.clone(), [state.clone() for state, _ in part.states])
+        for part in stored_parts(inner, [table], [optimizer])[table]
+    ]
+
+
+def check_step(
+    before: Any, after: Any, table: str, dim: int, written: list[tuple[int, int]]
+) -> None:
+    """Only rows that change hands are written: the initial row, and new optimizer state."""
+    for (rect, weight, old), (_, now, new) in zip(before, after, strict=True):
+        for slot, number in written:
+            if rect.row <= slot < rect.row_end:
+                row = initial(table, number, dim, IDS[table])
+                weight[slot - rect.row] = row[rect.col : rect.col_end]
+                for state in old:
+                    state[slot - rect.row] = 0
+        assert torch.equal(weight, now)
+        assert old and all(map(torch.equal, old, new))
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "kind"), EVERY)
+def test_slots_rows_and_lookups(world: int, kind: str) -> None:
+    built = build(world, kind, mean=kind == "row_wise")
+    model, optimizer = built.model, built.optimizer
+    slots = FollowingTables(model, optimizer, protect_ids=PROTECTED, **HOW)
+    oracles = {
+        table: Oracle(IDS[table], SLOTS[table], protected=PROTECTED[table], **HOW)
+        for table in SLOTS
+    }
+    for step in range(14):
+        features = batch(step, world)
+        ranks, weights = everywhere(features), gathered(model)
+        optimizer.zero_grad()
+        loss, out = model(features)
+        expected = []
+        for table, keys in FEATURES.items():
+            for key in keys:
+                columns = []
+                for rank, bags in enumerate(ranks):
+                    for bag in bags[key]:
+                        found = oracles[table].look_up(bag) if table in oracles else bag
+                        total = sum(
+                            (weights[table][slot] for slot in found if slot >= 0),
+                            torch.zeros(built.dim),
+                        )
+                        if kind == "row_wise":
+                            total = total / max(1, len(bag))
+                        if rank == dist.get_rank():
+                            columns.append(total)
+                expected.append(torch.stack(columns))
+        torch.testing.assert_close(out / model.module.factor.detach(), torch.cat(expected, dim=1))
+        loss.backward()
+        optimizer.step()
+        before = {table: states(model, optimizer, table) for table in SLOTS}
+        slots.step()
+        for table, oracle in oracles.items():
+            oracle.step()
+            assert holders(model.state_dict(), table) == oracle.id_of_slot
+            after = states(model, optimizer, table)
+            check_step(before[table], after, table, built.dim, oracle.written)
+            assert slots.moved[table] == oracle.moved
+    assert min(slots.moved.values()) > 10
+    assert "item" in slots.summary()

@@ -1,0 +1,136 @@
+"""Following tables in pipelines, in evaluation, and in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torchrec.distributed import TrainPipelineSparseDist
+
+from dist_sparse import Checkpoints, FollowingTables
+from tests.dist.cells import gathered
+from tests.dist.plugin import on_ranks
+from tests.slots.models import FEATURES, IDS, SLOTS, Built, batch, build
+from tests.slots.oracle import Oracle, holders
+from tests.slots.test_sharded import HOW, everywhere
+
+
+def count(oracles: dict[str, Oracle], features: Any) -> None:
+    """Look a batch of all ranks up."""
+    for bags in everywhere(features):
+        for table, oracle in oracles.items():
+            for key in FEATURES[table]:
+                for bag in bags[key]:
+                    oracle.look_up(bag)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("bags", [True, False])
+def test_pipelines_translate_ahead(bags: bool) -> None:
+    """An id that loses its slot between the translation of a batch and its forward still trains its
+    own row in that batch: the slot changes hands after it."""
+    world, steps = 2, 13
+    built = build(world, "row_wise", bags=bags)
+    slots = FollowingTables(built.model, built.optimizer, **HOW)
+    oracles = {table: Oracle(IDS[table], SLOTS[table], ahead=1, **HOW) for table in SLOTS}
+    pipeline: Any = TrainPipelineSparseDist(
+        built.model,
+        built.optimizer,
+        torch.device("cpu"),
+        execute_all_batches=True,
+        pipeline_postproc=True,
+    )
+    batches = [batch(step, world) for step in range(steps)]
+    stream = iter(batches)
+    count(oracles, batches[0])
+    for step in range(steps):
+        pipeline.progress(stream)
+        ahead = step + 1 < steps
+        if ahead:
+            count(oracles, batches[step + 1])
+        weights = gathered(built.model)
+        slots.step()
+        now = gathered(built.model)
+        for table, oracle in oracles.items():
+            oracle.ahead = int(ahead)
+            oracle.step()
+            assert holders(built.model.state_dict(), table) == oracle.id_of_slot, (step, table)
+            same = [slot for slot in range(SLOTS[table]) if slot not in dict(oracle.written)]
+            assert torch.equal(now[table][same], weights[table][same])
+    assert min(slots.moved.values()) > 5
+
+
+@on_ranks(2)
+def test_evaluation_counts_nothing() -> None:
+    built = build(2, "row_wise", bags=False)
+    slots = FollowingTables(built.model, built.optimizer, every=1)
+    with torch.no_grad():
+        built.model(batch(0, 2))
+    built.model.eval()
+    built.model(batch(0, 2))
+    slots.step()
+    assert slots.moved == dict.fromkeys(SLOTS, 0)
+    built.model.train()
+    _, out = built.model(batch(0, 2))
+    lengths = batch(0, 2).lengths()
+    assert len(out) == int(lengths.sum())
+    slots.step()
+    assert min(slots.moved.values()) > 2
+
+
+def train(built: Built, slots: FollowingTables, steps: range, world: int) -> None:
+    for step in steps:
+        built.optimizer.zero_grad()
+        loss, _ = built.model(batch(step, world))
+        loss.backward()
+        built.optimizer.step()
+        slots.step()
+
+
+def result(built: Built) -> dict[str, Any]:
+    state = built.model.state_dict()
+    return {table: (holders(state, table), gathered(built.model)[table]) for table in SLOTS}
+
+
+def check_same(one: dict[str, tuple[Any, Tensor]], other: dict[str, tuple[Any, Tensor]]) -> None:
+    for table in SLOTS:
+        assert one[table][0] == other[table][0]
+        torch.testing.assert_close(one[table][1], other[table][1])
+
+
+KINDS = {1: "table_wise", 2: "row_wise", 4: "column_wise"}
+
+
+@on_ranks(2)
+def test_saves_for_other_ranks(tmp_path: Path) -> None:
+    built = build(2, "row_wise")
+    slots = FollowingTables(built.model, built.optimizer, **HOW)
+    train(built, slots, range(7), 2)
+    state = {"model": built.model.state_dict(), "slots": slots.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    Checkpoints(tmp_path / "own").save(
+        7, model=built.model, optimizer=built.optimizer, sparse=slots
+    )
+    train(built, slots, range(7, 14), 2)
+    expected = result(built)
+    for own in (True, False):
+        again = build(2, "column_wise" if own else "row_wise")
+        resumed = FollowingTables(again.model, again.optimizer, **HOW)
+        if own:
+            Checkpoints(tmp_path / "own").resume_latest(
+                model=again.model, optimizer=again.optimizer, sparse=resumed
+            )
+        else:
+            held = {"model": again.model.state_dict(), "slots": resumed.state_dict()}
+            dcp.load(held, checkpoint_id=tmp_path / "dcp")
+            again.model.load_state_dict(held["model"])
+            resumed.load_state_dict(held["slots"])
+        assert resumed.steps == 7
+        train(again, resumed, range(7, 14), 2)
+        found = result(again)
+        for table in SLOTS:
+            assert found[table][0] == expected[table][0]
