@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSet, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
+from dist_sparse.tables.shards import CACHED
 
-__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch"]
+__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch", "write_back"]
 
 ROW_WRITERS: Final = {
     "SGD",
@@ -59,6 +61,40 @@ _PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
 
+_pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
+"""By FBGEMM's module, lookups whose backward is to come. Not only in :class:`FbgemmBatch`: tables
+are located anew for every mask update."""
+
+
+def write_back(kernel: Any) -> None:
+    """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
+    :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`.
+
+    Args:
+        kernel: TorchRec's module around the batch.
+    """
+    batch = kernel.emb_module
+    # FBGEMM has no cache on CPUs, and none for other kernels.
+    if not batch.lxu_cache_weights.numel():
+        return
+    tables = [config.name for config in kernel._config.embedding_tables]
+    if batch.timesteps_prefetched:
+        raise ValueError(
+            f"The tables {tables} have the compute kernel {CACHED!r}, and rows in their cache are"
+            " prefetched for a coming lookup, so that they can't be written back: train with"
+            " TrainPipelineSparseDist, which prefetches none."
+        )
+    # The backward would write to places in the cache that other rows have by then.
+    if _pending.get(batch):
+        raise ValueError(
+            f"The tables {tables} have the compute kernel {CACHED!r}, and a lookup waits for its"
+            " backward, so that rows in their cache can't be written back: update masks and read"
+            " weights after the backward, and free outputs that get none."
+        )
+    batch.flush()
+    batch.reset_cache_states()
+
+
 class FbgemmBatch:
     """A :class:`~dist_sparse.tables.protocols.TableBatch`.
 
@@ -99,6 +135,23 @@ class FbgemmBatch:
         # Without eps Adagrad divides 0 by 0.
         plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS
         return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
+
+    @property
+    def caches_rows(self) -> bool:
+        """Whether FBGEMM caches rows on the device."""
+        kernel: Any = self.module
+        return any(
+            config.compute_kernel.value == CACHED for config in kernel._config.embedding_tables
+        )
+
+    @property
+    def pending(self) -> MutableSet[object]:
+        """Lookups whose backward is to come."""
+        return _pending.setdefault(self.kernel, WeakSet())
+
+    def write_back(self) -> None:
+        """Write cached rows back, and empty the cache; see :func:`write_back`."""
+        write_back(self.module)
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
