@@ -125,7 +125,8 @@ class TableBatchHooks:
         self._rows = ZeroedRows(self._features, device)
         self._counts = LookupCounts(self._features)
         self._sampled = SampledLookups(self._features)
-        self._caches = batch.caches_rows
+        # Whether rows of registered tables are cached.
+        self._caches = False
         # All ids of the last forward, and those that were passed on to the kernel.
         self._last: tuple[Any, Any] = (None, None)
         # FBGEMM's CPU backward writes wrong rows if a table is empty and widths differ.
@@ -250,7 +251,8 @@ class TableBatchHooks:
         """Wait for lookups on other streams, and have the weights of this moment in place."""
         self._order.before_write()
         self._current()
-        self._batch.write_back()
+        if self._caches:
+            self._batch.write_back()
 
     def _storage(self) -> list[tuple[int, int]]:
         """Return the addresses of the weights, and torch's counts of writes. It counts all but
@@ -299,13 +301,14 @@ class TableBatchHooks:
         """Return the tables whose removed rows stay zero if their ids weigh nothing.
 
         Raises:
-            ValueError: another table caches rows, which can't be zeroed after each backward.
+            ValueError: rows of another table are cached, and can't be zeroed after each backward.
         """
         found: set[int] = set()
         if not self.trains_removed and not self._strays and self._batch.keeps_zeros:
             found = {table for table, slot in self._slots.items() if slot.whole_rows}
-        rest = [self.places[table].name for table in self._slots if table not in found]
-        if self._caches and rest:
+        cached = self._batch.cached & self._slots.keys()
+        self._caches = bool(cached)
+        if rest := sorted(self.places[table].name for table in cached - found):
             raise ValueError(
                 f"The tables {rest} have the compute kernel {CACHED!r}: rows in its cache can't be"
                 " zeroed after each backward, so that removed rows must stay zero by themselves."

@@ -7,7 +7,7 @@ is resharded, so a :class:`Collection` or :class:`TableBatch` is read again wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -89,8 +89,9 @@ class TableBatch(Protocol):
         ...
 
     @property
-    def caches_rows(self) -> bool:
-        """Whether rows may be cached, so that :meth:`weights` has not their latest values."""
+    def cached(self) -> Set[int]:
+        """The shards whose rows are cached, so that :meth:`weights` may lack their latest
+        values."""
         ...
 
     @property

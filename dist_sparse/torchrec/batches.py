@@ -77,7 +77,8 @@ def write_back(kernel: Any) -> None:
     # FBGEMM has no cache on CPUs, and none for other kernels.
     if not batch.lxu_cache_weights.numel():
         return
-    tables = [config.name for config in kernel._config.embedding_tables]
+    configs = kernel._config.embedding_tables
+    tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
     if batch.timesteps_prefetched:
         raise ValueError(
             f"The tables {tables} have the compute kernel {CACHED!r}, and rows in their cache are"
@@ -121,7 +122,7 @@ class FbgemmBatch:
                 " dist_sparse does not know: it may write rows that no batch has looked up, and"
                 " removed weights would come back unseen."
             )
-        # A batch uses one of them: on the device, on the host, or in unified memory.
+        # Where its tables are: on the device, on the host, or in unified memory.
         places = ("weights_dev", "weights_host", "weights_uvm")
         self._silent: Tensor | None = None
         self._stored = [place for place in places if getattr(self._batch, place).numel()]
@@ -137,12 +138,11 @@ class FbgemmBatch:
         return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
 
     @property
-    def caches_rows(self) -> bool:
-        """Whether FBGEMM caches rows on the device."""
+    def cached(self) -> set[int]:
+        """The tables whose rows FBGEMM caches on the device. TorchRec groups them with others."""
         kernel: Any = self.module
-        return any(
-            config.compute_kernel.value == CACHED for config in kernel._config.embedding_tables
-        )
+        kinds = [config.compute_kernel.value for config in kernel._config.embedding_tables]
+        return {table for table, kind in enumerate(kinds) if kind == CACHED}
 
     @property
     def pending(self) -> MutableSet[object]:

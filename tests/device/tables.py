@@ -10,7 +10,7 @@ outputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -68,7 +68,7 @@ class Kernel(nn.Module):
     pooling: Literal["sum"] = "sum"
     keeps_zeros = True
     is_adagrad = True
-    caches_rows = False
+    cached: Set[int] = frozenset()
 
     def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
         super().__init__()
@@ -157,11 +157,10 @@ class CachingKernel(Kernel):
     """A kernel whose lookups and backwards read and write copies of rows, as FBGEMM's cache on the
     device holds them. Tables have their latest values after a :meth:`write_back` alone."""
 
-    caches_rows = True
-
     def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
         super().__init__(tables, on_device)
         self._copies = [torch.full(shape, torch.nan) for shape in self.shapes]
+        self.cached = set(range(len(tables)))
         self._cached = [torch.zeros(rows, dtype=torch.bool) for rows, _ in self.shapes]
 
     def fetched(self, batch: Sequence[_Bags]) -> list[Tensor]:
@@ -330,7 +329,7 @@ class Collection(nn.Module):
             ranks=layout.ranks,
             tiling=tuple((rect,) for rect in layout.tiling),
             shards=(Shard(layout.tiling[self._rank], view.data),),
-            kernel=CACHED if self.kernel.caches_rows else "fused",
+            kernel=CACHED if self.kernel.cached else "fused",
             fqn=fqn,
             features=(f"f{number}",),
         )

@@ -345,11 +345,12 @@ def test_refused_modules() -> None:
 @on_ranks(2)
 def test_refused_kernels() -> None:
     cell = cells(2)["row_wise"]
-    cached = row_wise(compute_kernel="fused_uvm_caching")
+    # A sharding of its own, so that its kernel holds no other table.
+    cached = table_wise(rank=0, compute_kernel="fused_uvm_caching")
     model = build(replace(cell, plan={**cell.plan, "item": cached}))
     [found] = model_source(model, include="item").locate()
     assert found.kernel == "fused_uvm_caching"
-    # CPUs have no such kernel: the metadata says so.
+    # CPUs have no such kernel. The kernels of all ranks have the same configurations.
     for sharding in model.module.sparse.tables._embedding_shardings:
         for groups in sharding._grouped_embedding_configs_per_rank:
             for config in (table for group in groups for table in group.embedding_tables):

@@ -5,7 +5,7 @@ FBGEMM's own lookups and backwards. Nothing of it has run on a GPU."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -42,9 +42,14 @@ def process_group() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def model_of(kernel: str, bags: bool = True, optimizer: str = "EXACT_ROWWISE_ADAGRAD") -> Any:
+Kernel = str | Mapping[str, str]
+"""Of all tables, or by table."""
+
+
+def model_of(kernel: Kernel, bags: bool = True, optimizer: str = "EXACT_ROWWISE_ADAGRAD") -> Any:
     """Two tables of the same weights in every model."""
     torch.manual_seed(0)
+    kinds = dict.fromkeys(ROWS, kernel) if isinstance(kernel, str) else kernel
     net: Any
     if bags:
         made = [
@@ -61,7 +66,7 @@ def model_of(kernel: str, bags: bool = True, optimizer: str = "EXACT_ROWWISE_ADA
     )
     plan = construct_module_sharding_plan(
         net,
-        dict.fromkeys(ROWS, table_wise(rank=0, compute_kernel=kernel)),
+        {name: table_wise(rank=0, compute_kernel=kind) for name, kind in kinds.items()},
         sharder=sharder,
         local_size=1,
         world_size=1,
@@ -124,7 +129,14 @@ class Cache:
 class Run:
     """A model that trains with masks of whole rows."""
 
-    def __init__(self, kernel: str, bags: bool = True, cache: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        bags: bool = True,
+        cache: bool = False,
+        config: Any = None,
+        **options: Any,
+    ) -> None:
         self._bags = bags
         self.model = model_of(kernel, bags)
         if cache:
@@ -132,7 +144,7 @@ class Run:
                 Cache(each.emb_module)
         score = {"score": "norm", "sparse_block_shape": (1, ROW), **options}
         self.sparsifier = ImportanceSparsifier(sparsity_level=0.0, norm="L2", **score)
-        self.names = self.sparsifier.add_model(self.model)
+        self.names = self.sparsifier.add_model(self.model, config=config)
         self.enforcer = MaskEnforcer(self.sparsifier).attach()
 
     def features(self, seed: int) -> KeyedJaggedTensor:
@@ -196,6 +208,19 @@ def test_training_is_that_of_tables_in_the_memory_of_the_device(
 @pytest.mark.parametrize("block", FINER)
 def test_fused_uvm_takes_finer_blocks(block: tuple[int, int]) -> None:
     found, expected = (Run(kind, sparse_block_shape=block) for kind in ("fused_uvm", "fused"))
+    for level in (0.5, 0.8):
+        for run in (found, expected):
+            run.update(level)
+            run.train(int(10 * level))
+    assert all(map(torch.equal, found.state(), expected.state()))
+
+
+def test_cached_tables_share_a_batch_with_others() -> None:
+    """One of them may have finer blocks."""
+    finer = {"b": {"sparse_block_shape": (1, 4)}}
+    found = Run({"a": "fused_uvm_caching", "b": "fused"}, cache=True, config=finer)
+    expected = Run("fused", config=finer)
+    assert len(kernels(found.model)) == 1
     for level in (0.5, 0.8):
         for run in (found, expected):
             run.update(level)
