@@ -81,11 +81,13 @@ MUTATIONS = [
     M("schedulers/base.py", "            if notes.stepped == sparsifier.step_count\n", "", "tests/schedulers tests/conformance/test_base_data_scheduler.py"),
     # -- enforcer
     # --------------------------------------------------------------------------------------------------------
-    M("enforcer/fused.py", "            if self._cleaner.needed:", "            if False:", "tests/dist/test_enforce.py -k batches"),
+    M("enforcer/fused.py", "            if self._rows.cleans_lookups:", "            if False:", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "(not lookup.masked or lookup.masks_key != self._masks_key())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
-    M("enforcer/fused.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
-    M("enforcer/fused.py", "or not self._batch.keeps_zeros", "", "tests/enforcer/test_weighing.py -k no_eps"),
-    M("enforcer/fused.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),
+    M("enforcer/ids.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
+    M("enforcer/fused.py", " and self._batch.keeps_zeros", "", "tests/enforcer/test_weighing.py -k no_eps"),
+    M("torchrec/batches.py", "    batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
+    M("torchrec/batches.py", "    batch.reset_cache_states()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
+    M("enforcer/streams.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),
     M("torchrec/batches.py", "given.masked_fill(~flags, 0)", "given", "tests/enforcer/test_weighing.py -k weighted-rowwise"),
     M("torchrec/batches.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("torchrec/outputs.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),

@@ -14,9 +14,7 @@ TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,30 +23,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer.counts import LookupCounts
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.ids import KeptIds, worth_dropping
+from dist_sparse.enforcer.ids import MaskedIds, worth_dropping
 from dist_sparse.enforcer.optimizers import State, reset_state
-from dist_sparse.enforcer.rows import (
-    DirtyRows,
-    RowCleaner,
-    Slot,
-    TorchRowCleaner,
-    count_lookups,
-    zero_rows,
-)
+from dist_sparse.enforcer.rows import Slot
 from dist_sparse.enforcer.sampled import SampledLookups
+from dist_sparse.enforcer.streams import StreamOrder
 from dist_sparse.enforcer.written import WrittenRows
+from dist_sparse.enforcer.zeroed import ZeroedRows
 from dist_sparse.masking.cached.kept_scores import KeptScores, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch, WholeRowWriter
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.shards import CACHED, ShardedData
 
 __all__ = [
     "Place",
-    "StreamOrder",
     "TableBatchHooks",
     "averages",
     "collections_of",
@@ -56,7 +48,6 @@ __all__ = [
     "lookups_of",
     "places_in",
     "places_of",
-    "row_cleaner_on",
 ]
 
 
@@ -79,7 +70,7 @@ Ids = tuple[Tensor, Ends]
 """The ids of a lookup."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Lookup:
     """A lookup whose backward is still to come.
 
@@ -94,52 +85,6 @@ class _Lookup:
     written: Ids
     masked: bool
     masks_key: tuple[int, ...]
-
-
-class StreamOrder:
-    """Orders lookups and writes of a set of tables across CUDA streams, for training pipelines with
-    a stream of their own for lookups. Never blocks the host.
-
-    Args:
-        device: of the tables.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._readers: set[Any] = set()
-        # The stream of the last write, and an event after it.
-        self._last_write: tuple[Any, Any] | None = None
-
-    def before_read(self) -> None:
-        """Have the current stream wait for the last write."""
-        if self._has_streams():
-            stream = torch.cuda.current_stream(self._device)
-            self._wait_for_last_write(stream)
-            self._readers.add(stream)
-
-    def before_write(self) -> None:
-        """Have the current stream wait for all lookups, their backwards, and the last write."""
-        if self._has_streams():
-            stream = torch.cuda.current_stream(self._device)
-            self._wait_for_last_write(stream)
-            for reader in self._readers - {stream}:
-                stream.wait_stream(reader)
-
-    def after_write(self) -> None:
-        """Have later lookups on other streams wait for the current one, up to here."""
-        if self._has_streams():
-            stream = torch.cuda.current_stream(self._device)
-            self._last_write = stream, stream.record_event()
-
-    def _wait_for_last_write(self, stream: Any) -> None:
-        # An event: waiting for all work of the other stream would end the overlap of the two.
-        if self._last_write is not None and self._last_write[0] != stream:
-            stream.wait_event(self._last_write[1])
-
-    def _has_streams(self) -> bool:
-        # Asking for the current stream would initialize CUDA.
-        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return started and self._device.type == "cuda"
 
 
 class TableBatchHooks:
@@ -167,35 +112,27 @@ class TableBatchHooks:
         self.clock = clock
         self._batch = batch
         self._store = store
-        self._counted: dict[int, Tensor] = {}
-        # Lookups until counts must be clamped, so that no integer overflows.
-        self._room = 0
         self._features = list(batch.features)
-        self._sampled = SampledLookups(self._features)
         # Identifies the state that _refresh() read: _masks_key(), then the addresses of weights.
         self._key: tuple[int, ...] = ()
         self._in_sync = self._storage()
         self._slots: dict[int, Slot] = {}
         views = self._batch.weights()
-        self._device = views[0].device
-        self._order = StreamOrder(self._device)
-        # The kept ids of tables masked by their ids.
-        self._kept: KeptIds | None = None
-        # The kept ids of tables whose other ids are dropped before the kernel.
-        self._passed: KeptIds | None = None
+        device = views[0].device
+        self._on_cpu = device.type == "cpu"
+        self._order = StreamOrder(device)
+        self._ids = MaskedIds(batch, device)
+        self._rows = ZeroedRows(self._features, device)
+        self._counts = LookupCounts(self._features)
+        self._sampled = SampledLookups(self._features)
+        # Whether rows of registered tables are cached.
+        self._caches = False
         # All ids of the last forward, and those that were passed on to the kernel.
         self._last: tuple[Any, Any] = (None, None)
-        # Whether ids of removed rows must weigh nothing in the kernel, and whether they did.
-        self._to_weigh = self._weighed = False
-        # Of tables masked by zeroing.
-        self._dirty = DirtyRows({}, self._features, self._device)
-        self._cleaner: RowCleaner = TorchRowCleaner([], self._dirty)
-        # Removed rows of a table masked by its ids may be nonzero: a rare write of unknown rows.
-        self._revived = False
         # FBGEMM's CPU backward writes wrong rows if a table is empty and widths differ.
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
-        self._strays = self._device.type == "cpu" and has_empty and len(widths) > 1
+        self._strays = self._on_cpu and has_empty and len(widths) > 1
         self._written: WrittenRows | None = None
         self._handles: list[RemovableHandle | Wrapped] = []
 
@@ -209,7 +146,7 @@ class TableBatchHooks:
             self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
         if self._batch.pooling != "none":
-            weigh, restore = Hook(self._before_kernel), Hook(self._after_kernel)
+            weigh, restore = Hook(self._ids.before_kernel), Hook(self._ids.after_kernel)
             self._handles += [
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
@@ -232,25 +169,14 @@ class TableBatchHooks:
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
-        self._order.before_write()
-        slots = self._current()
-        # A device masks all rows faster than the host learns which ones are dirty.
-        if self._revived or (self._dirty and self._device.type != "cpu"):
-            self._mask_all()
-        elif self._dirty:
-            for table in self._dirty.tables:
-                slot = slots[table]
-                if slot.mask.removes:
-                    for rows in self._dirty.rows(table):
-                        zero_rows(slot.weight, slot.mask, rows)
-            self._dirty.clear()
+        self._begin_write()
+        self._rows.clean()
         self._order.after_write()
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        self._order.before_write()
-        self._current()
-        self._mask_all()
+        self._begin_write()
+        self._rows.clean_all()
         self._order.after_write()
         if self._written is not None:
             self._written.add_all()
@@ -262,10 +188,7 @@ class TableBatchHooks:
     def mark_all(self) -> None:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
-        for table in self._dirty.tables:
-            self._dirty.add_all(table)
-        # Tables masked by their ids have no flags for dirty rows.
-        self._revived |= len(self._dirty.tables) < len(self._slots)
+        self._rows.revived = True
         if self._written is not None:
             self._written.add_all()
 
@@ -278,19 +201,17 @@ class TableBatchHooks:
         CPU table whose scores are worth keeping. The first call starts the record, with all rows in
         it."""
         # On a device the host does not know the ids; it never knows the rows of stray writes.
-        if self._device.type != "cpu" or self._strays:
+        if not self._on_cpu or self._strays:
             return
-        worth = {
-            table: slot
+        rows = {
+            table: slot.mask.rect.rows
             for table, slot in self._current().items()
             if KeptScores.fits(slot.mask.rect, slot.mask.block)
         }
-        if self._written is None or self._written.tables.keys() != worth.keys():
-            rows = {table: slot.mask.rect.rows for table, slot in worth.items()}
-            self._written = WrittenRows(rows, self._features) if worth else None
-        if self._written is not None:
-            for table, slot in worth.items():
-                yield slot.weight.data_ptr(), self._written.tables[table]
+        if self._written is None or self._written.tables.keys() != rows.keys():
+            self._written = WrittenRows(rows, self._features)
+        for table, written in self._written.tables.items():
+            yield self._slots[table].weight.data_ptr(), written
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Return the registered names and their live shards."""
@@ -327,17 +248,17 @@ class TableBatchHooks:
             if found := [each for each in states if each[0].shape == shape]:
                 yield self.places[table].name, found
 
-    def _mask_all(self) -> None:
-        for slot in self._slots.values():
-            if slot.mask.removes:
-                slot.mask.apply_(slot.weight)
-        self._dirty.clear()
-        self._revived = False
-
     def _states(self) -> dict[int, list[State]]:
         """Return the optimizer state of registered tables; FBGEMM starts all of it at 0."""
         states = self._batch.states()
         return {table: [(state, 0.0) for state in states[table]] for table in self.places}
+
+    def _begin_write(self) -> None:
+        """Wait for lookups on other streams, and have the weights of this moment in place."""
+        self._order.before_write()
+        self._current()
+        if self._caches:
+            self._batch.write_back()
 
     def _storage(self) -> list[tuple[int, int]]:
         """Return the addresses of the weights, and torch's counts of writes. It counts all but
@@ -365,8 +286,7 @@ class TableBatchHooks:
     def _refresh(self) -> None:
         """Read masks, counts and weights again, and decide how to mask each table."""
         views = self._batch.weights()
-        before = self._slots
-        self._slots = {}
+        before, self._slots = self._slots, {}
         counted: dict[int, Tensor] = {}
         samples: dict[int, Tensor] = {}
         for table, (name, number) in self.places.items():
@@ -377,38 +297,40 @@ class TableBatchHooks:
         # The mask update has zeroed newly removed rows: their scores have changed.
         if self._written is not None:
             self._written.add_removed(before, self._slots)
-        # New tensors, loaded or moved, may hold the largest count already.
-        if [*map(id, counted.values())] != [*map(id, self._counted.values())]:
-            self._room = 0
-        self._counted = counted
+        self._counts.use(counted)
         self._sampled.begin(self._slots, samples)
         by_ids = self._masked_by_ids()
-        self._watch_rows([table for table in self._slots if table not in by_ids])
+        self._rows.use(self._slots, self._slots.keys() - by_ids)
         self._choose_ids(by_ids)
 
-    def _masked_by_ids(self) -> list[int]:
-        """Return the tables whose removed rows stay zero if their ids weigh nothing."""
-        if self.trains_removed or self._strays or not self._batch.keeps_zeros:
-            return []
-        return [table for table, slot in self._slots.items() if slot.whole_rows]
+    def _masked_by_ids(self) -> set[int]:
+        """Return the tables whose removed rows stay zero if their ids weigh nothing.
 
-    def _watch_rows(self, tables: Sequence[int]) -> None:
-        """Mask these tables by zeroing: flag dirty rows, and clean them before lookups."""
-        if self._dirty.tables.keys() != set(tables):
-            # The old flags are lost: any row may be dirty.
-            self._revived |= bool(self._dirty)
-            rows = {table: self._slots[table].mask.rect.rows for table in tables}
-            self._dirty = DirtyRows(rows, self._features, self._device)
-        masked = {table: slot for table, slot in self._slots.items() if table in tables}
-        slots = [masked.get(table) for table in self._features]
-        self._cleaner = row_cleaner_on(self._device, slots, self._dirty)
+        Raises:
+            ValueError: rows of another table are cached, and can't be zeroed after each backward.
+        """
+        found: set[int] = set()
+        if not self.trains_removed and not self._strays and self._batch.keeps_zeros:
+            found = {table for table, slot in self._slots.items() if slot.whole_rows}
+        cached = self._batch.cached & self._slots.keys()
+        self._caches = bool(cached)
+        if rest := sorted(self.places[table].name for table in cached - found):
+            raise ValueError(
+                f"The tables {rest} have the compute kernel {CACHED!r}: rows in its cache can't be"
+                " zeroed after each backward, so that removed rows must stay zero by themselves."
+                " They do if masks are of whole rows, the score is not 'accumulator', and the fused"
+                " optimizer is SGD or Adagrad with eps > 0."
+            )
+        return found
 
-    def _choose_ids(self, by_ids: Sequence[int]) -> None:
+    def _choose_ids(self, by_ids: Set[int]) -> None:
         """Choose the rows whose ids weigh nothing, and the rows whose ids are dropped."""
         # Only a sum can do without rows of zeros: a mean counts them, a sequence has a place for
         # each. On a device the host would wait for the number of remaining ids.
-        can_drop = self._device.type == "cpu" and self._batch.pooling == "sum"
-        drops = can_drop and not self.trains_removed and not self._strays
+        drops = self._on_cpu and self._batch.pooling == "sum"
+        # Rows that are to be trained, or that the backward of another table writes, are read.
+        if self.trains_removed or self._strays:
+            drops = False
         kept: dict[int, Tensor] = {}
         passed: dict[int, Tensor] = {}
         for table, slot in self._slots.items():
@@ -420,8 +342,7 @@ class TableBatchHooks:
                 kept[table] = rows
             if drops and (slot.whole_rows or worth_dropping(rows)):
                 passed[table] = rows
-        self._kept = KeptIds(kept, self._features, self._device) if kept else None
-        self._passed = KeptIds(passed, self._features, self._device) if passed else None
+        self._ids.use(kept, passed)
 
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -431,29 +352,15 @@ class TableBatchHooks:
         # Lookups of an evaluation are not sampled.
         if torch.is_grad_enabled() and self._sampled.due():
             with torch.no_grad():
-                self._sampled.add(requested.values(), _ends(requested))
-        passed = requested if self._passed is None else self._passed.among(requested)
+                self._sampled.add(*_local_ids(requested))
+        passed = self._ids.pass_on(requested)
         with torch.no_grad():
-            if self._revived:
+            if self._rows.revived:
                 self.clean()
-            if self._cleaner.needed:
-                self._cleaner(passed.values(), _ends(passed))
+            if self._rows.cleans_lookups:
+                self._rows.clean_read(*_local_ids(passed))
         self._last = requested, passed
-        # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
-        self._to_weigh = passed is requested and torch.is_grad_enabled()
-        self._weighed = False
         return passed, *args[1:]
-
-    def _before_kernel(self, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Let ids of removed rows weigh nothing, unless they were dropped."""
-        self._weighed = self._to_weigh
-        if self._kept is None or not self._to_weigh:
-            return None
-        changed = self._batch.weighed(kwargs, self._kept.flags)
-        return None if changed is None else (args, changed)
-
-    def _after_kernel(self, kernel: Any, args: Any, output: Any) -> None:
-        self._batch.restore_pooling()
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         requested, passed = self._last
@@ -463,14 +370,16 @@ class TableBatchHooks:
             return
         # The kernel was called with args[0]: another hook may have replaced the ids.
         dropped = passed is not requested and passed is args[0]
-        written = _ids_of(args[0])
+        written = _copied_ids(args[0])
         lookup = _Lookup(
-            every=_ids_of(requested) if dropped and self._counted else written,
+            every=_copied_ids(requested) if dropped and self._counts else written,
             written=written,
-            masked=dropped or self._weighed,
+            masked=dropped or self._ids.weighed,
             # The key begins with _masks_key().
             masks_key=self._key[:2],
         )
+        if self._caches:
+            self._batch.pending.add(lookup)
         before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
@@ -478,6 +387,8 @@ class TableBatchHooks:
     def _before_update(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
         """Record a lookup in its backward, just before the fused optimizer writes the rows; return
         the gradient of the output, or None for no change."""
+        if self._caches:
+            self._batch.pending.discard(lookup)
         # Not in the forward: until the backward, all rows may be cleaned, and other lookups read.
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
@@ -485,42 +396,20 @@ class TableBatchHooks:
                 self.mark_all()
             else:
                 self._record_writes(lookup)
-            if self._counted:
-                self._count(*lookup.every)
-            return self._without_removed(lookup, grad)
+            if self._counts:
+                self._counts.add(*lookup.every)
+            return self._ids.without_removed(grad, *lookup.written)
 
     def _record_writes(self, lookup: _Lookup) -> None:
         """Record the rows that a backward is about to write."""
-        self._dirty.add(*lookup.written)
+        self._rows.add(*lookup.written)
         if self._written is not None:
             self._written.add(*lookup.written)
-        # Sequences are masked now, by _without_removed(). Bags were masked in the forward: rows
+        # Sequences are masked now, by without_removed(). Bags were masked in the forward: rows
         # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"
         if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):
-            self._revived |= self._kept is not None
-
-    def _without_removed(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
-        """Return the gradient of a sequence with zeros for removed rows; None for no change."""
-        if self._kept is None or self._batch.pooling != "none":
-            return None
-        removed = self._kept.flags(*lookup.written).logical_not_()
-        if not grad.is_cpu:
-            return grad.masked_fill(removed.unsqueeze(1), 0)
-        # Takes half the time of masked_fill(), but the host would wait for a device.
-        copied = grad.clone(memory_format=torch.contiguous_format)
-        return copied.index_fill_(0, removed.nonzero().view(-1), 0)
-
-    def _count(self, ids: Tensor, ends: Ends) -> None:
-        """Count lookups."""
-        # No count grows by more than the number of ids: with room left, none can overflow. So
-        # counts are clamped once in 2**30 lookups, not checked each time.
-        self._room -= ids.numel()
-        if self._room < 0:
-            for count in self._counted.values():
-                count.clamp_(max=MOST_COUNTED)
-            self._room = MOST_COUNTED - 1 - ids.numel()
-        count_lookups(self._counted, self._features, ids, ends)
+            self._rows.revived |= self._ids.any_removed
 
     def _write_whole(
         self, writer: WholeRowWriter, write: Callable[[Any], None], mode: Mapping[str, float]
@@ -529,19 +418,6 @@ class TableBatchHooks:
         write(mode)
         if writer.wrote(mode):
             self.clean_all()
-
-
-def row_cleaner_on(
-    device: torch.device, slots: Sequence[Slot | None], dirty: DirtyRows
-) -> RowCleaner:
-    """Return the row cleaner for a device: on CUDA the one in Triton, if that is installed (CUDA
-    builds of torch bring it)."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        triton_rows = importlib.import_module("dist_sparse.enforcer.rows_triton")
-        # One launch for all ids costs less than finding the dirty rows.
-        cleaner: RowCleaner = triton_rows.TritonRowCleaner(slots)
-        return cleaner
-    return TorchRowCleaner(slots, dirty)
 
 
 def places_of(located: Mapping[str, ShardedData]) -> Places:
@@ -601,8 +477,13 @@ def averages(module: nn.Module) -> bool:
     return torchrec is not None and torchrec.averages(module)
 
 
-def _ids_of(features: Any) -> Ids:
-    """Return the ids of a KeyedJaggedTensor."""
+def _local_ids(features: Any) -> Ids:
+    """Return the ids of a KeyedJaggedTensor, and where those of each feature begin and end."""
+    return features.values(), _ends(features)
+
+
+def _copied_ids(features: Any) -> Ids:
+    """Return the same as int64, to be kept until the backward."""
     # long() copies int32 ids, as FBGEMM does: the caller may refill their memory before the
     # backward.
     return features.values().long(), _ends(features)

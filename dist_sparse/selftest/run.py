@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,14 +118,11 @@ class _Attempt:
         started = time.monotonic()
         while True:
             # Asked before the files are read: a process that has ended writes no more.
-            ended = [process.poll() is not None for process in processes]
-            answers = [self._answer(folder, rank, number) for rank in range(self._world)]
-            found = [answer for answer in answers if answer is not None]
-            wrong = any(answer["status"] in ("differs", "failed") for answer in found)
-            if wrong or len(found) == self._world:
-                return _worst(found)
-            pairs = zip(ended, answers, strict=True)
-            lost = any(end and answer is None for end, answer in pairs)
+            ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
+            found = self._answers(folder, number)
+            if len(found) == self._world or _is_wrong(found.values()):
+                return _worst([*found.values()])
+            lost = not ended <= found.keys()
             if lost or time.monotonic() - started > _LIMIT:
                 return self._no_answer(name, folder, lost)
             time.sleep(0.05)
@@ -135,6 +132,14 @@ class _Attempt:
         logs = [_tail(folder / f"{rank}.log") for rank in range(self._world)]
         return Outcome(check=name, status="failed", says=says, figures={"logs": logs})
 
+    def _answers(self, folder: Path, number: int) -> dict[int, dict[str, Any]]:
+        """Return by rank what has been found in a check so far."""
+        found = {}
+        for rank in range(self._world):
+            if (answer := self._answer(folder, rank, number)) is not None:
+                found[rank] = answer
+        return found
+
     def _answer(self, folder: Path, rank: int, number: int) -> dict[str, Any] | None:
         """Return what a rank has found in a check, None if nothing yet."""
         file = folder / f"{rank}.jsonl"
@@ -142,6 +147,11 @@ class _Attempt:
         *lines, _ = file.read_text().split("\n") if file.exists() else [""]
         found: dict[str, Any] | None = json.loads(lines[number]) if len(lines) > number else None
         return found
+
+
+def _is_wrong(found: Iterable[dict[str, Any]]) -> bool:
+    """Return whether a rank has found a difference or an error."""
+    return any(answer["status"] in ("differs", "failed") for answer in found)
 
 
 def _tail(log: Path) -> str:

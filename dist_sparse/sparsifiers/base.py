@@ -30,7 +30,7 @@ from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
 from dist_sparse.sparsifiers.step import masks_by_shard, update_masks
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import Block, ShardedData, Source
+from dist_sparse.tables.shards import Block, ShardedData, Source, check_cached
 from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 __all__ = ["BaseDataSparsifier"]
@@ -567,7 +567,7 @@ class BaseDataSparsifier(abc.ABC):
             ValueError: no mask update could follow the configuration; names the table, the value
                 and the rule.
         """
-        return (1, 1)
+        return check_cached(data, (1, 1))
 
     def _store(self, name: str) -> DenseStore | PackedStore:
         if name not in self.data_groups:

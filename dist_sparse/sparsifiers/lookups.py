@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_sparse.groups import group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.shards import Block, Rect, ShardedData
+from dist_sparse.tables.shards import CACHED, Block, Rect, ShardedData
 
 __all__ = ["FUSED", "Lookups", "counted_rows", "lookups_here", "removed_lookups"]
 
@@ -24,7 +24,7 @@ Lookups = tuple[int, int]
 """All lookups of a table, and lookups of its removed rows."""
 
 
-FUSED: Final = ("fused", "fused_uvm")
+FUSED: Final = ("fused", "fused_uvm", CACHED)
 """TorchRec's compute kernels whose lookups an enforcer sees."""
 
 

@@ -32,6 +32,7 @@ from dist_sparse.tables.shards import (
     Rect,
     Shard,
     ShardedData,
+    check_cached,
     grid_of,
     parse_block,
     resolve_block,
@@ -241,7 +242,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         goal = self._goal(data, config)
         # Raises for blocks that lose only some elements and are cut by a border.
         cuts_of(goal)
-        return (1, 1) if goal.by_element else goal.block
+        return check_cached(data, (1, 1) if goal.by_element else goal.block)
 
     def check_levels(self, levels: Mapping[str, float | str]) -> None:
         """Refuse levels, by the name of each sharded table, that no mask update could reach. Local.

@@ -23,7 +23,7 @@ from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Tiling, send_masks
 from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.tables.shards import ShardedData, check_writable, owners
+from dist_sparse.tables.shards import CACHED, ShardedData, check_writable, owners
 
 __all__ = ["MaskMaker", "make_masks", "masks_by_shard", "update_masks"]
 
@@ -160,8 +160,11 @@ def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
 
 def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
     first()
-    for data in located.values():
+    for name, data in located.items():
         check_writable(data)
+        if data.kernel == CACHED:
+            # Only some blocks can be masked there, and a schedule may have changed the block.
+            sparsifier.check_config(data, sparsifier.data_groups[name])
     scored = sparsifier.score_tables(located, sparsifier.data_groups)
     for facts, names in noted:
         tables = [located[name] for name in names]

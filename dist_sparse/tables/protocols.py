@@ -7,7 +7,7 @@ is resharded, so a :class:`Collection` or :class:`TableBatch` is read again wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -86,6 +86,27 @@ class TableBatch(Protocol):
     @property
     def is_adagrad(self) -> bool:
         """Whether the first optimizer state is the sum of squared gradients."""
+        ...
+
+    @property
+    def cached(self) -> Set[int]:
+        """The shards whose rows are cached, so that :meth:`weights` may lack their latest
+        values."""
+        ...
+
+    @property
+    def pending(self) -> MutableSet[object]:
+        """Lookups whose backward is to come, to be kept up to date by the enforcer where rows are
+        cached."""
+        ...
+
+    def write_back(self) -> None:
+        """Write cached rows back to :meth:`weights`, and empty the cache: until the next lookup,
+        weights may be read and written in place. Does nothing where no rows are cached.
+
+        Raises:
+            ValueError: a lookup holds cached rows; names the tables.
+        """
         ...
 
     def weights(self) -> list[Tensor]:

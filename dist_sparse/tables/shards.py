@@ -19,6 +19,7 @@ from torch import Tensor
 from dist_sparse.checks import integer, parse_block
 
 __all__ = [
+    "CACHED",
     "COL",
     "ROW",
     "Block",
@@ -28,6 +29,7 @@ __all__ = [
     "ShardedData",
     "Source",
     "Span",
+    "check_cached",
     "check_data",
     "check_memory",
     "check_tiling",
@@ -38,6 +40,9 @@ __all__ = [
     "parse_block",
     "resolve_block",
 ]
+
+CACHED: Final = "fused_uvm_caching"
+"""TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""
 
 ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
@@ -233,6 +238,23 @@ def check_writable(data: ShardedData) -> None:
             raise ValueError(
                 f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
             )
+
+
+def check_cached(data: ShardedData, block: Block) -> Block:
+    """Return the block that a bit of a table's masks covers, unless it is finer than a row and the
+    table's rows are cached on the device.
+
+    Raises:
+        ValueError: names the table, the block and the rule.
+    """
+    if data.kernel == CACHED and block[1] < data.shape[1]:
+        raise ValueError(
+            f"Table {data.name!r}: a mask of {block[0]} x {block[1]} elements is finer than rows,"
+            f" and the compute kernel {CACHED!r} caches rows on the device, where a part of a row"
+            " can't be zeroed. Remove whole rows, by sparse_block_shape=(1, ROW), or choose the"
+            " compute kernel 'fused_uvm'."
+        )
+    return block
 
 
 def check_memory(name: str, tensor: Tensor) -> None:

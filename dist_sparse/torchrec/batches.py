@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSet, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
+from dist_sparse.tables.shards import CACHED
 
-__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch"]
+__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch", "write_back"]
 
 ROW_WRITERS: Final = {
     "SGD",
@@ -59,6 +61,41 @@ _PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
 
+_pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
+"""By FBGEMM's module, lookups whose backward is to come. Not only in :class:`FbgemmBatch`: tables
+are located anew for every mask update."""
+
+
+def write_back(kernel: Any) -> None:
+    """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
+    :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`.
+
+    Args:
+        kernel: TorchRec's module around the batch.
+    """
+    batch = kernel.emb_module
+    # FBGEMM has no cache on CPUs, and none for other kernels.
+    if not batch.lxu_cache_weights.numel():
+        return
+    configs = kernel._config.embedding_tables
+    tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
+    if batch.timesteps_prefetched:
+        raise ValueError(
+            f"The tables {tables} have the compute kernel {CACHED!r}, and rows in their cache are"
+            " prefetched for a coming lookup, so that they can't be written back: train with"
+            " TrainPipelineSparseDist, which prefetches none."
+        )
+    # The backward would write to places in the cache that other rows have by then.
+    if _pending.get(batch):
+        raise ValueError(
+            f"The tables {tables} have the compute kernel {CACHED!r}, and a lookup waits for its"
+            " backward, so that rows in their cache can't be written back: update masks and read"
+            " weights after the backward, and free outputs that get none."
+        )
+    batch.flush()
+    batch.reset_cache_states()
+
+
 class FbgemmBatch:
     """A :class:`~dist_sparse.tables.protocols.TableBatch`.
 
@@ -85,7 +122,7 @@ class FbgemmBatch:
                 " dist_sparse does not know: it may write rows that no batch has looked up, and"
                 " removed weights would come back unseen."
             )
-        # A batch uses one of them: on the device, on the host, or in unified memory.
+        # Where its tables are: on the device, on the host, or in unified memory.
         places = ("weights_dev", "weights_host", "weights_uvm")
         self._silent: Tensor | None = None
         self._stored = [place for place in places if getattr(self._batch, place).numel()]
@@ -99,6 +136,22 @@ class FbgemmBatch:
         # Without eps Adagrad divides 0 by 0.
         plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS
         return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
+
+    @property
+    def cached(self) -> set[int]:
+        """The tables whose rows FBGEMM caches on the device. TorchRec groups them with others."""
+        kernel: Any = self.module
+        kinds = [config.compute_kernel.value for config in kernel._config.embedding_tables]
+        return {table for table, kind in enumerate(kinds) if kind == CACHED}
+
+    @property
+    def pending(self) -> MutableSet[object]:
+        """Lookups whose backward is to come."""
+        return _pending.setdefault(self.kernel, WeakSet())
+
+    def write_back(self) -> None:
+        """Write cached rows back, and empty the cache; see :func:`write_back`."""
+        write_back(self.module)
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""

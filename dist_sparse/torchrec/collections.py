@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, TableConfig
-from dist_sparse.tables.shards import Rect, Shard, ShardedData
+from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.tables.tensors import steps_in_backward
-from dist_sparse.torchrec.batches import FbgemmBatch
+from dist_sparse.torchrec.batches import FbgemmBatch, write_back
 from dist_sparse.torchrec.contract import REFUSED
 from dist_sparse.torchrec.types import (
     BoundsCheckMode,
@@ -54,8 +54,8 @@ __all__ = [
     "table_configs",
 ]
 
-_KERNELS: Final = ("dense", "fused", "fused_uvm")
-_FUSED: Final = ("fused", "fused_uvm")
+_FUSED: Final = ("fused", "fused_uvm", CACHED)
+_KERNELS: Final = ("dense", *_FUSED)
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 _KNOWN: Final = (
@@ -246,11 +246,12 @@ class UnshardedTables:
 @dataclass
 class _Pieces:
     """One table: its config (any shard's), the rectangles of every rank and this rank's views, both
-    in kernel order."""
+    in kernel order, and the kernel of each view."""
 
     config: Any
     held: list[list[Rect]]
     views: list[Tensor] = field(default_factory=list)
+    kernels: list[Any] = field(default_factory=list)
 
 
 class ShardedTables(UnshardedTables):
@@ -315,6 +316,10 @@ class ShardedTables(UnshardedTables):
         _refuse_unknown_storage(name, config, copied)
         held = pieces.held[self._module._env.rank]
         _refuse_other_sizes(name, held, pieces.views)
+        if config.compute_kernel.value == CACHED:
+            # The caller may read and write the weights until the next lookup.
+            for kernel in pieces.kernels:
+                write_back(kernel)
         return ShardedData(
             name=name,
             shape=_shape(config),
@@ -365,8 +370,10 @@ class ShardedTables(UnshardedTables):
                 if config.name not in pieces:
                     pieces[config.name] = _Pieces(config, [[] for _ in range(world)])
                 pieces[config.name].held[rank].append(_rect(config))
-            for config, view in _views(lookup):
-                pieces[config.name].views.append(view)
+            for kernel in _kernels_of(lookup):
+                for config, view in _views(kernel):
+                    pieces[config.name].views.append(view)
+                    pieces[config.name].kernels.append(kernel)
         return pieces
 
     def _shardings(self) -> list[Any]:
@@ -449,14 +456,10 @@ def _kernels_of(lookup: Any) -> Iterator[Any]:
     yield from lookup._emb_modules
 
 
-def _views(lookup: Any) -> Iterator[tuple[Any, Tensor]]:
-    """The live weights behind one lookup, shard by shard, as (config, view)."""
-    for kernel in _kernels_of(lookup):
-        configs = kernel._config.embedding_tables
-        # Key-value and virtual tables materialise their weights when read: locate() refuses them,
-        # nothing reads them.
-        if all(
-            config.compute_kernel.value in _KERNELS or "uvm" in config.compute_kernel.value
-            for config in configs
-        ):
-            yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)
+def _views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The live weights of a kernel, shard by shard, as (config, view)."""
+    configs = kernel._config.embedding_tables
+    # Key-value and virtual tables materialise their weights when read: locate() refuses them,
+    # nothing reads them.
+    if all(config.compute_kernel.value in _KERNELS for config in configs):
+        yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)

@@ -77,6 +77,7 @@ NAMES: Final = {
             " batch_size_per_feature_per_rank"
             " get_learning_rate set_optimizer_step update_hyper_parameters"
             " ema_inplace ensemble_and_swap"
+            " lxu_cache_weights timesteps_prefetched flush reset_cache_states"
         ),
         f"{_TBE}.EmainplaceModeDefinition": "step_ema",
         f"{_TBE}.EnsembleModeDefinition": "step_ema step_swap",

@@ -38,6 +38,7 @@ class Run:
         level: the sparsity level.
         score: of :class:`~dist_sparse.ImportanceSparsifier`.
         enforcer: options of the enforcer.
+        caches: whether the kernel caches rows of tables in unified memory.
         **options: of the sparsifier.
     """
 
@@ -50,6 +51,7 @@ class Run:
         level: float = 0.5,
         score: str = "norm",
         enforcer: dict[str, Any] | None = None,
+        caches: bool = False,
         **options: Any,
     ) -> None:
         self.device = device
@@ -60,7 +62,7 @@ class Run:
         shards = [
             layout.shard(table, rank) for layout, table in zip(self.layouts, tables, strict=True)
         ]
-        self.model = Collection(self.layouts, shards, rank, device == "cuda")
+        self.model = Collection(self.layouts, shards, rank, device == "cuda", caches)
         self.sparsifier = ImportanceSparsifier(
             sparsity_level=level, sparse_block_shape=block, score=score, norm="L2", **options
         )

@@ -10,17 +10,18 @@ outputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dist_sparse.tables.protocols import KeptOf, TableConfig, WholeRowWriter
-from dist_sparse.tables.shards import Rect, Shard, ShardedData
+from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.torchrec import port
 from tests.device.fake import cuda, inner
 
@@ -67,6 +68,7 @@ class Kernel(nn.Module):
     pooling: Literal["sum"] = "sum"
     keeps_zeros = True
     is_adagrad = True
+    cached: Set[int] = frozenset()
 
     def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
         super().__init__()
@@ -81,6 +83,7 @@ class Kernel(nn.Module):
         # Gradients flow through it to the backward, which updates the rows.
         self._anchor = torch.zeros((), requires_grad=True)
         self.kernel = Batch(self)
+        self.pending: MutableSet[object] = WeakSet()
 
     @property
     def module(self) -> nn.Module:
@@ -143,6 +146,46 @@ class Kernel(nn.Module):
         """The tables in CPU memory."""
         return [inner(view) for view in self.weights()]
 
+    def fetched(self, batch: Sequence[_Bags]) -> list[Tensor]:
+        """The tables as a lookup reads them, and its backward writes them."""
+        return self.rows()
+
+    def write_back(self) -> None: ...
+
+
+class CachingKernel(Kernel):
+    """A kernel whose lookups and backwards read and write copies of rows, as FBGEMM's cache on the
+    device holds them. Tables have their latest values after a :meth:`write_back` alone."""
+
+    def __init__(self, tables: Sequence[Tensor], on_device: bool) -> None:
+        super().__init__(tables, on_device)
+        self._copies = [torch.full(shape, torch.nan) for shape in self.shapes]
+        self.cached = set(range(len(tables)))
+        self._cached = [torch.zeros(rows, dtype=torch.bool) for rows, _ in self.shapes]
+
+    def fetched(self, batch: Sequence[_Bags]) -> list[Tensor]:
+        # Uncounted too.
+        for table, copies, cached, some in zip(
+            self.rows(), self._copies, self._cached, batch, strict=True
+        ):
+            # Full: all other rows make way.
+            if int(cached.sum()) + len(some.ids) > len(cached) // 20:
+                table[cached] = copies[cached]
+                cached[:] = False
+            new = some.ids[~cached[some.ids]]
+            copies[new] = table[new]
+            cached[new] = True
+        return self._copies
+
+    def write_back(self) -> None:
+        if self.pending:
+            raise ValueError("a lookup waits for its backward")
+        for table, copies, cached in zip(self.rows(), self._copies, self._cached, strict=True):
+            table[cached] = copies[cached]
+            cached[:] = False
+            # So that no lookup reads a row that is not cached any more.
+            copies[:] = torch.nan
+
 
 class Batch(nn.Module):
     """In the place of FBGEMM's module, which TorchRec's calls with keywords."""
@@ -183,8 +226,9 @@ class _Lookup(torch.autograd.Function):
         # Uncounted, on the memory behind the device: it is FBGEMM's work.
         ctx.kernel = kernel
         ctx.batch = _split(inner(ids), inner(offsets), inner(weights), bags)
+        ctx.tables = kernel.fetched(ctx.batch)
         found = []
-        for table, some in zip(kernel.rows(), ctx.batch, strict=True):
+        for table, some in zip(ctx.tables, ctx.batch, strict=True):
             rows = table[some.ids]
             if some.weights is not None:
                 rows = rows * some.weights.unsqueeze(1)
@@ -195,9 +239,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         kernel: Kernel = ctx.kernel
         parts = torch.split(grad, [cols for _, cols in kernel.shapes], 1)
-        for table, sums, some, part in zip(
-            kernel.rows(), kernel.sums, ctx.batch, parts, strict=True
-        ):
+        for table, sums, some, part in zip(ctx.tables, kernel.sums, ctx.batch, parts, strict=True):
             of_each = part[some.bags]
             if some.weights is not None:
                 of_each = of_each * some.weights.unsqueeze(1)
@@ -227,6 +269,7 @@ class Collection(nn.Module):
         tables: this rank's shards.
         rank: of this process.
         on_device: whether the tables say ``cuda``.
+        caches: whether the kernel caches rows.
     """
 
     is_sharded = True
@@ -236,15 +279,21 @@ class Collection(nn.Module):
     attribute = "embedding_bags"
 
     def __init__(
-        self, layouts: Sequence[Layout], tables: Sequence[Tensor], rank: int, on_device: bool
+        self,
+        layouts: Sequence[Layout],
+        tables: Sequence[Tensor],
+        rank: int,
+        on_device: bool,
+        caches: bool = False,
     ) -> None:
         super().__init__()
         self._rank, self._on_device = rank, on_device
+        self._kind = CachingKernel if caches else Kernel
         self.store(layouts, tables)
 
     def store(self, layouts: Sequence[Layout], tables: Sequence[Tensor]) -> None:
         """Store other shards, as a reshard does, with new optimizer state."""
-        self.kernel = Kernel(tables, self._on_device)
+        self.kernel = self._kind(tables, self._on_device)
         self._layouts = list(layouts)
 
     @property
@@ -270,6 +319,7 @@ class Collection(nn.Module):
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         number = int(table[1:])
         layout = self._layouts[number]
+        self.kernel.write_back()
         view = self.kernel.weights()[number]
         return ShardedData(
             name=name,
@@ -279,7 +329,7 @@ class Collection(nn.Module):
             ranks=layout.ranks,
             tiling=tuple((rect,) for rect in layout.tiling),
             shards=(Shard(layout.tiling[self._rank], view.data),),
-            kernel="fused",
+            kernel=CACHED if self.kernel.cached else "fused",
             fqn=fqn,
             features=(f"f{number}",),
         )

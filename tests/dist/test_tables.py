@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
@@ -344,16 +345,20 @@ def test_refused_modules() -> None:
 @on_ranks(2)
 def test_refused_kernels() -> None:
     cell = cells(2)["row_wise"]
-
-    def cached(*args: Any) -> Any:
-        sharding = row_wise()(*args)
-        sharding.compute_kernel = "fused_uvm_caching"
-        return sharding
-
+    # A sharding of its own, so that its kernel holds no other table.
+    cached = table_wise(rank=0, compute_kernel="fused_uvm_caching")
     model = build(replace(cell, plan={**cell.plan, "item": cached}))
+    [found] = model_source(model, include="item").locate()
+    assert found.kernel == "fused_uvm_caching"
+    # CPUs have no such kernel. The kernels of all ranks have the same configurations.
+    for sharding in model.module.sparse.tables._embedding_shardings:
+        for groups in sharding._grouped_embedding_configs_per_rank:
+            for config in (table for group in groups for table in group.embedding_tables):
+                if config.name == "item":
+                    config.compute_kernel = EmbeddingComputeKernel.KEY_VALUE
     with pytest.raises(
         ValueError,
-        match="Table 'item': the compute kernel 'fused_uvm_caching' is not supported; dense, fused",
+        match="Table 'item': the compute kernel 'key_value' is not supported; dense, fused, fused_u",
     ):
         model_source(model)
     assert [data.name for data in model_source(model, exclude="item").locate()] == [

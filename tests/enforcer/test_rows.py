@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.fused import row_cleaner_on
 from dist_sparse.enforcer.optimizers import reset_state
 from dist_sparse.enforcer.rows import (
     DirtyRows,
@@ -30,6 +29,7 @@ from dist_sparse.enforcer.rows import (
     many,
     zero_rows,
 )
+from dist_sparse.enforcer.zeroed import row_cleaner_on
 from dist_sparse.masking import device
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of

@@ -38,7 +38,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
-from dist_sparse.enforcer import fused, rows
+from dist_sparse.enforcer import rows
+from dist_sparse.enforcer import zeroed as zeroed_rows
 from dist_sparse.enforcer.ids import KeptIds
 from dist_sparse.masking.masks import BlockMask
 from tests.dist.enforcing import kernels, read_as_zeros
@@ -414,7 +415,7 @@ def test_no_row_is_watched() -> None:
     zeroed = AssertionError("rows were zeroed")
     with (
         as_on_a_device("sum"),
-        mock.patch.object(fused, "zero_rows", side_effect=zeroed),
+        mock.patch.object(zeroed_rows, "zero_rows", side_effect=zeroed),
         mock.patch.object(rows, "zero_rows", side_effect=zeroed),
         mock.patch.object(BlockMask, "apply_", side_effect=zeroed),
     ):
