@@ -337,8 +337,9 @@ def run(
     )
     without = None
     if untouched is not None:
-        start = None if saving is None else 0
-        without = _without_untouched(sharded, dataset, settings, config, untouched, start)
+        # In a log of its own, or one that a run before may have written.
+        begin = None if saving is None else 0
+        without = _without_untouched(sharded, dataset, settings, config, untouched, begin)
     return Result(
         name=name,
         dim=settings.dim,
