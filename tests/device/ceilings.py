@@ -54,7 +54,7 @@ UPDATE: Final = {
 }
 
 # Blocks whose mask updates wait, or launch, more often for a larger table.
-GROWS: Final[dict[str, set[str]]] = {"waits": set(), "launches": {"row"}}
+GROWS: Final[dict[str, set[str]]] = {"waits": set(), "launches": set()}
 
 
 def above(spent: Spent, most: Ceiling) -> str:
