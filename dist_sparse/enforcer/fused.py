@@ -39,12 +39,13 @@ from dist_sparse.enforcer.rows import (
 from dist_sparse.enforcer.sampled import SampledLookups
 from dist_sparse.enforcer.written import WrittenRows
 from dist_sparse.masking.cached.kept_scores import KeptScores, Written
+from dist_sparse.masking.flat import Pruned, prune
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch, WholeRowWriter
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.shards import Shard, ShardedData
 
 __all__ = [
     "Place",
@@ -322,9 +323,14 @@ class TableBatchHooks:
                 yield self.places[table].name, found
 
     def _mask_all(self) -> None:
-        for slot in self._slots.values():
-            if slot.mask.removes:
-                slot.mask.apply_(slot.weight)
+        slots = [slot for slot in self._slots.values() if slot.mask.removes]
+        shards = [
+            Pruned(Shard(slot.mask.rect, slot.weight), slot.mask.block, slot.mask.bits)
+            for slot in slots
+        ]
+        # One launch, where there are kernels.
+        for i in prune(shards):
+            slots[i].mask.apply_(slots[i].weight)
         self._dirty.clear()
         self._revived = False
 
