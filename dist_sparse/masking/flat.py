@@ -65,8 +65,9 @@ def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
         return None
     if rect.cols != grid.cols * width or (grid.cols > 1 and rect.col % width):
         return None
-    # Neighbours are added in pairs, or 16 sums are taken beside each other.
-    return width if width in (1, 2, 4, 8) or width % 16 == 0 else None
+    # Neighbours are added in pairs, or 16 sums are taken beside each other. Of wider blocks torch
+    # adds up parts first.
+    return width if width in (1, 2, 4, 8) or (width % 16 == 0 and width <= 4096) else None
 
 
 def too_large(nbytes: int, weights: int) -> bool:
