@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dist_sparse.enforcer.rows import DirtyRows, RowCleaner, Slot, TorchRowCleaner, zero_rows
+from dist_sparse.masking.flat import Pruned, prune
+from dist_sparse.tables.shards import Shard
 
 __all__ = ["ZeroedRows", "row_cleaner_on"]
 
@@ -83,9 +85,14 @@ class ZeroedRows:
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        for slot in self._slots.values():
-            if slot.mask.removes:
-                slot.mask.apply_(slot.weight)
+        slots = [slot for slot in self._slots.values() if slot.mask.removes]
+        shards = [
+            Pruned(Shard(slot.mask.rect, slot.weight), slot.mask.block, slot.mask.bits)
+            for slot in slots
+        ]
+        # One launch, where there are kernels.
+        for i in prune(shards):
+            slots[i].mask.apply_(slots[i].weight)
         self._dirty.clear()
         self.revived = False
 

@@ -17,6 +17,7 @@ from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.cuts import Decision, Owned, exchange_partials, return_decisions
 from dist_sparse.masking.device import sent
+from dist_sparse.masking.flat import FlatScores, Limit
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
@@ -84,12 +85,12 @@ def new_masks(
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
     decisions = _decide_cut_blocks(scored, owned, thresholds, group)
-    small = _masks_of_small_tables(scored, thresholds)
+    joint = _masks_of_joint_tables(scored, thresholds)
     made = []
     for i, (table, threshold) in enumerate(zip(scored, thresholds, strict=True)):
         goal = table.goal
-        if i in small:
-            masks = [small[i]]
+        if i in joint:
+            masks = [joint[i]]
         else:
             decided = decisions.get(i, {})
             masks = [
@@ -168,7 +169,7 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-class _SmallShard(NamedTuple):
+class _JointShard(NamedTuple):
     """The only shard of a table that was scored together with others.
 
     Args:
@@ -184,24 +185,42 @@ class _SmallShard(NamedTuple):
     threshold: Threshold
 
 
-def _masks_of_small_tables(
+def _masks_of_joint_tables(
     scored: Sequence[ScoredTable], thresholds: Sequence[Threshold]
 ) -> dict[int, NewMask]:
     """Return the new masks of shards that were scored together, by the place of their table."""
-    joints: dict[JointScores, list[_SmallShard]] = {}
+    joints: dict[JointScores | FlatScores, list[_JointShard]] = {}
     for i, table in enumerate(scored):
         for rect, segment in table.segments.items():
             if segment.joint is not None:
                 scores, number = segment.joint
-                shard = _SmallShard(i, number, rect, table.goal.block, segment, thresholds[i])
+                shard = _JointShard(i, number, rect, table.goal.block, segment, thresholds[i])
                 joints.setdefault(scores, []).append(shard)
     found: dict[int, NewMask] = {}
     for joint, shards in joints.items():
-        found |= _joint_masks(joint, shards)
+        if isinstance(joint, FlatScores):
+            found |= _flat_masks(joint, shards)
+        else:
+            found |= _joint_masks(joint, shards)
     return found
 
 
-def _joint_masks(joint: JointScores, shards: Sequence[_SmallShard]) -> dict[int, NewMask]:
+def _flat_masks(joint: FlatScores, shards: Sequence[_JointShard]) -> dict[int, NewMask]:
+    """Return the new masks of shards that kernels scored, by the place of their table."""
+    limits = {}
+    for shard in shards:
+        limits[shard.number] = Limit(shard.threshold.bits, shard.threshold.last)
+    flat = joint.masks(limits)
+    made = {}
+    for shard in shards:
+        kept, dirty, removes = flat[shard.number]
+        mask = BlockMask(shard.rect, shard.block, kept)
+        mask.learn_removes(removes)
+        made[shard.place] = NewMask(mask, dirty)
+    return made
+
+
+def _joint_masks(joint: JointScores, shards: Sequence[_JointShard]) -> dict[int, NewMask]:
     """Return the new masks of shards that were scored together, by the place of their table."""
     limits = [-1] * len(joint.starts)  # below every score: such a table loses nothing
     for shard in shards:

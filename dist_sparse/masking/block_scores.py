@@ -7,7 +7,7 @@ update. Nothing is communicated or changed, so an error found here stops all ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.cuts import CutTable, Partials
 from dist_sparse.masking.device import on_host, pieces_on
+from dist_sparse.masking.flat import FlatScores, FlatShard, flat_width, kernels_on, too_large
 from dist_sparse.masking.scores import (
     BATCH,
     SMALL,
@@ -37,6 +38,7 @@ from dist_sparse.masking.segments import (
     Segment,
     first_histogram,
 )
+from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
 __all__ = ["Goal", "ScoredTable", "cuts_of", "score_table", "score_tables"]
@@ -124,7 +126,10 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
     together."""
     scored: dict[int, ScoredTable] = {}
     unread: list[_Unread] = []
-    for places in _batches(goals):
+    for places in _flat_groups(goals):
+        flat = _score_flat([goals[i] for i in places], [ranks[i] for i in places], unread)
+        scored.update(zip(places, flat, strict=True))
+    for places in _batches(goals, scored):
         if len(places) == 1:
             continue  # nothing to share a pass with
         tables = _score_together([goals[i] for i in places], [ranks[i] for i in places], unread)
@@ -245,11 +250,80 @@ def _segment(
     return Segment(grid.row, columns, goal.grid.cols, read=read, counts=counts)
 
 
-def _batches(goals: Sequence[Goal]) -> Iterator[list[int]]:
-    """Yield the places of tables that can be scored together."""
+def _flat_groups(goals: Sequence[Goal]) -> list[list[int]]:
+    """Return the places of tables that kernels can score, by what their shards have in common."""
     groups: dict[Hashable, list[int]] = {}
     for i, goal in enumerate(goals):
-        if _fits_batch(goal):
+        width = _flat_width(goal)
+        if width is not None:
+            tensor = goal.data.shards[0].tensor
+            key = (goal.data.ranks, tensor.device, tensor.dtype, width, goal.measure)
+            groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _flat_width(goal: Goal) -> int | None:
+    """Return the block width of a table that kernels can score: it has one shard here, whose blocks
+    no border cuts, and a norm for a score. None for other tables."""
+    data = goal.data
+    if len(data.shards) != 1 or goal.measure not in ("L1", "L2") or goal.by_element:
+        return None
+    [(rect, tensor)] = data.shards
+    # Products of two float64 are rounded, by kernels and CPUs in different places.
+    if tensor.is_cpu or tensor.dtype == torch.float64 or kernels_on(tensor.device) is None:
+        return None
+    if cuts_of(goal) is not None:
+        return None
+    return flat_width(rect, goal.block, tensor)
+
+
+def _score_flat(
+    goals: Sequence[Goal], ranks: Sequence[int], unread: list[_Unread]
+) -> list[ScoredTable]:
+    """Score tables that :func:`_flat_groups` found alike."""
+    shards = [goal.data.shards[0] for goal in goals]
+    flat = [
+        FlatShard(shard, goal.block, goal.grid.cols)
+        for goal, shard in zip(goals, shards, strict=True)
+    ]
+    scores = FlatScores(flat, goals[0].measure == "L1")
+    tables: list[ScoredTable] = []
+    columns: dict[tuple[int, int], Tensor] = {}
+    for i, (goal, shard) in enumerate(zip(goals, shards, strict=True)):
+        grid = flat[i].grid
+        if (grid.col, grid.cols) not in columns:
+            columns[grid.col, grid.cols] = _segment(goal, shard, True).col_ids
+        segment = Segment(
+            grid.row,
+            columns[grid.col, grid.cols],
+            goal.grid.cols,
+            # For what kernels leave to torch: ties in great numbers.
+            read=None if scores.held else partial(_bits_again, goal, shard),
+            counts=shard.rect in goal.data.owned(ranks[i]),
+        )
+        if scores.held:
+            segment.add(scores.held[i].view(grid.rows, grid.cols))
+        segment.joint = JointPart(scores, i)
+        tables.append(ScoredTable(goal, None, {shard.rect: segment}))
+
+    def read(counts: Tensor) -> None:
+        if bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any()):
+            for goal, shard in zip(goals, shards, strict=True):
+                _find_refused(goal, shard)
+        scores.counts = counts
+        for table, histogram in zip(tables, counts, strict=True):
+            [segment] = table.segments.values()
+            segment.first_histogram = histogram
+
+    unread.append(_Unread(scores.first_histograms(), read))
+    return tables
+
+
+def _batches(goals: Sequence[Goal], scored: Collection[int]) -> Iterator[list[int]]:
+    """Yield the places of other tables that can be scored together."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, goal in enumerate(goals):
+        if i not in scored and _fits_batch(goal):
             groups.setdefault(_batch_key(goal), []).append(i)
     for group in groups.values():
         batch: list[int] = []
@@ -434,11 +508,10 @@ def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
 
 
 def _takes_much_memory(goal: Goal, shard: Shard) -> bool:
-    """Whether the scores of a shard are too large to be held on an accelerator, where tables fill
-    the memory: a twentieth of the weights or more."""
+    """Whether the scores of a shard are too large to be held."""
     if shard.tensor.is_cpu or goal.by_element:
         return False
-    return 4 * grid_of(shard.rect, goal.block).blocks * 20 > shard.tensor.nbytes
+    return too_large(4 * grid_of(shard.rect, goal.block).blocks, shard.tensor.nbytes)
 
 
 def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:

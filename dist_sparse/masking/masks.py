@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
+from dist_sparse.masking.flat import Pruned, prune
+from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
 
 __all__ = [
     "WORDS",
@@ -200,6 +201,11 @@ class BlockMask:
         """Whether anything is removed. Computed once: masks are replaced, not edited."""
         return bool(self._any_removed())
 
+    def learn_removes(self, removes: bool) -> None:
+        """Set :attr:`removes`, which is known without a look at the bits."""
+        # Where cached_property keeps it.
+        vars(self)["removes"] = removes
+
     def _any_removed(self) -> Tensor:
         """Return whether anything is removed, as a bool scalar on the device of the mask."""
         whole, rest = divmod(self.blocks, 8)
@@ -327,14 +333,12 @@ class BlockMask:
         """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small
         masks are looked up at once."""
         _learn_removes([mask for mask, *_ in changes])
+        _apply_on_devices([change for change in changes if not change[1].is_cpu])
         together: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
         size = 0
         for change in changes:
             mask, tensor, before, dirty = change
             if not tensor.is_cpu:
-                # To find what is to be written would wait for the device.
-                if mask.removes and mask is not before:
-                    mask.apply_(tensor)
                 continue
             if not mask._is_small(tensor, before):
                 mask.apply_changed_(tensor, before, dirty)
@@ -479,8 +483,23 @@ def _learn_removes(masks: Sequence[BlockMask]) -> None:
     away = [mask for mask in masks if not mask.bits.is_cpu and "removes" not in vars(mask)]
     flags = [mask._any_removed().view(1) for mask in away]
     for mask, removes in zip(away, on_host(flags), strict=True):
-        # Where cached_property keeps it.
-        vars(mask)["removes"] = bool(removes)
+        mask.learn_removes(bool(removes))
+
+
+def _apply_on_devices(
+    changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
+) -> None:
+    """:meth:`BlockMask.apply_changed_` of masks on accelerators: one launch for many masks."""
+    removing = [change for change in changes if change[0].removes and change[0] is not change[2]]
+    shards = []
+    for mask, tensor, before, dirty in removing:
+        known = dirty is not None and before.block == mask.block
+        changed = (before.bits, dirty) if known and dirty is not None else None
+        shards.append(Pruned(Shard(mask.rect, tensor), mask.block, mask.bits, changed))
+    for i in prune(shards):
+        # To find what is to be written would wait for the device.
+        mask, tensor, _, _ = removing[i]
+        mask.apply_(tensor)
 
 
 def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:

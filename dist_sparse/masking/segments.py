@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import count_each, sent
+from dist_sparse.masking.flat import FlatScores
 from dist_sparse.masking.masks import pack, positions
 from dist_sparse.records import LEADING_SHIFT
 
@@ -62,9 +63,9 @@ class Index(Protocol):
 
 
 class JointPart(NamedTuple):
-    """Scores of one of several small tables, which share a tensor."""
+    """Scores of one of several tables, which are counted together."""
 
-    scores: JointScores
+    scores: JointScores | FlatScores
     number: int
 
 
@@ -85,10 +86,11 @@ class Segment:
 
     Attributes:
         first_histogram: the histogram of the scores, if the scorer has summed it.
-        joint: where the scores are stored if they share a tensor with those of other tables.
+        joint: where the scores are stored if they are counted with those of other tables.
         index: finds some of the scores without a pass over them.
         tied: flat positions of scores at the threshold, int64, ascending, once found; None if they
             were not looked for or are too many to store.
+        tied_ids: their global indices in CPU memory, where kernels have found them.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Segment:
         self.counts = counts
         self.first_histogram: Tensor | None = None
         self.tied: Tensor | None = None
+        self.tied_ids: Tensor | None = None
         self.joint: JointPart | None = None
         self.index: Index | None = None
         self._read = read
@@ -227,10 +230,10 @@ class JointScores:
 
     def histograms(
         self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
-    ) -> Tensor:
-        """Return, for the given tables, how many of their scores other than 0 that have the prefix
-        (all bits from ``before`` on) fall into each bucket of the next bits: int64
-        ``(len(numbers), buckets)``."""
+    ) -> list[Tensor]:
+        """Return, for each of the given tables, how many of its scores other than 0 that have the
+        prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
+        ``(buckets,)``."""
         device = self.bits.device
         # By table: the prefix (no score has -1), and its row in the result.
         wanted, place = [-1] * len(self.starts), [0] * len(self.starts)
@@ -242,7 +245,7 @@ class JointScores:
             tables, bits = tables[inside], bits[inside]
         at = sent(place, device)[tables] * buckets + ((bits >> shift) & (buckets - 1))
         wanted_here = None if bits.is_cpu else inside
-        return _bincount(at, len(numbers) * buckets, wanted_here).view(-1, buckets)
+        return [*_bincount(at, len(numbers) * buckets, wanted_here).view(-1, buckets).unbind()]
 
 
 def _bincount(at: Tensor, buckets: int, wanted: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.device import count_within, on_host
+from dist_sparse.masking.flat import FlatScores
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import (
@@ -216,6 +217,7 @@ def _find_scores(searches: list[_ScoreSearch], reduce: Reduce, pool: Pool | None
 def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
     not all. Collective over ``group`` where ties are on several ranks."""
+    _find_ties_by_kernels(split)
     alone: list[_TieSearch] = []
     over_ranks: list[_TieSearch] = []
     for search in split:
@@ -237,6 +239,23 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
         _narrow(searches, _index_rounds(most), reduce)
     for ties in [*alone, *over_ranks]:
         ties.scores.last_index = ties.last
+
+
+def _find_ties_by_kernels(split: Sequence[_ScoreSearch]) -> None:
+    """Set the ``tied_ids`` of segments whose ties kernels can find."""
+    places: dict[FlatScores, dict[int, int]] = {}
+    found: dict[tuple[FlatScores, int], Segment] = {}
+    for search in split:
+        for segment in search.table.segments:
+            joint = segment.joint
+            if joint is None or not isinstance(joint.scores, FlatScores) or search.inside > _CHUNK:
+                continue
+            places.setdefault(joint.scores, {})[joint.number] = search.last
+            found[joint.scores, joint.number] = segment
+    most = max((search.inside for search in split if search.inside <= _CHUNK), default=0)
+    for scores, thresholds in places.items():
+        for number, ids in scores.ties(thresholds, most).items():
+            found[scores, number].tied_ids = ids
 
 
 def _of_this_rank(counts: Tensor) -> Tensor:
@@ -287,9 +306,13 @@ class _Search:
         parts to be added up: int64 ``(buckets,)``, each on the device of its keys."""
         parts = [self._count_on_cpu(shift, buckets)]
         for segment in self._segments:
-            if not segment.on_cpu:
+            if not self.is_on_cpu(segment):
                 parts += self._count_on_device(segment, shift, buckets)
         return parts
+
+    def is_on_cpu(self, segment: Segment) -> bool:
+        """Whether the host reads the keys in a segment without waiting for a device."""
+        return segment.on_cpu
 
     def _count_on_device(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
         low = 0 if self.shift is None else self.prefix << self.shift
@@ -302,7 +325,7 @@ class _Search:
 
     def _keys_on_cpu(self) -> Iterator[Tensor]:
         for segment in self._segments:
-            if segment.on_cpu:
+            if self.is_on_cpu(segment):
                 yield from self.keys(segment)
 
     def _count_on_cpu(self, shift: int, buckets: int) -> Tensor:
@@ -448,8 +471,14 @@ class _TieSearch(_Search):
         super().__init__(scores.left, segments)
         self.scores = scores
 
+    def is_on_cpu(self, segment: Segment) -> bool:
+        return segment.on_cpu or segment.tied_ids is not None
+
     def keys(self, segment: Segment) -> Iterator[Tensor]:
         """Yield the global indices of the tied blocks."""
+        if segment.tied_ids is not None:
+            yield segment.tied_ids
+            return
         if segment.tied is not None:
             yield segment.ids(segment.tied)
             return
@@ -513,7 +542,7 @@ def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor
     """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: of small tables in one
     pass."""
     before = searches[0].shift  # the same for all: they are in the same round
-    joint: dict[JointScores, dict[int, int]] = {}
+    joint: dict[JointScores | FlatScores, dict[int, int]] = {}
     places: list[int] = []
     parts: list[Tensor] = []
     for i, search in enumerate(searches):
@@ -528,7 +557,7 @@ def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor
         assert before is not None
         prefixes = [searches[i].prefix for i in numbers]
         places += numbers
-        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets).unbind()
+        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
     rows: dict[int, Tensor] = {}
     for i, part in zip(places, on_host(parts), strict=True):
         rows[i] = rows[i] + part if i in rows else part

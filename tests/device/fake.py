@@ -29,6 +29,7 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dist_sparse.masking import flat_triton
 from tests.device.account import ACCOUNT, Spent
 
 __all__ = ["CUDA", "DeviceMix", "FakeCudaTensor", "Meter", "counting", "cuda", "fake_cuda", "inner"]
@@ -569,6 +570,8 @@ def fake_cuda() -> Iterator[None]:
             pointers = 2 if name == "create_atomic_rmw" else 1
             counted = _counted(getattr(builder, name), pointers, mask)
             stack.enter_context(mock.patch.object(builder, name, counted))
+        # The interpreter takes as long for a tile of any size.
+        stack.enter_context(mock.patch.object(flat_triton, "TILE", 1 << 17))
         stack.enter_context(_Mode())
         yield
 

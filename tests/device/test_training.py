@@ -99,3 +99,23 @@ def test_waits_do_not_grow_with_the_table(name: str) -> None:
 @pytest.mark.parametrize("name", grows("launches"))
 def test_launches_do_not_grow_with_the_table(name: str) -> None:
     assert update_of(name, 2).launches <= update_of(name, 1).launches
+
+
+@pytest.mark.parametrize("level", [0.3, 0.9])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_ties_at_the_threshold_are_the_cpus(name: str, level: float) -> None:
+    """Few different weights: the threshold has ties in every table, of blocks that score 0 too."""
+    layouts = [one_rank(601, 32), one_rank(37, 32), one_rank(300, 32)]
+    found = []
+    never = mock.patch.object(fused, "worth_dropping", lambda kept: False)
+    with on_device(), never:
+        for device in ("cpu", "cuda"):
+            run = Run(device, BLOCKS[name], layouts)
+            for table in run.kernel.rows():
+                # Rows of one value each, of which a sixth is 0.
+                table.copy_((table[:, :1] * 2).round().expand_as(table) / 2)
+            run.update(level)
+            run.train(2)
+            run.update(level + 0.05)
+            found.append([*run.masks(), *run.weights()])
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,418 @@
+"""Mask updates of shards that are flat sequences of equal blocks, by Triton kernels on CUDA.
+
+Blocks are parts of a row, as wide as a kernel can add up in the CPU's order, and no border cuts
+one. The shards of many tables share each launch. Weights are read once if their scores are held,
+and else twice:
+
+1. score all blocks, and count their leading bits;
+2. count the blocks in the bucket that holds the threshold. If scores are not held, list these few
+   blocks, and decide about all others;
+3. count among what is held or listed;
+4. decide about all held scores, or about the listed blocks.
+
+Everywhere else torch's own operations do the same, and are the oracle in tests
+(:mod:`~dist_sparse.masking.block_scores`, :mod:`~dist_sparse.masking.selection`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_sparse.masking.device import on_host
+from dist_sparse.records import LEADING_SHIFT
+from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
+
+__all__ = [
+    "FlatMask",
+    "FlatScores",
+    "FlatShard",
+    "Limit",
+    "Pruned",
+    "flat_width",
+    "kernels_on",
+    "prune",
+    "too_large",
+]
+
+# Places in a list are int32, and a program looks at some behind the last.
+_MOST = (1 << 31) - (1 << 20)
+
+# Bytes of a listed block: its score and its place.
+_LISTED = 8
+
+
+def kernels_on(device: torch.device) -> Any:
+    """Return :mod:`~dist_sparse.masking.flat_triton` for a device that can run it, else None."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("dist_sparse.masking.flat_triton")
+
+
+def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
+    """Return the elements of a block of the shard ``rect`` if the kernels can take it, else
+    None."""
+    grid = grid_of(rect, block)
+    width = rect.cols if grid.cols == 1 else block[1]
+    if block[0] != 1 or not tensor.is_contiguous() or not 0 < grid.blocks < _MOST:
+        return None
+    if rect.cols != grid.cols * width or (grid.cols > 1 and rect.col % width):
+        return None
+    # Neighbours are added in pairs, or 16 sums are taken beside each other. Of wider blocks torch
+    # adds up parts first.
+    return width if width in (1, 2, 4, 8) or (width % 16 == 0 and width <= 4096) else None
+
+
+def too_large(nbytes: int, weights: int) -> bool:
+    """Whether so many bytes may not be held beside ``weights`` bytes of a shard on an accelerator,
+    where tables fill the memory."""
+    return nbytes * 20 > weights
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """A shard that the kernels can take.
+
+    Args:
+        shard: live.
+        block: the sparse block, within a row.
+        table_cols: block columns of the whole table.
+    """
+
+    shard: Shard
+    block: Block
+    table_cols: int
+
+    @cached_property
+    def grid(self) -> Grid:
+        return grid_of(self.shard.rect, self.block)
+
+    def ids(self, places: Tensor) -> Tensor:
+        """Return the global indices of the blocks at flat ``places``, int64 ``(n,)``."""
+        rows, cols = places // self.grid.cols, places % self.grid.cols
+        return (rows + self.grid.row) * self.table_cols + cols + self.grid.col
+
+    def last_place(self, last: int | None) -> int:
+        """Return the place of the last block whose global index is at most ``last`` (None: any);
+        -1 if there is none."""
+        if last is None:
+            return self.grid.blocks
+        row, col = last // self.table_cols - self.grid.row, last % self.table_cols - self.grid.col
+        if row < 0:
+            return -1
+        return row * self.grid.cols + min(max(col, -1), self.grid.cols - 1)
+
+    def words(self) -> Tensor:
+        """Return memory for a bit of each block, int32, for atomic operations on words."""
+        count = -(-self.grid.blocks // 32)
+        return torch.empty(count, dtype=torch.int32, device=self.shard.tensor.device)
+
+
+class Limit(NamedTuple):
+    """Blocks that score less than ``bits`` are removed, and those that score as much up to the
+    global index ``last`` (None: all)."""
+
+    bits: int
+    last: int | None
+
+
+class FlatMask(NamedTuple):
+    """The new mask of a shard.
+
+    Args:
+        kept: its bits, uint8, 1 = kept.
+        dirty: bits of the removed blocks that do not score 0, uint8.
+        removes: whether anything is removed.
+    """
+
+    kept: Tensor
+    dirty: Tensor
+    removes: bool
+
+
+@dataclass(eq=False)
+class _Narrowed:
+    """A shard in which all is decided but the listed blocks, which score from ``low`` to ``high``.
+
+    Args:
+        scores: of the listed blocks, int32.
+        places: of the listed blocks, int32.
+        kept: bits, as words of 32; listed blocks are still kept.
+        dirty: bits of the same form.
+        removed: number of blocks removed so far, int64 ``()``; None before the launch.
+    """
+
+    low: int
+    high: int
+    scores: Tensor
+    places: Tensor
+    kept: Tensor
+    dirty: Tensor
+    removed: Tensor | None = None
+
+    def holds(self, low: int, high: int) -> bool:
+        """Whether all blocks that score from ``low`` to ``high`` are listed."""
+        return self.low <= low and high <= self.high
+
+
+class FlatScores:
+    """The scores of several shards of one dtype and block width, which share each launch.
+
+    Args:
+        shards: on one device that has the kernels.
+        absolute: whether a block scores the mean of absolute values, not of squares.
+
+    Attributes:
+        held: the scores of each shard, int32 ``(blocks,)``; empty where they are computed again.
+        counts: what :meth:`first_histograms` returned, in CPU memory. Set it before calling
+            :meth:`histograms`.
+    """
+
+    counts: Tensor
+
+    def __init__(self, shards: Sequence[FlatShard], absolute: bool) -> None:
+        self._shards = list(shards)
+        rect, tensor = shards[0].shard
+        self._device = tensor.device
+        self._kernels = kernels_on(self._device)
+        width = flat_width(rect, shards[0].block, tensor)
+        assert width is not None
+        self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute)
+        self._narrowed: dict[int, _Narrowed] = {}
+        self.held: list[Tensor] = []
+        if not too_large(4, width * tensor.element_size()):
+            for shard in shards:
+                scores = torch.empty(shard.grid.blocks, dtype=torch.int32, device=self._device)
+                self.held.append(scores)
+
+    def first_histograms(self) -> Tensor:
+        """Score all blocks. Return :func:`~dist_sparse.masking.segments.first_histogram` of each
+        shard, int64 ``(shards, HISTOGRAM)``."""
+        jobs = [self._on_weights(number) for number in range(len(self._shards))]
+        for i, scores in enumerate(self.held):
+            jobs[i] = jobs[i]._replace(scores=scores.data_ptr())
+        buckets = 1 << 31 - LEADING_SHIFT
+        hold = bool(self.held)
+        counts: Tensor = self._kernels.score(jobs, self._scoring, self._device, buckets, hold=hold)
+        return counts
+
+    def histograms(
+        self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
+    ) -> list[Tensor]:
+        """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
+        to_count: dict[int, dict[str, int]] = {}
+        to_narrow: dict[int, dict[str, int]] = {}
+        lengths: Tensor | None = None
+        if before == LEADING_SHIFT and not self.held:
+            lengths = torch.zeros(len(numbers), dtype=torch.int32, device=self._device)
+        for number, prefix in zip(numbers, prefixes, strict=True):
+            # Zeros have a bucket of their own in the first round.
+            low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
+            task = {"low": low, "high": high, "shift": shift}
+            if lengths is not None:
+                length = lengths[len(to_narrow) :].data_ptr()
+                inside = int(self.counts[number, 1 + prefix])
+                task |= self._narrow(number, low, high, inside, length)
+            (to_narrow if "kept" in task else to_count)[number] = task
+        found = {number: counts for number, counts, _ in self._sweep(to_count, buckets)}
+        for number, counts, removed in self._sweep(to_narrow, buckets, lists=True, packs=True):
+            found[number] = counts
+            self._narrowed[number].removed = removed
+        return [found[number] for number in numbers]
+
+    def ties(self, scores: Mapping[int, int], most: int) -> dict[int, Tensor]:
+        """Return the global indices of the blocks that have a score, int64, ascending, in CPU
+        memory, by the number of the shard. One wait for all shards.
+
+        Args:
+            scores: the bits of the score, by the number of the shard.
+            most: no shard has more such blocks.
+        """
+        places = torch.empty(len(scores), most, dtype=torch.int32, device=self._device)
+        unread = torch.empty_like(places)
+        lengths = torch.zeros(len(scores), dtype=torch.int32, device=self._device)
+        tasks: dict[int, dict[str, int]] = {}
+        for row, (number, bits) in enumerate(scores.items()):
+            tasks[number] = {
+                "low": bits,
+                "high": bits,
+                "scores": unread[row].data_ptr(),
+                "places": places[row].data_ptr(),
+                "length": lengths[row:].data_ptr(),
+            }
+        self._sweep(tasks, lists=True)
+        counts, listed = on_host([lengths, places])
+        found = {}
+        for number, count, row in zip(scores, counts.tolist(), listed, strict=True):
+            found[number] = self._shards[number].ids(row[:count].long().sort().values)
+        return found
+
+    def masks(self, limits: Mapping[int, Limit]) -> dict[int, FlatMask]:
+        """Return the new masks of shards, by their numbers. One wait for all of them."""
+        bits: dict[int, tuple[Tensor, Tensor]] = {}
+        removed: dict[int, list[Tensor]] = {}
+        to_settle: dict[int, Any] = {}
+        to_pack: dict[int, dict[str, int]] = {}
+        for number, (score, last) in limits.items():
+            shard, narrowed = self._shards[number], self._narrowed.get(number)
+            task = {"low": score, "high": score, "last": shard.last_place(last)}
+            if narrowed is None or not narrowed.low - 1 <= score <= narrowed.high:
+                kept, dirty = shard.words(), shard.words()
+                to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
+                removed[number] = []
+            else:
+                kept, dirty = narrowed.kept, narrowed.dirty
+                task |= {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
+                to_settle[number] = self._on_list(narrowed)._replace(**task)
+                assert narrowed.removed is not None
+                removed[number] = [narrowed.removed]
+            bits[number] = kept, dirty
+        for number, _, count in self._sweep(to_pack, packs=True):
+            removed[number].append(count)
+        if to_settle:
+            counts = self._kernels.settle([*to_settle.values()], self._device)
+            for number, count in zip(to_settle, counts.unbind(), strict=True):
+                removed[number].append(count)
+        return self._read_masks(bits, removed)
+
+    def _read_masks(
+        self, bits: Mapping[int, tuple[Tensor, Tensor]], removed: Mapping[int, list[Tensor]]
+    ) -> dict[int, FlatMask]:
+        parts = [part.view(1) for number in bits for part in removed[number]]
+        counts = iter(on_host(parts))
+        made = {}
+        for number, words in bits.items():
+            total = sum(int(next(counts)) for _ in removed[number])
+            size = self._shards[number].grid.bytes
+            kept, dirty = (each.view(torch.uint8)[:size] for each in words)
+            made[number] = FlatMask(kept, dirty, total > 0)
+        return made
+
+    def _narrow(self, number: int, low: int, high: int, inside: int, length: int) -> dict[str, int]:
+        """Prepare a list of the blocks that score from ``low`` to ``high``, ``inside`` in number.
+        Return where it is written, with its ``length``; nothing if it would take too much
+        memory."""
+        shard = self._shards[number]
+        if too_large(_LISTED * inside, shard.shard.tensor.nbytes):
+            return {}
+        scores = torch.empty(inside, dtype=torch.int32, device=self._device)
+        places = torch.empty_like(scores)
+        made = _Narrowed(low, high, scores, places, shard.words(), shard.words())
+        self._narrowed[number] = made
+        return {
+            "scores": scores.data_ptr(),
+            "length": length,
+            "places": places.data_ptr(),
+            "kept": made.kept.data_ptr(),
+            "dirty": made.dirty.data_ptr(),
+        }
+
+    def _sweep(
+        self,
+        tasks: Mapping[int, Mapping[str, int]],
+        buckets: int = 0,
+        *,
+        lists: bool = False,
+        packs: bool = False,
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Return number, counts and removed blocks of each shard with a task, from scores where
+        they are known."""
+        on_scores: dict[int, Any] = {}
+        on_weights: dict[int, Any] = {}
+        for number, task in tasks.items():
+            narrowed = self._narrowed.get(number)
+            if self.held:
+                on_scores[number] = self._on_held(number)._replace(**task)
+            elif not packs and narrowed is not None and narrowed.holds(task["low"], task["high"]):
+                on_scores[number] = self._on_list(narrowed)._replace(**task)
+            else:
+                on_weights[number] = self._on_weights(number)._replace(**task)
+        found: list[tuple[int, Tensor, Tensor]] = []
+        sources = ((on_scores, self._kernels.SCORES), (on_weights, self._scoring))
+        for jobs, scoring in sources:
+            if jobs:
+                counts, removed = self._kernels.sweep(
+                    [*jobs.values()], scoring, self._device, buckets, lists=lists, packs=packs
+                )
+                found += zip(jobs, counts.unbind(), removed.unbind(), strict=True)
+        return found
+
+    def _on_weights(self, number: int) -> Any:
+        """Return a launch's job on the weights of a shard."""
+        shard = self._shards[number]
+        return self._kernels.Job(shard.shard.tensor.data_ptr(), shard.grid.blocks)
+
+    def _on_held(self, number: int) -> Any:
+        scores = self.held[number]
+        return self._kernels.Job(scores.data_ptr(), scores.numel())
+
+    def _on_list(self, narrowed: _Narrowed) -> Any:
+        scores, places = narrowed.scores, narrowed.places
+        return self._kernels.Job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """What is to be zeroed in a shard.
+
+    Args:
+        shard: live.
+        block: the sparse block.
+        kept: bits, uint8.
+        changed: bits of the blocks that were kept before, and of those that may not be zero; None
+            is all blocks.
+        flags: uint8 ``(rows,)``, 0 where all that is removed is zero already; None is all rows.
+    """
+
+    shard: Shard
+    block: Block
+    kept: Tensor
+    changed: tuple[Tensor, Tensor] | None = None
+    flags: Tensor | None = None
+
+    @cached_property
+    def alike(self) -> tuple[object, ...] | None:
+        """What all shards of a launch have in common; None if the kernels can't take this one."""
+        rect, tensor = self.shard
+        width = flat_width(rect, self.block, tensor)
+        if width is None or kernels_on(tensor.device) is None:
+            return None
+        size = tensor.element_size()
+        return tensor.device, width, size, self.changed is None, self.flags is None
+
+
+def prune(shards: Sequence[Pruned]) -> list[int]:
+    """Write zero to what is removed, in one launch for all shards that are alike. Return the places
+    of the shards that the kernels can't take."""
+    left: list[int] = []
+    launches: dict[tuple[object, ...], list[Pruned]] = {}
+    for i, each in enumerate(shards):
+        if each.alike is None:
+            left.append(i)
+        else:
+            launches.setdefault(each.alike, []).append(each)
+    for together in launches.values():
+        rect, tensor = together[0].shard
+        width = flat_width(rect, together[0].block, tensor)
+        kernels = kernels_on(tensor.device)
+        jobs = [_job_to_prune(each, kernels) for each in together]
+        kernels.prune(jobs, width, tensor.element_size(), tensor.device)
+    return left
+
+
+def _job_to_prune(each: Pruned, kernels: Any) -> Any:
+    grid = grid_of(each.shard.rect, each.block)
+    job = kernels.Pruning(each.shard.tensor.data_ptr(), grid.blocks, each.kept.data_ptr())
+    if each.changed is not None:
+        before, dirty = each.changed
+        job = job._replace(before=before.data_ptr(), dirty=dirty.data_ptr())
+    if each.flags is not None:
+        job = job._replace(flags=each.flags.data_ptr(), of_row=grid.cols)
+    return job

@@ -1,0 +1,478 @@
+"""Triton kernels of a mask update, for shards that are flat sequences of equal blocks.
+
+The device half of :mod:`dist_sparse.masking.flat`, the only one to import it: the package works
+where Triton is missing. Each function is one launch for all shards that it is given. A program
+takes tiles of one shard in turn, and adds what it has counted to the shard's counters once.
+
+Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64, with
+or without a fused multiply-add, and sums are taken in the order of
+:func:`~dist_sparse.masking.scores.block_sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dist_sparse.masking.device import sent
+from dist_sparse.records import LEADING_SHIFT
+
+__all__ = ["SCORES", "TILE", "Job", "Pruning", "Scoring", "prune", "score", "settle", "sweep"]
+
+_LANES: Final = 16
+"""Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2."""
+
+_TYPES: Final = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+_WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""By bytes of an element: zero has the same bits in every type of a size."""
+
+_PROGRAMS: Final = 1024
+"""Of a launch, about so many at most: 8 for each multiprocessor of an H200."""
+
+TILE = 2048
+"""Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
+in tests: the interpreter takes as long for a tile of any size."""
+
+
+class Scoring(NamedTuple):
+    """How blocks are scored, alike in all shards of a launch.
+
+    Args:
+        dtype: of the weights.
+        width: elements of a block, all of one row: a power of two up to 16, or a multiple of 16. 0
+            where scores are read instead of weights.
+        absolute: whether a block scores the mean of absolute values, not of squares.
+    """
+
+    dtype: torch.dtype
+    width: int
+    absolute: bool
+
+
+SCORES: Final = Scoring(torch.float32, 0, False)
+"""Scores are read."""
+
+
+class Job(NamedTuple):
+    """What a launch does with one shard.
+
+    Args:
+        source: address of weights or of scores.
+        blocks: number of blocks, or of scores, there.
+        low: lower scores are removed.
+        high: scores from ``low`` to it are *within*: they are counted and listed.
+        last: blocks within are removed up to this place.
+        shift: scores equal above this bit share a bucket.
+        scores: address for scores: of all blocks, or of listed ones.
+        places: address for the places of listed blocks, int32.
+        length: address of the number of blocks listed so far, int32.
+        kept: address for the bits of kept blocks.
+        dirty: address for the bits of removed blocks that do not score 0.
+        listed: address of the places of the scores at ``source``, int32, if they are a list.
+    """
+
+    source: int
+    blocks: int
+    low: int = 0
+    high: int = 0
+    last: int = -1
+    shift: int = 0
+    scores: int = 0
+    places: int = 0
+    length: int = 0
+    kept: int = 0
+    dirty: int = 0
+    listed: int = 0
+
+
+class Pruning(NamedTuple):
+    """What :func:`prune` does with one shard.
+
+    Args:
+        weights: address of the weights.
+        blocks: number of blocks there.
+        kept: address of the bits of kept blocks.
+        before: address of the bits of blocks that were kept before.
+        dirty: address of the bits of blocks that may not be zero.
+        flags: address of a byte for each row, 0 where all that is removed is zero already.
+        of_row: blocks of a row.
+    """
+
+    weights: int
+    blocks: int
+    kept: int
+    before: int = 0
+    dirty: int = 0
+    flags: int = 0
+    of_row: int = 1
+
+
+def score(
+    jobs: Sequence[Job], scoring: Scoring, device: torch.device, buckets: int, *, hold: bool
+) -> Tensor:
+    """Score all blocks. Return for each shard how many score 0, and then how many others are in
+    each bucket of the leading bits: int64 ``(shards, 1 + buckets)``.
+
+    Args:
+        hold: whether scores are written.
+    """
+    counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
+    _launch(
+        _score, jobs, scoring, device, [counts], BUCKETS=buckets, HOLD=hold, LEADING=LEADING_SHIFT
+    )
+    return counts
+
+
+def sweep(
+    jobs: Sequence[Job],
+    scoring: Scoring,
+    device: torch.device,
+    buckets: int = 0,
+    *,
+    lists: bool = False,
+    packs: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compare scores with the limits of their shards. Return for each shard how many of the blocks
+    within are in each bucket, int64 ``(shards, buckets)``, and how many are removed, int64
+    ``(shards,)``.
+
+    Args:
+        lists: whether scores and places of the blocks within are written, in any order.
+        packs: whether the bits of kept and of dirty blocks are written, and removed ones counted.
+    """
+    counts = torch.zeros(len(jobs), buckets + 1, dtype=torch.int64, device=device)
+    flags = {"LIST": lists, "PACK": packs, "LISTED": jobs[0].listed != 0}
+    _launch(_sweep, jobs, scoring, device, [counts], BUCKETS=buckets, **flags)
+    return counts[:, :buckets], counts[:, buckets]
+
+
+def settle(jobs: Sequence[Job], device: torch.device) -> Tensor:
+    """Remove listed blocks that score less than ``low``, and those that score as much, up to the
+    place ``last``: bits that say so are in place of those that say that they are kept. Return how
+    many are removed, by shard, int64 ``(shards,)``.
+
+    Args:
+        jobs: with lists at ``source``.
+    """
+    removed = torch.zeros(len(jobs), dtype=torch.int64, device=device)
+    _launch(_settle, jobs, SCORES, device, [removed])
+    return removed
+
+
+def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) -> None:
+    """Write zero to removed blocks: to all, or to those that were kept before or are dirty, and in
+    rows with a flag only.
+
+    Args:
+        jobs: alike in the addresses that they use.
+        width: elements of a block.
+        size: bytes of an element.
+    """
+    _launch(
+        _prune,
+        jobs,
+        Scoring(torch.float32, width, False),
+        device,
+        [],
+        WORD=_WORDS[size],
+        CHANGED=jobs[0].before != 0,
+        FLAGGED=jobs[0].flags != 0,
+    )
+
+
+def _launch(
+    kernel: Any,
+    jobs: Sequence[Job] | Sequence[Pruning],
+    scoring: Scoring,
+    device: torch.device,
+    outputs: Sequence[Tensor],
+    **constants: Any,
+) -> None:
+    """Launch a kernel on the current stream: as many programs for each shard as for the largest."""
+    lanes = min(max(1, scoring.width), _LANES)
+    # A byte of bits is of one program.
+    at_once = max(8, TILE // lanes)
+    constants |= {"FIELDS": len(jobs[0]), "BLOCKS": at_once, "LANES": lanes}
+    if kernel in (_score, _sweep):
+        constants["TYPE"] = _TYPES[scoring.dtype]
+        constants["ABSOLUTE"] = scoring.absolute
+    if kernel in (_score, _sweep, _prune):
+        constants["WIDTH"] = scoring.width
+    tiles = -(-max(job.blocks for job in jobs) // at_once)
+    programs = min(tiles, -(-_PROGRAMS // len(jobs)))
+    table = sent([field for job in jobs for field in job], device)
+    # Triton launches on the current device, wherever its arguments are.
+    with torch.cuda.device(device):
+        kernel[(programs, len(jobs))](table, *outputs, **constants, num_warps=4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Return the sums of COUNT neighbouring fours, each first to last."""
+    # (0, 1, 2, 3) as ((0, 1), (2, 3)): the last dimension is split twice.
+    even, odd = tl.split(tl.reshape(parts, [COUNT, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return ((first + second) + third) + fourth
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _element(
+    weights: tl.tensor, at: tl.tensor, inside: tl.tensor, ABSOLUTE: tl.constexpr
+) -> tl.tensor:
+    """Return scores of elements, float64."""
+    # bfloat16 has no way to float64 of its own.
+    value = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
+    return tl.abs(value) if ABSOLUTE else value * value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(
+    weights: tl.tensor,
+    first: tl.tensor,
+    blocks: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+) -> tl.tensor:
+    """Return the scores of BLOCKS blocks from ``first`` on, as int32."""
+    lane = tl.arange(0, BLOCKS * LANES)
+    at = first + lane // LANES
+    inside = at < blocks
+    at = at * WIDTH + lane % LANES
+    if WIDTH == 1:
+        sums = _element(weights, at, inside, ABSOLUTE)
+    elif WIDTH <= 16:
+        # Neighbours in pairs.
+        parts = _element(weights, at, inside, ABSOLUTE)
+        if WIDTH >= 16:
+            left, right = tl.split(tl.reshape(parts, [BLOCKS * 8, 2]))
+            parts = left + right
+        if WIDTH >= 8:
+            left, right = tl.split(tl.reshape(parts, [BLOCKS * 4, 2]))
+            parts = left + right
+        if WIDTH >= 4:
+            left, right = tl.split(tl.reshape(parts, [BLOCKS * 2, 2]))
+            parts = left + right
+        left, right = tl.split(tl.reshape(parts, [BLOCKS, 2]))
+        sums = left + right
+    else:
+        # As torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then the next 16
+        # to these; lanes are four accumulators of four, added in turn.
+        total = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+        for group in range(0, WIDTH, 256):
+            part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+            for column in range(group, min(group + 256, WIDTH), 16):
+                part += _element(weights, at + column, inside, ABSOLUTE)
+            total += part
+        parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
+        sums = _in_turn(_in_turn(parts, BLOCKS * 4), BLOCKS)
+    return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tally(
+    buckets: tl.tensor, counted: tl.tensor, BUCKETS: tl.constexpr, BLOCKS: tl.constexpr
+) -> tl.tensor:
+    """Return how many of the ``counted`` blocks are in each bucket, int32 ``(BUCKETS,)``."""
+    # In the first bucket and taken out again: older histograms take no mask.
+    tally = tl.histogram(tl.where(counted, buckets, 0), BUCKETS)
+    missing = BLOCKS - tl.sum(counted.to(tl.int32))
+    return tally - tl.where(tl.arange(0, BUCKETS) == 0, missing, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack(
+    address: tl.tensor,
+    first: tl.tensor,
+    blocks: tl.tensor,
+    flags: tl.tensor,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Store flags as bits, from that of the block ``first`` on."""
+    weighted = tl.reshape(flags.to(tl.int32), [BLOCKS // 8, 8]) << tl.arange(0, 8)[None, :]
+    byte = first // 8 + tl.arange(0, BLOCKS // 8)
+    packed = tl.sum(weighted, 1).to(tl.uint8)
+    tl.store(address.to(tl.pointer_type(tl.uint8)) + byte, packed, mask=byte * 8 < blocks)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpacked(
+    address: tl.tensor, first: tl.tensor, blocks: tl.tensor, BLOCKS: tl.constexpr
+) -> tl.tensor:
+    """Return the bits of BLOCKS blocks from ``first`` on, int32."""
+    byte = first // 8 + tl.arange(0, BLOCKS // 8)
+    read = tl.load(address.to(tl.pointer_type(tl.uint8)) + byte, mask=byte * 8 < blocks, other=0)
+    return tl.reshape((read.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [BLOCKS])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _score(
+    jobs: tl.tensor,
+    counts: tl.tensor,
+    FIELDS: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    HOLD: tl.constexpr,
+    LEADING: tl.constexpr,
+) -> None:
+    """Score the blocks of one shard. The numbers added to ``job`` are the places of the fields of
+    :class:`Job`."""
+    job = jobs + tl.program_id(1) * FIELDS
+    weights = tl.load(job).to(tl.pointer_type(TYPE))
+    blocks = tl.load(job + 1)
+    held = tl.load(job + 6).to(tl.pointer_type(tl.int32))
+    tally = tl.zeros([BUCKETS], dtype=tl.int32)
+    zeros = tl.full([], 0, dtype=tl.int32)
+    start = tl.program_id(0).to(tl.int64) * BLOCKS
+    for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
+        bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
+        place = first + tl.arange(0, BLOCKS)
+        inside = place < blocks
+        if HOLD:
+            tl.store(held + place, bits, mask=inside)
+        # NaN may be negative: in the last buckets too.
+        tally += _tally((bits >> LEADING) & (BUCKETS - 1), inside & (bits != 0), BUCKETS, BLOCKS)
+        zeros += tl.sum((inside & (bits == 0)).to(tl.int32))
+    counts += tl.program_id(1) * (1 + BUCKETS)
+    tl.atomic_add(counts, zeros.to(tl.int64))
+    bucket = tl.arange(0, BUCKETS)
+    tl.atomic_add(counts + 1 + bucket, tally.to(tl.int64), mask=tally > 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sweep(
+    jobs: tl.tensor,
+    counts: tl.tensor,
+    FIELDS: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    LIST: tl.constexpr,
+    PACK: tl.constexpr,
+    LISTED: tl.constexpr,
+) -> None:
+    """Compare the scores of one shard with its limits."""
+    job = jobs + tl.program_id(1) * FIELDS
+    blocks = tl.load(job + 1)
+    low, high, last = tl.load(job + 2), tl.load(job + 3), tl.load(job + 4)
+    shift = tl.load(job + 5).to(tl.int32)
+    removed = tl.full([], 0, dtype=tl.int64)
+    tally = tl.zeros([BUCKETS if BUCKETS else 1], dtype=tl.int32)
+    start = tl.program_id(0).to(tl.int64) * BLOCKS
+    for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
+        place = first + tl.arange(0, BLOCKS)
+        inside = place < blocks
+        if WIDTH == 0:
+            scores = tl.load(job).to(tl.pointer_type(tl.int32))
+            bits = tl.load(scores + place, mask=inside, other=0)
+        else:
+            weights = tl.load(job).to(tl.pointer_type(TYPE))
+            bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
+        within = inside & (bits >= low) & (bits <= high)
+        if BUCKETS:
+            tally += _tally((bits >> shift) & (BUCKETS - 1), within, BUCKETS, BLOCKS)
+        if LIST:
+            found = tl.sum(within.to(tl.int32))
+            # In no order: all that is read from a list is counts, minima and bits.
+            length = tl.atomic_add(tl.load(job + 8).to(tl.pointer_type(tl.int32)), found)
+            at = length + tl.cumsum(within.to(tl.int32), 0) - 1
+            listed = tl.load(job + 6).to(tl.pointer_type(tl.int32))
+            places = tl.load(job + 7).to(tl.pointer_type(tl.int32))
+            tl.store(listed + at, bits, mask=within)
+            found_at = place.to(tl.int32)
+            if LISTED:
+                of_list = tl.load(job + 11).to(tl.pointer_type(tl.int32))
+                found_at = tl.load(of_list + place, mask=within, other=0)
+            tl.store(places + at, found_at, mask=within)
+        if PACK:
+            gone = inside & ((bits < low) | (within & (place <= last)))
+            _pack(tl.load(job + 9), first, blocks, inside & ~gone, BLOCKS)
+            _pack(tl.load(job + 10), first, blocks, gone & (bits != 0), BLOCKS)
+            removed += tl.sum(gone.to(tl.int32))
+    counts += tl.program_id(1) * (BUCKETS + 1)
+    if BUCKETS:
+        bucket = tl.arange(0, BUCKETS)
+        tl.atomic_add(counts + bucket, tally.to(tl.int64), mask=tally > 0)
+    if PACK:
+        tl.atomic_add(counts + BUCKETS, removed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _settle(
+    jobs: tl.tensor,
+    counts: tl.tensor,
+    FIELDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Decide about the listed blocks of one shard."""
+    job = jobs + tl.program_id(1) * FIELDS
+    scores = tl.load(job).to(tl.pointer_type(tl.int32))
+    count, low, last = tl.load(job + 1), tl.load(job + 2), tl.load(job + 4)
+    places = tl.load(job + 11).to(tl.pointer_type(tl.int32))
+    # Words of 32 bits: there is no atomic operation on bytes.
+    kept = tl.load(job + 9).to(tl.pointer_type(tl.int32))
+    dirty = tl.load(job + 10).to(tl.pointer_type(tl.int32))
+    removed = tl.full([], 0, dtype=tl.int64)
+    start = tl.program_id(0).to(tl.int64) * BLOCKS
+    for first in range(start, count, tl.num_programs(0) * BLOCKS):
+        at = first + tl.arange(0, BLOCKS)
+        bits = tl.load(scores + at, mask=at < count, other=0)
+        place = tl.load(places + at, mask=at < count, other=0)
+        gone = (at < count) & ((bits < low) | ((bits == low) & (place <= last)))
+        bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31)
+        tl.atomic_and(kept + (place >> 5), ~bit, mask=gone)
+        tl.atomic_or(dirty + (place >> 5), bit, mask=gone)
+        removed += tl.sum(gone.to(tl.int32))
+    tl.atomic_add(counts + tl.program_id(1), removed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prune(
+    jobs: tl.tensor,
+    FIELDS: tl.constexpr,
+    WORD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    CHANGED: tl.constexpr,
+    FLAGGED: tl.constexpr,
+) -> None:
+    """Zero removed blocks of one shard. The numbers added to ``job`` are the places of the fields
+    of :class:`Pruning`."""
+    job = jobs + tl.program_id(1) * FIELDS
+    weights = tl.load(job).to(tl.pointer_type(WORD))
+    blocks = tl.load(job + 1)
+    start = tl.program_id(0).to(tl.int64) * BLOCKS
+    for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
+        place = first + tl.arange(0, BLOCKS)
+        gone = (place < blocks) & (_unpacked(tl.load(job + 2), first, blocks, BLOCKS) == 0)
+        if CHANGED:
+            before = _unpacked(tl.load(job + 3), first, blocks, BLOCKS)
+            gone &= (before | _unpacked(tl.load(job + 4), first, blocks, BLOCKS)) != 0
+        if FLAGGED:
+            flags = tl.load(job + 5).to(tl.pointer_type(tl.uint8))
+            gone &= tl.load(flags + place // tl.load(job + 6), mask=gone, other=0) != 0
+        block = (weights + place * WIDTH)[:, None]
+        for column in range(0, WIDTH, LANES):
+            words = block + column + tl.arange(0, LANES)[None, :]
+            tl.store(words, tl.zeros([BLOCKS, LANES], dtype=WORD), mask=gone[:, None])
