@@ -207,7 +207,9 @@ class _Done:
             while better:
                 point = best["lr"], best["l2"]
                 best = _best(
-                    self.trained([{**_case(best), "lr": lr, "l2": l2} for lr, l2 in _around(*point)])
+                    self.trained(
+                        [{**_case(best), "lr": lr, "l2": l2} for lr, l2 in _around(*point)]
+                    )
                 )
                 better = (best["lr"], best["l2"]) != point
             found.append({name: value for name, value in _case(best).items() if name not in trial})

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from two_tower.data import NEGATIVES, Interactions
 from two_tower.model import INIT
 
-__all__ = ["Books", "Model", "rotated"]
+__all__ = ["Books", "Model", "balanced", "rotated"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -230,9 +230,7 @@ class Model:
         """Return both tables as lookups return them."""
         if self.books is None:
             return self.weights
-        return [
-            book.decoded(weight) for book, weight in zip(self.books, self.weights, strict=True)
-        ]
+        return [book.decoded(weight) for book, weight in zip(self.books, self.weights, strict=True)]
 
     def _assign(self, tables: ctypes.Array[_Table], rounds: int) -> None:
         """Move the books, and let lookups return what is decoded by them."""
