@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -26,16 +27,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from two_tower.data import NEGATIVES, Interactions
 from two_tower.model import INIT
 
-__all__ = ["Model", "rotated"]
+__all__ = ["Books", "Model", "balanced", "rotated"]
 
 Floats = npt.NDArray[np.float32]
+
+ENTRIES = 256
+_SAMPLE, _FIRST_ROUNDS = 10_000, 8
+_ROUNDS, _ASSIGNED = 2, 8
+"""Rounds of k-means an epoch, and how often it assigns codes."""
 
 
 class _Table(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("weight", "state", "kept", "sums", "slot", "touched")
+            for name in ("weight", "read", "state", "kept", "sums", "slot", "touched")
         ),
         ("count", ctypes.c_long),
     ]
@@ -70,6 +76,68 @@ def _kernel() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+class Books:
+    """Product quantization of a table: a byte for each group of columns that are neighbors, of a
+    book of 256 entries in float16, of which the first is zeros (Jegou et al., PAMI 2011).
+
+    Books are k-means of sampled rows at first.
+
+    Args:
+        weight: the table, (rows, columns) float32.
+        groups: bytes of a row.
+        factors: of the squared errors of each column, (columns,).
+        seed: draws the sample.
+    """
+
+    def __init__(self, weight: Floats, groups: int, factors: Floats, seed: int) -> None:
+        self.groups, self.factors = groups, factors.reshape(groups, 1, -1)
+        made = np.random.default_rng(seed)
+        sample = weight[made.permutation(len(weight))[:_SAMPLE]]
+        # Of fewer rows than entries some are drawn twice.
+        drawn = np.resize(np.arange(len(sample)), ENTRIES)
+        self.books = self._grouped(sample)[drawn].transpose(1, 0, 2).copy()
+        self._to_half()
+        for _ in range(_FIRST_ROUNDS):
+            self.refit(sample)
+
+    def refit(self, weight: Floats) -> None:
+        """Move each entry to the mean of what is nearest to it; zeros and entries without rows stay
+        where they are."""
+        codes, parts = self.codes(weight), self._grouped(weight)
+        for group, book in enumerate(self.books):
+            count = np.bincount(codes[:, group], minlength=ENTRIES)
+            used = count > 0
+            for column in range(book.shape[1]):
+                total = np.bincount(codes[:, group], parts[:, group, column], ENTRIES)
+                book[used, column] = total[used] / count[used]
+        self._to_half()
+
+    def codes(self, weight: Floats) -> npt.NDArray[np.uint8]:
+        """Return the nearest entries, (rows, groups)."""
+        scaled = self.books * self.factors
+        halves = np.ascontiguousarray((scaled * self.books).sum(2) / 2)
+        scaled = np.ascontiguousarray(scaled.transpose(0, 2, 1))
+        found = np.empty((len(weight), self.groups), np.uint8)
+        _kernel().nearest(
+            ctypes.c_void_p(weight.ctypes.data),
+            *map(ctypes.c_long, (len(weight), self.groups, self.books.shape[2])),
+            *(ctypes.c_void_p(each.ctypes.data) for each in (scaled, halves, found)),
+        )
+        return found
+
+    def decoded(self, weight: Floats) -> Floats:
+        """Return the table as its codes stand for it."""
+        rows = self.books[np.arange(self.groups), self.codes(weight)]
+        return np.ascontiguousarray(rows.reshape(weight.shape))
+
+    def _grouped(self, weight: Floats) -> Floats:
+        return weight.reshape(len(weight), self.groups, -1)
+
+    def _to_half(self) -> None:
+        self.books[:, 0] = 0
+        self.books = self.books.astype(np.float16).astype(np.float32)
+
+
 class Model:
     """Tables of users and of items, and a bias for each item, with Adagrad's state.
 
@@ -83,6 +151,8 @@ class Model:
         weights: of both tables, (rows, dim) float32.
         kept: masks of them, bool, or None; what is not kept stays 0.
         mean_of: the columns that the mean of a gradient's squares is over.
+        books: of both tables, or None; lookups return decoded rows from where they are.
+        seconds: of the CPU that training took.
     """
 
     def __init__(self, rows: Sequence[int], items: int, dim: int, seed: int) -> None:
@@ -95,6 +165,8 @@ class Model:
         self.states = [np.zeros(len(weight), np.float32) for weight in (*self.weights, self.bias)]
         self.kept: list[npt.NDArray[np.bool_] | None] = [None, None]
         self.mean_of = dim
+        self.books: list[Books] | None = None
+        self.seconds = 0.0
 
     def copy(self) -> Model:
         """Return a model that trains on by itself."""
@@ -129,12 +201,46 @@ class Model:
             batch_size * (1 + NEGATIVES) * (1 if mapped is None else mapped[0].shape[1])
         )
         each = data.steps(batch_size)
+        began = time.process_time()
         for epoch in epochs:
-            for step, (user, items) in enumerate(
-                data.epoch(seed * 1_000_003 + epoch, batch_size), epoch * each
-            ):
-                now = lr * min(1.0, 2 * (1 - step / (of * each)))
+            for step, (user, items) in enumerate(data.epoch(seed * 1_000_003 + epoch, batch_size)):
+                if self.books is not None and step % -(-each // _ASSIGNED) == 0:
+                    self._assign(tables, _ROUNDS if step == 0 else 0)
+                now = lr * min(1.0, 2 * (1 - (epoch * each + step) / (of * each)))
                 self._step(tables, user, items, now, l2, mapped)
+        self.seconds += time.process_time() - began
+
+    def quantize(self, groups: int, seed: int) -> None:
+        """Train on straight through codes of ``groups`` bytes a row: lookups return decoded rows,
+        whose gradients update the float rows.
+
+        Columns are ordered into groups of about equal products of variances (OPQ's eigenvalue
+        allocation, Ge et al., CVPR 2013). Errors of a column count by its mean square in the other
+        table: that is what they change of the scores.
+        """
+        squares = [np.square(weight).mean(0) for weight in self.weights]
+        order = balanced(squares[0] * squares[1], groups)
+        self.weights = [np.ascontiguousarray(weight[:, order]) for weight in self.weights]
+        self.books = [
+            Books(weight, groups, factors[order], seed)
+            for weight, factors in zip(self.weights, reversed(squares), strict=True)
+        ]
+
+    def served(self) -> list[Floats]:
+        """Return both tables as lookups return them."""
+        if self.books is None:
+            return self.weights
+        return [book.decoded(weight) for book, weight in zip(self.books, self.weights, strict=True)]
+
+    def _assign(self, tables: ctypes.Array[_Table], rounds: int) -> None:
+        """Move the books, and let lookups return what is decoded by them."""
+        assert self.books is not None
+        for book, weight in zip(self.books, self.weights, strict=True):
+            for _ in range(rounds):
+                book.refit(weight)
+        self._read = self.served()
+        for table, read in zip(tables, self._read, strict=False):
+            table.read = read.ctypes.data
 
     def _step(
         self,
@@ -164,7 +270,7 @@ class Model:
         ):
             assert weight.flags.c_contiguous and weight.dtype == np.float32
             arrays = [
-                weight, state, kept,
+                weight, weight, state, kept,
                 np.zeros((lookups, weight.shape[1]), np.float32),
                 np.full(len(weight), -1, np.int32),
                 np.zeros(lookups, np.int64),
@@ -174,6 +280,20 @@ class Model:
                 _Table(*(array.ctypes.data if array is not None else None for array in arrays), 0)
             )
         return (_Table * 3)(*found), held
+
+
+def balanced(sizes: Floats, groups: int) -> npt.NDArray[np.int64]:
+    """Return the order of columns in which groups of neighbors have about equal products of
+    ``sizes``: each round the groups take a column each, from the largest, the group with the
+    smallest product first."""
+    found: list[list[int]] = [[] for _ in range(groups)]
+    products = np.zeros(groups)
+    logs = np.log(np.maximum(sizes, 1e-30))
+    for column in np.argsort(-logs, kind="stable"):
+        group = min(range(groups), key=lambda group: (len(found[group]), products[group]))
+        found[group].append(int(column))
+        products[group] += logs[column]
+    return np.array(found).ravel()
 
 
 def rotated(weights: Sequence[Floats]) -> list[Floats]:

@@ -36,15 +36,26 @@ DIM = 64
 FULL = 4 * DIM
 """Bytes of a row of it."""
 
+_BOOKS = 256 * 2
+"""Bytes of a table's books for each of its columns."""
+
 BY_COLUMN = "int4 by column"
 """4 bits on a grid for each column: ``export(dtype="int4", scale="column")``."""
+
+CODES = "codes"
+"""Bytes for groups of columns, of books that are trained from half time on."""
 
 _BITS = {"fp32": 32, "int8": 8, "int4": 4, BY_COLUMN: 4}
 _SHARED = ("mod hash", "double hash", "frequency cut-off")
 _FINE = {"elements": 1, "soft threshold": 1, "1x4 blocks": 4}
-CUT_METHODS = ("narrowed", *_FINE, "rows")
-_SMALL = ("small dense", "small dense float32")
-METHODS = ("narrowed", *_SMALL, *_FINE, "rows", *_SHARED)
+_NARROWED = ("narrowed", "narrowed by column", "narrowed codes")
+_SMALL = ("small dense", "small dense by column", "small dense codes", "small dense float32")
+_CODES = ("narrowed codes", "small dense codes")
+CUT_METHODS = (*_NARROWED, "small dense codes", *_FINE, "rows")
+METHODS = (*_NARROWED, *_SMALL, *_FINE, "rows", *_SHARED)
+
+_SIZES = {5: (8, 4), 11: (4, 3), 21: (3,), 22: (2,)}
+"""For each number of codes what is tried of columns in a group."""
 
 
 def _row_bytes(dim: int, dtype: str) -> float:
@@ -58,19 +69,33 @@ def forms(method: str, budget: float) -> list[Case]:
     kept.
 
     ``kept`` is a number of columns, or a fraction of rows or weights. Narrow tables are tried in 8
-    and in 4 bits, the latter with a scale for each row and for each column, small dense ones in float32 too, as a method of its own. The others have 8 bits,
-    and less than twice the columns that would fit: the more of a table must go, the worse they are.
+    and in 4 bits with a scale for each row; in 4 bits with one for each column, by codes and small
+    dense ones in float32 as methods of their own. All but codes and float32 with three quarters of
+    the columns that fit, too. The others have 8 bits, and less than twice the columns that would
+    fit: the more of a table must go, the worse they are.
     """
     if method == "small dense float32":
         return [{"dim": int(budget / 4), "dtype": "fp32", "kept": int(budget / 4)}]
-    if method in ("narrowed", "small dense"):
-        widths = {
-            dtype: int((budget - _row_bytes(0, dtype)) * 8 / _BITS[dtype]) // 4 * 4
-            for dtype in ("int8", "int4", BY_COLUMN)
+    wide = method in _NARROWED
+    if method in _CODES:
+        # Books take less than a byte a row of tables as large as Gowalla's.
+        return [
+            {"dim": DIM if wide else codes * size, "dtype": CODES, "kept": codes * size}
+            | {"codes": codes}
+            for codes, sizes in _SIZES.items()
+            if budget / 1.2 <= codes + 1 <= budget
+            for size in sizes
+        ]
+    if wide or method in _SMALL:
+        dtypes = (BY_COLUMN,) if method.endswith("by column") else ("int8", "int4")
+        fit = {
+            dtype: int((budget - _row_bytes(0, dtype)) * 8 / _BITS[dtype]) // 2 * 2
+            for dtype in dtypes
         }
         return [
-            {"dim": DIM if method == "narrowed" else width, "dtype": dtype, "kept": width}
-            for dtype, width in widths.items()
+            {"dim": DIM if wide else width, "dtype": dtype, "kept": width}
+            for dtype, most in fit.items()
+            for width in dict.fromkeys((most, most * 3 // 8 * 2))
             if 0 < width < DIM
         ]
     dim = next(dim for dim in (8, 16, 32, DIM) if _row_bytes(dim, "int8") > budget)
@@ -83,10 +108,12 @@ def forms(method: str, budget: float) -> list[Case]:
     return [{"dim": dim, "dtype": "int8", "kept": round(kept, 4)}]
 
 
-def _bytes(case: Case) -> float:
-    """Bytes of a row of what is served, with its share of bitmasks and index."""
+def _bytes(case: Case, data: Interactions) -> float:
+    """Bytes of a row of what is served, with its share of bitmasks, index and books."""
     method, dim, dtype, kept = (case[name] for name in ("method", "dim", "dtype", "kept"))
-    if method in ("full", "narrowed", *_SMALL):
+    if dtype == CODES:
+        return case["codes"] + _BOOKS * 2 * kept / (data.users + data.items)
+    if method in ("full", *_NARROWED, *_SMALL):
         return _row_bytes(kept, dtype)
     if method in _FINE:
         return _row_bytes(kept * dim, dtype) + dim / _FINE[method] / 8  # a bit for each block
@@ -105,7 +132,7 @@ def run(case: Case) -> Case:
     data, tests = read(case["file"], case["split_seed"])
     mapped = _places(case, data) if case["method"] in _SHARED else None
     model = _trained(case, data, mapped)
-    served = [_served(torch.from_numpy(weight), case["dtype"]) for weight in model.weights]
+    served = [_served(torch.from_numpy(weight), case["dtype"]) for weight in model.served()]
     if mapped is not None:
         served = [table[rows].sum(1) for table, rows in zip(served, mapped, strict=True)]
     found: dict[str, Any] = {}
@@ -114,11 +141,13 @@ def run(case: Case) -> Case:
         found[part] = asdict(measure(*served, torch.from_numpy(model.bias[:, 0]), data, asked))
         if not case["recall"]:
             del found[part]["recall"]
-    return {"bytes": _bytes(case), **found}
+    return {"bytes": _bytes(case, data), "cpu_seconds": round(model.seconds, 2), **found}
 
 
 def _served(weight: Tensor, dtype: Any) -> Tensor:
     """The weights as lookups of an artifact return them."""
+    if dtype == CODES:
+        return weight
     if dtype != BY_COLUMN:
         return decode(encode(weight, dtype), weight.shape[1])
     spread = ColumnSpread(weight.shape[1])
@@ -135,7 +164,7 @@ def read(path: str, split_seed: int) -> tuple[Interactions, dict[str, Test]]:
 def _trained(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Model:
     method = case["method"]
     model = _until_cut(case, data, mapped)
-    if method == "narrowed":
+    if method in _NARROWED:
         model.weights = [
             np.ascontiguousarray(weight[:, : case["kept"]]) for weight in rotated(model.weights)
         ]
@@ -145,6 +174,8 @@ def _trained(case: Case, data: Interactions, mapped: list[Tensor] | None) -> Mod
         model.weights = [
             weight * kept for weight, kept in zip(model.weights, model.kept, strict=True)
         ]
+    if method in _CODES:
+        model.quantize(case["codes"], case["seed"])
     model.train(data, range(case["cut"], case["epochs"]), mapped=mapped, **_settings(case))
     return model
 
