@@ -18,6 +18,7 @@ from dist_sparse.tables.shards import ShardedData
 __all__ = [
     "Collection",
     "KeptOf",
+    "LookupKernel",
     "Replacement",
     "TableBatch",
     "TableConfig",
@@ -53,19 +54,13 @@ KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
 """Which ids of a lookup keep their weight; see :meth:`TableBatch.weighed`."""
 
 
-class TableBatch(Protocol):
-    """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
-    backward."""
+class LookupKernel(Protocol):
+    """The tables of one FBGEMM kernel on this rank, as lookups see them."""
 
     @property
     def module(self) -> nn.Module:
         """TorchRec's kernel, called with a KeyedJaggedTensor of ids local to the shards. The same
         object as long as the batch is in place."""
-        ...
-
-    @property
-    def tables(self) -> Sequence[str]:
-        """The table of each shard."""
         ...
 
     @property
@@ -78,6 +73,20 @@ class TableBatch(Protocol):
         """How the rows of a bag are pooled."""
         ...
 
+    def weights(self) -> list[Tensor]:
+        """Return live views of the shards."""
+        ...
+
+
+class TableBatch(LookupKernel, Protocol):
+    """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
+    backward."""
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """The table of each shard."""
+        ...
+
     @property
     def keeps_zeros(self) -> bool:
         """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
@@ -86,10 +95,6 @@ class TableBatch(Protocol):
     @property
     def is_adagrad(self) -> bool:
         """Whether the first optimizer state is the sum of squared gradients."""
-        ...
-
-    def weights(self) -> list[Tensor]:
-        """Return live views of the shards."""
         ...
 
     def states(self) -> list[Sequence[Tensor]]:
@@ -174,6 +179,10 @@ class Collection(Protocol):
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table of a sharded collection as it is stored now, under a registered name."""
+        ...
+
+    def kernels(self) -> Iterator[LookupKernel]:
+        """Yield this rank's kernels, whoever steps their tables."""
         ...
 
     def batches(self) -> Iterator[TableBatch]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
 
-__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch"]
+__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch", "Kernel"]
 
 ROW_WRITERS: Final = {
     "SGD",
@@ -59,7 +59,27 @@ _PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
 
-class FbgemmBatch:
+class Kernel:
+    """A :class:`~dist_sparse.tables.protocols.LookupKernel`.
+
+    Args:
+        kernel: TorchRec's module around the batch.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.module: nn.Module = kernel
+        self._batch: Any = kernel.emb_module
+        self.features: list[int] = list(self._batch.feature_table_map)
+        self._own_pooling: Any = self._batch.pooling_mode
+        self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
+
+    def weights(self) -> list[Tensor]:
+        """Return live views of the shards."""
+        views: list[Tensor] = self._batch.split_embedding_weights()
+        return views
+
+
+class FbgemmBatch(Kernel):
     """A :class:`~dist_sparse.tables.protocols.TableBatch`.
 
     Args:
@@ -70,13 +90,9 @@ class FbgemmBatch:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.module: nn.Module = kernel
-        self._batch: Any = kernel.emb_module
+        super().__init__(kernel)
         self.tables = [config.name for config in kernel._config.embedding_tables]
-        self.features: list[int] = list(self._batch.feature_table_map)
         self.kernel: nn.Module = self._batch
-        self._own_pooling: Any = self._batch.pooling_mode
-        self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
         self._update_rule: str = self._batch.optimizer.name
         self.is_adagrad = "ADAGRAD" in self._update_rule
         if self._update_rule not in ROW_WRITERS | WHOLE_WRITERS.keys():
@@ -99,11 +115,6 @@ class FbgemmBatch:
         # Without eps Adagrad divides 0 by 0.
         plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS
         return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
-
-    def weights(self) -> list[Tensor]:
-        """Return live views of the shards."""
-        views: list[Tensor] = self._batch.split_embedding_weights()
-        return views
 
     def states(self) -> list[Sequence[Tensor]]:
         """Return live views of each shard's optimizer state."""
