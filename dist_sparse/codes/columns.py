@@ -89,6 +89,8 @@ class ColumnOrder:
         Raises:
             ValueError: an optimizer keeps state for each element.
         """
+        if self.model is None:
+            return  # no column moves
         shapes = {}
         for name in (name for names in self.together for name in names):
             for _, weight in located[name].shards:
