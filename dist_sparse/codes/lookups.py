@@ -302,12 +302,13 @@ class ModuleLookups:
         with torch.no_grad():
             rows = self._numbers(module, ids.reshape(-1).long())
             vectors = self._rows.vectors(rows)
-            if not isinstance(module, nn.EmbeddingBag):
-                return _through(output, vectors.view(output.shape))
-            ends = _ends(ids, given.get("offsets"), module.include_last_offset)
-            weights = given.get("per_sample_weights")
-            weights = None if weights is None else weights.reshape(-1)
-            decoded = _pooled(vectors, ends, module.mode, weights)
+            if isinstance(module, nn.EmbeddingBag):
+                ends = _ends(ids, given.get("offsets"), module.include_last_offset)
+                weights = given.get("per_sample_weights")
+                weights = None if weights is None else weights.reshape(-1)
+                decoded = _pooled(vectors, ends, module.mode, weights)
+            else:
+                decoded = vectors.view(output.shape)
         return _through(output, decoded)
 
     def _numbers(self, module: nn.Module, ids: Tensor) -> Tensor:

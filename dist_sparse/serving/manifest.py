@@ -368,19 +368,9 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
 
 def summary(manifest: Manifest) -> str:
     """Return a table of the tables' bytes, and what to know about them."""
-    head = (
-        "table",
-        "rows",
-        "kept",
-        "dim",
-        "dtype",
-        "dense",
-        "served",
-        "",
-        "index",
-        "scales",
-        "books",
-    )
+    has_books = manifest.dtype == "codes"
+    last = "books" if has_books else "scales"
+    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", last)
     rows = []
     for name, table in manifest.tables.items():
         taken = table.bytes

@@ -171,7 +171,7 @@ def test_removed_rows_are_zeros_and_not_stored(tmp_path: Path) -> None:
     assert not out[removed].any() and out[~removed].any(1).all()
     exported = export(model, handle, tmp_path / "served", dtype="codes")
     assert exported.manifest.tables["weight"].kept == 20
-    assert torch.equal(load_served(tmp_path / "served")[""](torch.arange(40).view(40, 1)), out)
+    assert torch.equal(load_served(tmp_path / "served")(torch.arange(40).view(40, 1)), out)
 
 
 def test_compact_tables_have_codes(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_compact_tables_have_codes(tmp_path: Path) -> None:
     out = made(ids)
     assert int(out.any(1).sum()) == 20
     export(made, handle, tmp_path / "served", dtype="codes")
-    assert torch.equal(load_served(tmp_path / "served")["0"](ids), out)
+    assert torch.equal(load_served(tmp_path / "served")(ids), out)
 
 
 def test_columns_in_order_leave_the_output_as_it_is() -> None:
