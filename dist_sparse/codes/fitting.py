@@ -61,7 +61,8 @@ def refit(
     """
     parts = []
     for data in tables:
-        sums = _sums(data, group.rank, books[data.name], codes[data.name])
+        # A rank without a shard of the table adds nothing.
+        sums = _sums(data, group.rank, books[data.name], codes.get(data.name, ()))
         # What the next grid needs travels in the same message.
         parts += [sums.flatten(), _exponents(data)]
     sent = group.all_reduce(torch.cat(parts))

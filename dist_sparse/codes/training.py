@@ -188,7 +188,7 @@ class CodedTraining:
             groups = self.groups[data.name]
             width = data.shape[1] // groups
             shards = []
-            for (rect, _), part in zip(data.shards, codes[data.name], strict=True):
+            for (rect, _), part in zip(data.shards, codes.get(data.name, ()), strict=True):
                 shards.append(Shard(_in_groups(rect, width), part))
             found[data.name] = replace(
                 data,

@@ -58,7 +58,8 @@ def alone(cell: Cell, path: Path) -> dict[str, Any]:
     import sys
 
     code = (
-        "import sys; from pathlib import Path; from tests.codes.test_quantize_ranks import *;"
+        "import sys; from pathlib import Path; from tests.dist.cells import plain;"
+        "from tests.codes.test_quantize_ranks import cells, quantized;"
         f"cell = cells({cell.world})[{cell.name!r}];"
         "quantized(cell, plain(cell), Path(sys.argv[1]))"
     )
@@ -89,5 +90,5 @@ def test_a_shard_that_cuts_a_group_is_refused() -> None:
     quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
     cell = cells(2)["two_shards"]
     model = build(cell)
-    with pytest.raises(ValueError, match="Shards of \\[12\\] columns fit"):
-        quantize(model, None, codes={"*": 1}, begin=0, include="word")
+    with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit"):
+        quantize(model, None, codes={"*": 1}, begin=0, include="user")
