@@ -13,6 +13,7 @@ Before training:     plan (what fits a budget of bytes, and which of it to use)
 A trained model:     frontier (its metrics at a few sizes)
 Serving:             export, load_served
 Smaller tables:      compact (store kept rows and columns only, train on), and expand, its inverse
+Codes:               quantize (a byte per group of columns, in training and serving)
 Narrower tables:     rotate (columns by importance), or sparsify(block="col", rotate=...)
 Look and log:        describe, TableStats, RunLog
 Other scores:        ImportanceSparsifier (lookups, Adagrad's sums)
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "frontier": "planning.frontier",
     "load_served": "serving.served",
     "plan": "planning.plan",
+    "quantize": "codes.quantize",
     "rotate": "rotation.rotate",
     "sparsify": "training.sparsify",
 }
@@ -75,6 +77,7 @@ _MOVED = {
 
 _PACKAGES = (
     "checkpoint",
+    "codes",
     "compat",
     "enforcer",
     "extend",

@@ -1,6 +1,7 @@
 """Types of the public names, which ``__init__.py`` loads when they are first used."""
 
 from dist_sparse import checkpoint as checkpoint
+from dist_sparse import codes as codes
 from dist_sparse import compat as compat
 from dist_sparse import enforcer as enforcer
 from dist_sparse import extend as extend
@@ -16,6 +17,7 @@ from dist_sparse import sparsifiers as sparsifiers
 from dist_sparse import tables as tables
 from dist_sparse import training as training
 from dist_sparse.checkpoint.checkpoints import Checkpoints as Checkpoints
+from dist_sparse.codes.quantize import quantize as quantize
 from dist_sparse.compaction.compact import compact as compact
 from dist_sparse.compaction.expand import expand as expand
 from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer

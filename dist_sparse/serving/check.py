@@ -41,14 +41,14 @@ class MappedTable:
         tensors = artifact.tensors(name)
         self.index = RowIndex(tensors["kept"], self.entry.rows) if "kept" in tensors else None
         self.rotation = tensors.get("rotation")
-        self.scales = tensors.get("scales")
+        self.scales, self.books = tensors.get("scales"), tensors.get("books")
         self._stored, self._scale_bias = tensors["rows"], tensors.get("scale_bias")
 
     def rows(self, first: int, last: int) -> Rows:
         """Return the stored rows ``[first, last)`` as they are stored."""
         tail = self._scale_bias
         part = None if tail is None else tail[first:last]
-        return Rows(self._stored[first:last], part, self.scales)
+        return Rows(self._stored[first:last], part, self.scales, self.books)
 
 
 class TableCheck:
@@ -59,13 +59,20 @@ class TableCheck:
         name: of the table.
         kept: of the model: bool ``(rows,)``.
         rotation: what the model's outputs are turned back by.
+        books: of the model; rows are codes then.
 
     Raises:
-        ValueError: the bitmap keeps other rows, or the rotation is another; names table and id.
+        ValueError: the bitmap keeps other rows, or rotation or books are others; names table and
+            id.
     """
 
     def __init__(
-        self, artifact: VerifiedArtifact, name: str, kept: Tensor, rotation: Tensor | None = None
+        self,
+        artifact: VerifiedArtifact,
+        name: str,
+        kept: Tensor,
+        rotation: Tensor | None = None,
+        books: Tensor | None = None,
     ) -> None:
         self._name = name
         self._table = MappedTable(artifact, name)
@@ -73,14 +80,12 @@ class TableCheck:
         self._error = self._step = 0.0
         self._kept = int(kept.count_nonzero())
         self._removed = len(kept) - self._kept
-        stored = self._table.rotation
-        is_same = stored is rotation
-        if stored is not None and rotation is not None:
-            is_same = torch.equal(stored, rotation)
-        if not is_same:
+        if not _is_same(self._table.rotation, rotation):
             raise ValueError(
                 f"Table {name!r}: its outputs are turned back by another matrix than the model's."
             )
+        if not _is_same(self._table.books, books):
+            raise ValueError(f"Table {name!r}: its codes have other books than the model's.")
         self._compare_ids(kept)
 
     def _compare_ids(self, kept: Tensor) -> None:
@@ -108,6 +113,9 @@ class TableCheck:
         first, self._at = self._at, self._at + len(weight)
         stored = self._table.rows(first, self._at)
         dim, dtype = self._table.entry.dim, self._table.entry.dtype
+        if stored.books is not None:
+            self._compare_codes(first, stored.rows, weight.cpu())
+            return
         found, weight = decode(stored, dim), weight.cpu()
         error = (found.double() - weight.double()).abs()
         if stored.scale_bias is not None:
@@ -130,6 +138,15 @@ class TableCheck:
                 f"Table {self._name!r}: the kept row {first + row} serves"
                 f" {float(found[row, column])} in column {column}, and the model has"
                 f" {float(weight[row, column])}."
+            )
+
+    def _compare_codes(self, first: int, stored: Tensor, codes: Tensor) -> None:
+        if len(places := (stored != codes).nonzero()):
+            row, group = places[0].tolist()
+            raise ValueError(
+                f"Table {self._name!r}: the kept row {first + row} has the code"
+                f" {int(stored[row, group])} in group {group}, and lookups of the model"
+                f" {int(codes[row, group])}."
             )
 
     def _note(self, error: Tensor, step: Tensor) -> None:
@@ -156,6 +173,12 @@ class TableCheck:
         }
 
 
+def _is_same(stored: Tensor | None, expected: Tensor | None) -> bool:
+    if stored is None or expected is None:
+        return stored is expected
+    return torch.equal(stored, expected)
+
+
 def check_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
     """Check an artifact with nothing but its own files, and return it: CRC32s, sizes and bitmaps,
     that every weight is finite, and that the grid of every row of 8 or 4 bits holds zero exactly.
@@ -177,6 +200,10 @@ def check_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
             (table.scales.isfinite() & (table.scales > 0)).all()
         ):
             raise ValueError(f"{artifact.path}: a scale of table {name!r} is not positive.")
+        if table.books is not None and bool(table.books[:, 0].any()):
+            raise ValueError(
+                f"{artifact.path}: a book of table {name!r} has other entries 0 than zeros."
+            )
         for some in chunks(entry.stored, entry.dim):
             wrong = _invalid(table.rows(some.start, some.stop), entry)
             if len(places := wrong.nonzero()):

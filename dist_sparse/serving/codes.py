@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.column_grid import books_of, decode_books, encode_columns
+from dist_sparse.codes.books import decode_books
+from dist_sparse.serving.column_grid import books_of, encode_columns
 from dist_sparse.serving.manifest import Dtype
 
 __all__ = ["BITS", "LARGEST", "Rows", "chunks", "decode", "encode", "half_grid", "out_of_range"]
@@ -27,6 +28,8 @@ LARGEST: Final[dict[Dtype, float]] = {
     # Half of what float16 holds: beyond it the bias may overflow when it is rounded away from 0.
     "int8": 2.0**15,
     "int4": 2.0**15,
+    # Of the tables beside them; codes stand for entries of their books.
+    "codes": torch.finfo(torch.float32).max,
 }
 
 BITS: Final[dict[Dtype, int]] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
@@ -37,11 +40,13 @@ _LEAST_HALF: Final = 2.0**-24
 
 class Rows(NamedTuple):
     """Encoded rows: weights or codes; of 8 and 4 bits their scales and biases, float16
-    ``(rows, 2)``, or the scales of the table's columns, float16 ``(columns,)``."""
+    ``(rows, 2)``, or the scales of the table's columns, float16 ``(columns,)``; of codes the books,
+    float16 ``(groups, 256, columns of a group)``."""
 
     rows: Tensor
     scale_bias: Tensor | None = None
     scales: Tensor | None = None
+    books: Tensor | None = None
 
 
 def out_of_range(weight: Tensor, dtype: Dtype) -> float | None:
@@ -56,7 +61,8 @@ def out_of_range(weight: Tensor, dtype: Dtype) -> float | None:
 
 
 def encode(weight: Tensor, dtype: Dtype, scales: Tensor | None = None) -> Rows:
-    """Encode rows ``(n, columns)`` of any floating dtype, whose values :func:`out_of_range` allows.
+    """Encode rows ``(n, columns)`` of any floating dtype, whose values :func:`out_of_range` allows;
+    codes are stored as they are.
 
     Args:
         scales: of the columns, for 4 bits on grids of columns in the place of rows.
@@ -66,6 +72,8 @@ def encode(weight: Tensor, dtype: Dtype, scales: Tensor | None = None) -> Rows:
         uint8 ``(n, ceil(columns / 2))``. A 0 is stored as what decodes to exactly 0, others as what
         is nearest.
     """
+    if dtype == "codes":
+        return Rows(weight)
     if dtype == "fp32" or dtype == "fp16":
         return Rows(weight.to(torch.float32 if dtype == "fp32" else torch.float16))
     if scales is not None:
@@ -81,6 +89,8 @@ def encode(weight: Tensor, dtype: Dtype, scales: Tensor | None = None) -> Rows:
 def decode(stored: Rows, columns: int) -> Tensor:
     """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read
     them."""
+    if stored.books is not None:
+        return decode_books(stored.rows, stored.books, columns)
     if stored.scales is not None:
         return decode_books(stored.rows, books_of(stored.scales), columns)
     if stored.scale_bias is None:

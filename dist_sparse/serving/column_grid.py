@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ColumnSpread", "books_of", "decode_books", "encode_columns"]
+from dist_sparse.codes.books import ENTRIES
 
-ENTRIES: Final = 256
-"""Entries of a book: what a byte can say."""
+__all__ = ["ColumnSpread", "books_of", "encode_columns"]
 
 # Steps of a grid: from -8 to 7.
 _LEAST_STEP, _LAST_STEP = -8, 7
@@ -96,16 +95,3 @@ def books_of(scales: Tensor) -> Tensor:
     # The half byte behind an odd last column is always 0.
     pairs = F.pad(scales, (0, len(scales) % 2)).double().view(-1, 1, 2)
     return (steps * pairs).half()
-
-
-def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
-    """Return the weights of rows of bytes, float32 ``(n, columns)``.
-
-    Args:
-        codes: uint8 ``(n, groups)``.
-        books: float16 ``(groups, 256, columns of a group)``.
-        columns: of the table; the last group may have more.
-    """
-    starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
-    found = F.embedding(codes + starts, books.flatten(0, 1))
-    return found.flatten(1)[:, :columns].float()

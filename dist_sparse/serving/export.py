@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice
+from dist_sparse.codes.training import CodedTraining
 from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import Group, group_over, world_ranks
@@ -78,7 +79,7 @@ class Exported:
 
 def export(
     model: nn.Module,
-    sparse: SparseTraining | BaseDataSparsifier | None,
+    sparse: SparseTraining | BaseDataSparsifier | CodedTraining | None,
     path: str | os.PathLike[str],
     dtype: Dtype = "fp32",
     scale: Scale = "row",
@@ -99,12 +100,14 @@ def export(
         model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any
             module.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose
-            removed rows :func:`~dist_sparse.compact` took out, or that has none.
+            removed rows :func:`~dist_sparse.compact` took out, or that has none. With ``"codes"``
+            what :func:`~dist_sparse.quantize` returned.
         path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0
             writes to it.
         dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest
             float32), ``"fp16"`` the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of
-            each row's grid, which holds 0.
+            each row's grid, which holds 0, and ``"codes"`` bit for bit what lookups return; tables
+            without codes are stored in ``"fp32"`` then.
         scale: ``"column"`` (``"int4"`` only) gives each column a grid for the whole table, in the
             place of 4 bytes in every row: at 12 bytes a row 24 columns instead of 16. Tables are
             streamed once more, to choose the grids with the smallest squared errors; lookups are in
@@ -136,7 +139,9 @@ def export(
     world = group_over(world_ranks())
     with world.agreeing("export()") as facts:
         chosen, by = _checked(dtype, scale)
-        sparsifier = None if sparse is None else sparsifier_of(sparse)
+        coded = _coded_training(sparse, chosen)
+        of_rows = sparse if coded is None else coded.sparsifier
+        sparsifier = None if of_rows is None else sparsifier_of(of_rows)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
@@ -161,6 +166,8 @@ def export(
         if sparsifier is not None and sparsifier.masks.enforcer is not None:
             # It may owe zeros to rows that no forward has read since a step.
             sparsifier.masks.enforcer.settle()
+        if coded is not None:
+            tables = _with_codes(tables, coded)
         check_range(located, chosen)
     if sparsifier is not None:
         check_zero(sparsifier, tables, registered)
@@ -184,6 +191,26 @@ def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
     return chosen, by
 
 
+def _coded_training(sparse: Any, dtype: Dtype) -> CodedTraining | None:
+    coded = sparse if isinstance(sparse, CodedTraining) else None
+    if (coded is None) == (dtype == "codes"):
+        raise ValueError(
+            f"Invalid sparse of type {type(sparse).__name__} with dtype={dtype!r}: what quantize()"
+            " returned is exported as 'codes', and nothing else is."
+        )
+    return coded
+
+
+def _with_codes(tables: Mapping[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
+    codes, books = coded.coded(), coded.books
+    if strange := sorted(set(codes) - set(tables)):
+        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
+    return {
+        name: replace(table, codes=codes.get(name), books=books.get(name))
+        for name, table in tables.items()
+    }
+
+
 def _refuse_without_rank_0(data: ShardedData) -> None:
     if 0 not in (data.ranks or (0,)):
         raise ValueError(
@@ -199,8 +226,9 @@ def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
         kept=int(source.kept.count_nonzero()),
         dim=dim,
         pooling=source.pooling,
-        dtype=dtype,
+        dtype="fp32" if dtype == "codes" and source.codes is None else dtype,
         scale=scale,
+        groups=None if source.codes is None else source.codes.shape[1],
         default_row=source.default_row,
         turned=None if source.rotation is None else source.rotation.shape[1],
         before=rows * dim * source.data.dtype.itemsize,
@@ -308,6 +336,8 @@ def _write_table(
         writer.append(f"{name}.rotation", source.rotation)
     if table.scale == "column":
         writer.append(f"{name}.scales", scales[name])
+    if source.books is not None:
+        writer.append(f"{name}.books", source.books)
     for rows in chunks:
         stored = encode(rows, table.dtype, scales.get(name))
         writer.append(f"{name}.rows", stored.rows)
@@ -322,7 +352,7 @@ def _compare(
     checks: dict[str, Mapping[str, int | float]],
     chunks: Iterator[Tensor],
 ) -> None:
-    check = TableCheck(artifact, name, source.kept, source.rotation)
+    check = TableCheck(artifact, name, source.kept, source.rotation, source.books)
     for rows in chunks:
         check.add(rows)
     checks[name] = check.result()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.codes.books import ENTRIES
 from dist_sparse.serving.codes import Rows, decode
-from dist_sparse.serving.column_grid import ENTRIES, books_of
+from dist_sparse.serving.column_grid import books_of
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
@@ -164,13 +165,15 @@ class LibtorchLookup(RowLookup):
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        by_width: dict[int, list[str]] = {}
+        # Tables whose rows have one shape: by their columns and codes.
+        by_shape: dict[tuple[int, int], list[str]] = {}
         for name, table in tables.items():
-            by_width.setdefault(table.entry.dim, []).append(name)
-        by_column = tables[features[0]].entry.scale == "column"
-        kind = _BookGroup if by_column else _Group
-        self.groups = nn.ModuleList(kind(tables, names, features) for names in by_width.values())
-        self.group_of = [list(by_width).index(dim) for dim in self.dims]
+            by_shape.setdefault(_shape(table), []).append(name)
+        self.groups = nn.ModuleList()
+        for names in by_shape.values():
+            kind = _Group if _books(tables[names[0]]) is None else _BookGroup
+            self.groups.append(kind(tables, names, features))
+        self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
@@ -181,6 +184,18 @@ class LibtorchLookup(RowLookup):
             # From feature after feature to bag after bag.
             return found[0].transpose(0, 1).flatten(1)
         return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
+
+
+def _shape(table: StoredTable) -> tuple[int, int]:
+    # Beside tables with codes there may be others.
+    return table.entry.dim, table.entry.groups or 0
+
+
+def _books(table: StoredTable) -> Tensor | None:
+    """The books of a table whose rows are bytes; of scales of columns they are made."""
+    if table.entry.scale == "column":
+        return books_of(table.tensors["scales"])
+    return table.tensors.get("books")
 
 
 class _Group(nn.Module):
@@ -276,7 +291,7 @@ class _BookGroup(_Group):
         self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__(tables, mine, features)
-        books = [books_of(tables[name].tensors["scales"]) for name in mine]
+        books = [book for name in mine if (book := _books(tables[name])) is not None]
         # All books behind one another: where each group of columns starts, and each table.
         size = books[0].shape[0] * ENTRIES
         starts = torch.arange(0, size, ENTRIES, dtype=torch.int32)

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 
 from dist_sparse.checks import integer
+from dist_sparse.codes.books import ENTRIES
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.text import count, percent, size, table_lines
 
@@ -40,7 +41,7 @@ FORMAT: Final = "dist_sparse.serving"
 VERSION: Final = 2
 TABLES: Final = "tables.safetensors"
 
-Dtype = Literal["fp32", "fp16", "int8", "int4"]
+Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
@@ -51,6 +52,7 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
     "fp16": torch.float16,
     "int8": torch.uint8,
     "int4": torch.uint8,
+    "codes": torch.uint8,
 }
 _MOST_COLUMNS: Final = 1 << 16
 # Each collection holds its tables: some bytes of a manifest would ask for copies of all.
@@ -105,6 +107,7 @@ class TableBytes:
         index: of the bitmap of kept rows.
         scales: of the rows' scales and biases, or of the columns' scales.
         rotation: of the matrix that turns outputs back.
+        books: of what codes stand for.
     """
 
     before: int
@@ -112,6 +115,7 @@ class TableBytes:
     index: int
     scales: int
     rotation: int
+    books: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,7 @@ class Table:
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
         scale: of 8 and 4 bits: whether each row or each column has a grid.
+        groups: codes of a row, each of ``dim / groups`` columns, of ``"codes"``; otherwise None.
         default_row: whether removed ids share a row, stored behind the kept ones.
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
             None.
@@ -139,6 +144,7 @@ class Table:
     pooling: Pooling
     dtype: Dtype
     scale: Scale = "row"
+    groups: int | None = None
     default_row: bool = False
     turned: int | None = None
     before: int = 0
@@ -160,16 +166,17 @@ class Table:
             index=taken.get("kept", 0),
             scales=taken.get("scale_bias", taken.get("scales", 0)),
             rotation=taken.get("rotation", 0),
+            books=taken.get("books", 0),
         )
 
     def layout(self) -> Layout:
         """Return dtype and shape of each of its tensors, by their names without the table's.
 
         ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows:
-        weights, 8-bit codes, or two 4-bit codes a byte, the lower half first. ``scale_bias``
-        holds each row's factor of the codes and summand, ``scales`` each column's factor,
-        ``rotation`` the matrix that outputs of
-        rotated tables are multiplied by.
+        weights, 8-bit codes, two 4-bit codes a byte, the lower half first, or a byte for each group
+        of columns. ``scale_bias`` holds each row's factor of the codes and summand, ``scales`` each
+        column's factor, ``books`` the columns that each byte of a group stands for, ``rotation``
+        the matrix that outputs of rotated tables are multiplied by.
         """
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.kept < self.rows:
@@ -178,8 +185,13 @@ class Table:
             found["scales"] = torch.float16, (self.dim,)
         elif self.dtype in ("int8", "int4"):
             found["scale_bias"] = torch.float16, (self.stored, 2)
-        # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
-        columns = -(-self.dim // 2) if self.dtype == "int4" else self.dim
+        columns = self.dim
+        if self.dtype == "int4":
+            # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
+            columns = -(-self.dim // 2)
+        if self.groups is not None:
+            columns = self.groups
+            found["books"] = torch.float16, (columns, ENTRIES, self.dim // columns)
         found["rows"] = ROW_DTYPES[self.dtype], (self.stored, columns)
         if self.turned is not None:
             found["rotation"] = torch.float32, (self.dim, self.turned)
@@ -192,7 +204,7 @@ class Manifest:
 
     Args:
         dist_sparse: version of the package that wrote it.
-        dtype: of all tables.
+        dtype: of all tables; beside ``"codes"`` some may be ``"fp32"``.
         collections: by path.
         tables: by name.
         bytes: of ``tables.safetensors``.
@@ -249,7 +261,9 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     if set(entries["files"]) != {TABLES}:
         raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
     tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
-    if {table.dtype for table in tables.values()} - {entries["dtype"]}:
+    dtypes = {table.dtype for table in tables.values()} - {entries["dtype"]}
+    # Tables without codes beside those that have some.
+    if dtypes - {"fp32"} or (dtypes and entries["dtype"] != "codes"):
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
     collections = tuple(map(_collection, entries["collections"]))
     if len({each.path for each in collections}) < len(collections):
@@ -289,6 +303,11 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         raise ValueError(f"table {name!r} has scale {scale!r} and dtype {entry['dtype']!r}")
     rows = integer("rows", entry["rows"], least=1, of=name)
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
+    groups = entry["groups"]
+    if groups is not None:
+        groups = integer("groups", groups, least=1, most=dim, of=name)
+    if (groups is None) == (entry["dtype"] == "codes") or dim % (groups or 1):
+        raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and groups {groups}")
     turned = entry["turned"]
     if turned is not None:
         turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
@@ -299,6 +318,7 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
         pooling=entry["pooling"],
         dtype=entry["dtype"],
         scale=scale,
+        groups=groups,
         default_row=entry["default_row"],
         turned=turned,
         before=integer("before", entry["before"], least=0, of=name),
@@ -348,12 +368,15 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
 
 def summary(manifest: Manifest) -> str:
     """Return a table of the tables' bytes, and what to know about them."""
-    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", "scales")
+    has_books = manifest.dtype == "codes"
+    last = "books" if has_books else "scales"
+    head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", last)
     rows = []
     for name, table in manifest.tables.items():
         taken = table.bytes
         share = percent(taken.after / taken.before if taken.before else None)
-        sizes = size(taken.before), size(taken.after), share, size(taken.index), size(taken.scales)
+        behind = size(taken.books if has_books else taken.scales)
+        sizes = size(taken.before), size(taken.after), share, size(taken.index), behind
         rows.append(
             (name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes)
         )

@@ -424,7 +424,8 @@ def _served(
     tables = _tables(artifact, collection)
     for table in tables.values():
         entry = table.entry
-        if entry.scale == "column" or (entry.dtype == "int4" and entry.dim % 2):
+        by_books = entry.scale == "column" or entry.dtype == "codes"
+        if by_books or (entry.dtype == "int4" and entry.dim % 2):
             # FBGEMM has neither grids of columns nor rows of half a byte.
             native = False
     features = [feature.table for feature in collection.features] or list(collection.tables)

@@ -174,6 +174,7 @@ class ServedTable:
         default_row: whether the last of the served rows is that of removed ids.
         rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``;
             None as they are.
+        codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
     """
 
     data: ShardedData
@@ -182,19 +183,22 @@ class ServedTable:
     kept: Tensor
     default_row: bool
     rotation: Tensor | None
+    codes: ShardedData | None = None
+    books: Tensor | None = None
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several
         times their memory. Collective over the ranks that hold the table: they must exhaust it; on
         others it ends at once."""
-        ranks = self.data.ranks or (0,)
+        data = self.data if self.codes is None else self.codes
+        ranks = data.ranks or (0,)
         # move_rows() is collective over the holders alone.
         if rank_in(world_ranks()) not in ranks:
             return
-        whole = Rect(0, 0, int(self.stored.count_nonzero()), self.data.shape[1])
+        whole = Rect(0, 0, int(self.stored.count_nonzero()), data.shape[1])
         wanted = [[whole] if rank == 0 else [] for rank in ranks]
-        shards = [shard.tensor for shard in self.data.shards]
-        for _, rows in move_rows(self.data, shards, self.stored, wanted):
+        shards = [shard.tensor for shard in data.shards]
+        for _, rows in move_rows(data, shards, self.stored, wanted):
             yield from (rows[some] for some in chunks(*rows.shape))
 
 

@@ -2,7 +2,7 @@
 and TorchRec's quantized collection.
 
 Both hold rows of the artifact bit for bit, and removed ids are exactly 0. Columns with a scale each
-are stored in float16, which holds each of their steps exactly.
+and codes are stored in float16, which holds their steps and the entries of books exactly.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def _stored(table: StoredTable, name: str) -> Any:
     if entry.dtype == "int4" and entry.dim % 2:
         raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
     dtype, rows = entry.dtype, tensors["rows"]
-    if entry.scale == "column":
-        dtype, rows = "fp16", decode(Rows(rows, scales=tensors["scales"]), entry.dim).half()
+    if "scales" in tensors or "books" in tensors:
+        by_books = Rows(rows, scales=tensors.get("scales"), books=tensors.get("books"))
+        dtype, rows = "fp16", decode(by_books, entry.dim).half()
     tail = tensors.get("scale_bias")
     return StoredRows(
         name=name,

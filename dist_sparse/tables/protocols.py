@@ -18,6 +18,7 @@ from dist_sparse.tables.shards import ShardedData
 __all__ = [
     "Collection",
     "KeptOf",
+    "LookupKernel",
     "Replacement",
     "TableBatch",
     "TableConfig",
@@ -53,19 +54,13 @@ KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
 """Which ids of a lookup keep their weight; see :meth:`TableBatch.weighed`."""
 
 
-class TableBatch(Protocol):
-    """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
-    backward."""
+class LookupKernel(Protocol):
+    """The tables of one FBGEMM kernel on this rank, as lookups see them."""
 
     @property
     def module(self) -> nn.Module:
         """TorchRec's kernel, called with a KeyedJaggedTensor of ids local to the shards. The same
         object as long as the batch is in place."""
-        ...
-
-    @property
-    def tables(self) -> Sequence[str]:
-        """The table of each shard."""
         ...
 
     @property
@@ -76,6 +71,20 @@ class TableBatch(Protocol):
     @property
     def pooling(self) -> Literal["sum", "mean", "none"]:
         """How the rows of a bag are pooled."""
+        ...
+
+    def weights(self) -> list[Tensor]:
+        """Return live views of the shards."""
+        ...
+
+
+class TableBatch(LookupKernel, Protocol):
+    """The tables of one FBGEMM kernel on this rank, which its fused optimizer writes inside the
+    backward."""
+
+    @property
+    def tables(self) -> Sequence[str]:
+        """The table of each shard."""
         ...
 
     @property
@@ -107,10 +116,6 @@ class TableBatch(Protocol):
         Raises:
             ValueError: a lookup holds cached rows; names the tables.
         """
-        ...
-
-    def weights(self) -> list[Tensor]:
-        """Return live views of the shards."""
         ...
 
     def states(self) -> list[Sequence[Tensor]]:
@@ -195,6 +200,10 @@ class Collection(Protocol):
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table of a sharded collection as it is stored now, under a registered name."""
+        ...
+
+    def kernels(self) -> Iterator[LookupKernel]:
+        """Yield this rank's kernels, whoever steps their tables."""
         ...
 
     def batches(self) -> Iterator[TableBatch]:

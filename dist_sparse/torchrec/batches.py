@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
 from dist_sparse.tables.shards import CACHED
 
-__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch", "write_back"]
+__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch", "Kernel", "write_back"]
 
 ROW_WRITERS: Final = {
     "SGD",
@@ -96,7 +96,27 @@ def write_back(kernel: Any) -> None:
     batch.reset_cache_states()
 
 
-class FbgemmBatch:
+class Kernel:
+    """A :class:`~dist_sparse.tables.protocols.LookupKernel`.
+
+    Args:
+        kernel: TorchRec's module around the batch.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.module: nn.Module = kernel
+        self._batch: Any = kernel.emb_module
+        self.features: list[int] = list(kernel._feature_table_map)
+        self._own_pooling: Any = self._batch.pooling_mode
+        self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
+
+    def weights(self) -> list[Tensor]:
+        """Return live views of the shards."""
+        views: list[Tensor] = self._batch.split_embedding_weights()
+        return views
+
+
+class FbgemmBatch(Kernel):
     """A :class:`~dist_sparse.tables.protocols.TableBatch`.
 
     Args:
@@ -107,13 +127,9 @@ class FbgemmBatch:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.module: nn.Module = kernel
-        self._batch: Any = kernel.emb_module
+        super().__init__(kernel)
         self.tables = [config.name for config in kernel._config.embedding_tables]
-        self.features: list[int] = list(self._batch.feature_table_map)
         self.kernel: nn.Module = self._batch
-        self._own_pooling: Any = self._batch.pooling_mode
-        self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
         self._update_rule: str = self._batch.optimizer.name
         self.is_adagrad = "ADAGRAD" in self._update_rule
         if self._update_rule not in ROW_WRITERS | WHOLE_WRITERS.keys():
@@ -152,11 +168,6 @@ class FbgemmBatch:
     def write_back(self) -> None:
         """Write cached rows back, and empty the cache; see :func:`write_back`."""
         write_back(self.module)
-
-    def weights(self) -> list[Tensor]:
-        """Return live views of the shards."""
-        views: list[Tensor] = self._batch.split_embedding_weights()
-        return views
 
     def states(self) -> list[Sequence[Tensor]]:
         """Return live views of each shard's optimizer state."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_sparse.tables.protocols import Collection, TableConfig
 from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.tables.tensors import steps_in_backward
-from dist_sparse.torchrec.batches import FbgemmBatch, write_back
+from dist_sparse.torchrec.batches import FbgemmBatch, Kernel, write_back
 from dist_sparse.torchrec.contract import REFUSED
 from dist_sparse.torchrec.types import (
     BoundsCheckMode,
@@ -215,6 +215,10 @@ class UnshardedTables:
         """Refuse: embedding modules have the weights."""
         raise TypeError(f"{fqn} is not sharded.")
 
+    def kernels(self) -> Iterator[Kernel]:
+        """Yield this rank's kernels."""
+        yield from ()
+
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""
         yield from ()
@@ -269,6 +273,11 @@ class ShardedTables(UnshardedTables):
     def embeddings(self) -> dict[str, nn.Module]:
         """Return {}: kernels have the weights."""
         return {}
+
+    def kernels(self) -> Iterator[Kernel]:
+        """Yield this rank's kernels, whoever steps their tables."""
+        for lookup in self._module._lookups:
+            yield from map(Kernel, _kernels_of(lookup))
 
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""

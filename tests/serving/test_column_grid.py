@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import DataNormSparsifier, export, load_served
+from dist_sparse.codes.books import decode_books
 from dist_sparse.serving.artifact import open_artifact
 from dist_sparse.serving.check import TableCheck, check_artifact
 from dist_sparse.serving.column_grid import (
     ColumnSpread,
     books_of,
-    decode_books,
     encode_columns,
 )
 

@@ -1,0 +1,1 @@
+"""Tables that are looked up through codes: product quantization, trained in place."""

@@ -1,0 +1,94 @@
+"""`quantize()` on ranks: the same books, codes and files on every sharding and number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import LazyAwaitable
+
+import dist_sparse.codes.quantize as quantize_module
+from dist_sparse import export, load_served, quantize
+from dist_sparse.tables.modules import modules_by_path
+from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
+from tests.dist.plugin import on_ranks
+from tests.serving.stored import crcs
+
+CELLS = {
+    1: ("row_wise",),
+    2: ("table_wise", "row_wise", "column_wise_uneven", "data_parallel", "ec_row_wise", "mixed"),
+    4: ("row_wise", "column_wise", "grid_shard", "row_wise_dense_kernel"),
+}
+EVERY = [(world, name) for world, names in CELLS.items() for name in names]
+
+
+def quantized(cell: Cell, model: torch.nn.Module, path: Path) -> Any:
+    """A first fit, other weights, and a refit with the codes of before."""
+    quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
+    groups = {spec.name: spec.dim // 4 for spec in cell.tables}
+    handle = quantize(model, None, codes=groups, begin=0, every=1)
+    handle.step()
+    set_weights(model, weights(cell, seed=1))
+    handle.step()
+    export(model, handle, path, dtype="codes")
+    return handle
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path) -> None:
+    cell = cells(world)[name]
+    model = build(cell)
+    handle = quantized(cell, model, tmp_path / "sharded")
+    if dist.get_rank() == 0:
+        expected = alone(cell, tmp_path / "alone")
+        assert crcs(tmp_path / "sharded") == expected
+    dist.barrier()
+    if cell.trains:
+        check_served(cell, model, tmp_path / "sharded")
+        handle.step()
+
+
+def alone(cell: Cell, path: Path) -> dict[str, Any]:
+    """What one process writes of the unsharded model."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from pathlib import Path; from tests.dist.cells import plain;"
+        "from tests.codes.test_quantize_ranks import cells, quantized;"
+        f"cell = cells({cell.world})[{cell.name!r}];"
+        "quantized(cell, plain(cell), Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    return crcs(path)
+
+
+def check_served(cell: Cell, model: torch.nn.Module, path: Path) -> None:
+    """One forward and backward; lookups of single rows are the served ones."""
+    features = batch(cell, seed=dist.get_rank())
+    found = modules_by_path(model)["sparse.tables"](features)
+    found = found.wait() if isinstance(found, LazyAwaitable) else found
+    served = load_served(path)(features)
+    for key in found.keys():  # noqa: SIM118  (of a KeyedTensor too)
+        mine, other = found[key], served[key]
+        if not cell.bags:
+            mine, other = mine.values(), other.values()
+        torch.testing.assert_close(mine.float(), other, rtol=1e-6, atol=1e-6)
+    before = gathered(model)
+    model(features).sum().backward()
+    if cell.fused:
+        after = gathered(model)
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@on_ranks(2)
+def test_a_shard_that_cuts_a_group_is_refused() -> None:
+    quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
+    cell = cells(2)["two_shards"]
+    model = build(cell)
+    with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit"):
+        quantize(model, None, codes={"*": 1}, begin=0, include="user")
