@@ -290,6 +290,19 @@ class Chain:
         """Return a table of the artifact that they make."""
         return MappedTable(self.artifact, name, self.deltas)
 
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a table: views of the mapped file, or with deltas copies."""
+        if not self.deltas:
+            return self.artifact.tensors(name)
+        table = self.table(name)
+        layout = table.entry.layout()
+        found = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in layout.items()}
+        ends = dict.fromkeys(layout, 0)
+        for key, part in table.parts():
+            found[key][ends[key] : ends[key] + len(part)] = part
+            ends[key] += len(part)
+        return found
+
     def then(self, path: str | os.PathLike[str]) -> Chain:
         """Return this chain and the delta at ``path``.
 
