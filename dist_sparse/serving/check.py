@@ -63,7 +63,7 @@ class MappedTable:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
         self.index = RowIndex(tensors["kept"], self.entry.rows) if "kept" in tensors else None
-        self._base, self._base_index = tensors, self.index
+        self._stored_before, self._index_before = tensors, self.index
         self._keys: list[str] = [key for key in PER_ROW if key in tensors]
         # The newest first: it is asked first for a row.
         self._layers = [delta.tensors(name) for delta in reversed(deltas)]
@@ -95,14 +95,14 @@ class MappedTable:
         if self._layers:
             found = self.gather(self._ids[first:last])
         else:
-            found = {key: self._base[key][first:last] for key in self._keys}
+            found = {key: self._stored_before[key][first:last] for key in self._keys}
         return Rows(found["rows"], found.get("scale_bias"), self.scales)
 
     def gather(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the stored rows of kept ids ``(n,)``, the id behind the last for the default row:
         ``rows``, and ``scale_bias`` of grids of rows. Of ids that have none the row is any."""
         keys = self._keys
-        found = {key: _empty(self._base[key], len(ids)) for key in keys}
+        found = {key: _empty(self._stored_before[key], len(ids)) for key in keys}
         todo = torch.arange(len(ids))
         for layer in self._layers:
             if not len(layer["ids"]):
@@ -113,17 +113,17 @@ class MappedTable:
             for key in keys:
                 found[key][todo[hit]] = layer[key][at[hit]]
             todo = todo[~hit]
-        at = self._base_rows(ids[todo])
-        for key in keys if len(self._base["rows"]) else ():
-            found[key][todo] = self._base[key][at]
+        at = self._rows_before(ids[todo])
+        for key in keys if len(self._stored_before["rows"]) else ():
+            found[key][todo] = self._stored_before[key][at]
         return found
 
-    def _base_rows(self, ids: Tensor) -> Tensor:
+    def _rows_before(self, ids: Tensor) -> Tensor:
         """Where rows are in the artifact; 0 of ids that it does not keep."""
-        if self._base_index is None:
+        if self._index_before is None:
             return ids
         default = ids == self.entry.rows
-        at = torch.where(default, self._base_index.num_kept, self._base_index(ids))
+        at = torch.where(default, self._index_before.num_kept, self._index_before(ids))
         return at.clamp(min=0)
 
     def whole(self, key: str) -> Tensor:

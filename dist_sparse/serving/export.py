@@ -180,9 +180,7 @@ def export(
         sparsifier.masks.tables.reshard(registered)
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
-        if sparsifier is not None and sparsifier.masks.enforcer is not None:
-            # It may owe zeros to rows that no forward has read since a step.
-            sparsifier.masks.enforcer.settle()
+        _settle(sparsifier)
         check_range(located, chosen)
     if sparsifier is not None:
         check_zero(sparsifier, tables, registered)
@@ -195,15 +193,33 @@ def export(
     )
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    if not before:
-        text = _write(manifest, tables, partial(WholeWriter, target, manifest), world)
-        return Exported(target, Manifest.from_text(text))
+    if before:
+        return _delta_of(manifest, tables, target, chain, before, world)
+    text = _write(manifest, tables, partial(WholeWriter, target, manifest), world)
+    return Exported(target, Manifest.from_text(text))
+
+
+def _delta_of(
+    manifest: Manifest,
+    tables: Mapping[str, ServedTable],
+    target: Path,
+    chain: Any,
+    before: tuple[Path, ...],
+    world: Group,
+) -> Exported:
+    """Write the delta from ``chain``, which rank 0 alone has opened. Collective."""
     with world.agreeing("export()"):
-        if chain is not None:
+        if world.rank == 0:
             refuse_changed(chain.manifest, manifest)
     text = _write(manifest, tables, partial(DeltaWriter, target, manifest, chain), world)
     delta = Delta.from_text(text)
     return Exported(target, delta.artifact, delta, before)
+
+
+def _settle(sparsifier: BaseDataSparsifier | None) -> None:
+    if sparsifier is not None and sparsifier.masks.enforcer is not None:
+        # It may owe zeros to rows that no forward has read since a step.
+        sparsifier.masks.enforcer.settle()
 
 
 def _chain_of(since: Any) -> tuple[Path, ...]:

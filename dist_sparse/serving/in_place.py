@@ -34,7 +34,7 @@ class Gate:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._preparing = threading.Lock()
-        self._lookups, self._is_changing = 0, False
+        self._inside, self._is_changing = 0, False
 
     def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
         # A copy of a module gets a gate of its own; locks can't be copied.
@@ -46,13 +46,13 @@ class Gate:
         with self._condition:
             while self._is_changing:
                 self._condition.wait()
-            self._lookups += 1
+            self._inside += 1
         try:
             yield
         finally:
             with self._condition:
-                self._lookups -= 1
-                if not self._lookups:
+                self._inside -= 1
+                if not self._inside:
                     self._condition.notify_all()
 
     @contextmanager
@@ -67,7 +67,7 @@ class Gate:
         with self._condition:
             # From here no lookup begins: a stream of lookups would keep changes out for good.
             self._is_changing = True
-            while self._lookups:
+            while self._inside:
                 self._condition.wait()
         try:
             yield

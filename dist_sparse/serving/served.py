@@ -317,7 +317,7 @@ class Served(nn.Module):
         super().__init__()
         self._collection = collection
         self._folders, self._manifest = [artifact.path], artifact.manifest
-        self._base = hash_of(artifact.manifest)
+        self._root = hash_of(artifact.manifest)
         self._gate = Gate()
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
@@ -355,7 +355,7 @@ class Served(nn.Module):
         opened = open_delta(delta)
         with self._gate.preparing():
             try:
-                opened.manifest.refuse_other(self._manifest, self._base)
+                opened.manifest.refuse_other(self._manifest, self._root)
             except ValueError as error:
                 raise ValueError(f"{delta} is refused: {error}.") from None
             change = self.lookup.changed(opened)
