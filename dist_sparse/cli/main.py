@@ -51,9 +51,20 @@ Options of a command: dist-sparse COMMAND --help
 
 _SERVE_CHECK = f"""examples:
   dist-sparse serve-check served/
-  dist-sparse serve-check runs/latest/served/int8
+  dist-sparse serve-check served/ monday/ tuesday/
 
-ARTIFACT is a folder that dist_sparse.export wrote. Every byte is verified.
+ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=).
+Every byte is verified, and what the deltas add up to. Needs torch and
+safetensors, no model.
+
+{STATUS}
+"""
+
+_MERGE = f"""examples:
+  dist-sparse merge served/ monday/ tuesday/ --out base/
+
+ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=),
+in order. The new folder equals a full export at the last delta, byte for byte.
 Needs torch and safetensors, no model.
 
 {STATUS}
@@ -162,7 +173,7 @@ def _add_serve_check(commands: Commands) -> None:
 
         # A refusal is the answer of this command, not its failure.
         try:
-            manifest = check_artifact(options.folder).manifest
+            manifest = check_artifact(options.folder, *options.deltas).manifest
         except (ValueError, OSError, ImportError) as error:
             return fail("serve-check", f"refused: {error}")
         return show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
@@ -173,8 +184,32 @@ def _add_serve_check(commands: Commands) -> None:
         "verifies an artifact, and shows what its tables take",
         _SERVE_CHECK,
     )
-    parser.add_argument("folder", metavar="ARTIFACT", help="the folder that export wrote")
+    _add_chain(parser)
     add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_chain(parser: Parser) -> None:
+    parser.add_argument("folder", metavar="ARTIFACT", help="the folder that export wrote")
+    parser.add_argument("deltas", nargs="*", metavar="DELTA", help="deltas after it, in order")
+
+
+def _add_merge(commands: Commands) -> None:
+    def run(options: argparse.Namespace) -> int:
+        from dist_sparse.serving.check import merge
+        from dist_sparse.serving.manifest import summary
+
+        try:
+            manifest = merge(options.folder, *options.deltas, out=options.out)
+        except (ValueError, OSError, ImportError) as error:
+            return fail("merge", error)
+        return show(f"{options.out}\n{summary(manifest)}")
+
+    parser = subcommand(
+        commands, "merge", "writes an artifact and its deltas as one artifact", _MERGE
+    )
+    _add_chain(parser)
+    parser.add_argument("--out", metavar="DIR", required=True, help="the new folder")
     parser.set_defaults(run=run)
 
 
@@ -206,6 +241,7 @@ _COMMANDS: Final = {
     "plan": add_plan,
     "frontier": add_frontier,
     "serve-check": _add_serve_check,
+    "merge": _add_merge,
     "doctor": _add_doctor,
     "selftest": add_selftest,
 }

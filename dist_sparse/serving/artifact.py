@@ -23,16 +23,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
-from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of
+from dist_sparse.serving.delta import Delta
+from dist_sparse.serving.manifest import TABLES, Described, Layout, Manifest, layout_of, size_of
 
-__all__ = ["ArtifactWriter", "VerifiedArtifact", "check_new", "open_artifact"]
+__all__ = [
+    "ArtifactWriter",
+    "VerifiedArtifact",
+    "VerifiedDelta",
+    "bytes_of",
+    "check_new",
+    "memory_of",
+    "open_artifact",
+    "open_delta",
+]
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -40,6 +50,9 @@ PARTIAL: Final = ".partial"
 
 _DTYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
 _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
+
+
+Written = TypeVar("Written", Manifest, Delta)
 
 
 class VerifiedArtifact:
@@ -59,11 +72,45 @@ class VerifiedArtifact:
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
         self.path = Path(path)
         self.manifest = manifest
-        self._tensors = _verified(self.path / TABLES, manifest)
+        file = self.path / TABLES
+        self._tensors = _verified(file, manifest)
+        for name, table in manifest.tables.items():
+            # A crafted artifact has CRC32s that fit, and its lookups must stay in the table too.
+            if table.kept < table.rows and self._ones(name) != table.kept:
+                raise ValueError(
+                    f"{file} is refused: {name + '.kept'!r} does not keep {table.kept} rows."
+                )
+
+    def _ones(self, table: str) -> int:
+        return _ones(self._tensors[f"{table}.kept"], self.manifest.tables[table].rows)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped
         file, to be copied by whatever outlives this object or writes."""
+        names = self.manifest.tables[table].layout()
+        return {name: self._tensors[f"{table}.{name}"] for name in names}
+
+
+class VerifiedDelta:
+    """The manifest and the tensors of a delta that has been verified. Whether it fits an artifact
+    is not known yet: see :meth:`Delta.refuse_other`.
+
+    Args:
+        path: the folder.
+        manifest: of it.
+
+    Raises:
+        ValueError, OSError, ImportError: as of :class:`VerifiedArtifact`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Delta) -> None:
+        self.path = Path(path)
+        self.manifest = manifest
+        self._tensors = _verified(self.path / TABLES, manifest)
+
+    def tensors(self, table: str) -> dict[str, Tensor]:
+        """Return the tensors of a table, named as in :meth:`TableDelta.layout`: views of the mapped
+        file."""
         names = self.manifest.tables[table].layout()
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
@@ -76,7 +123,22 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
         OSError: a file can't be read.
         ImportError: safetensors is not installed.
     """
-    folder = Path(path)
+    return VerifiedArtifact(path, _read(Path(path), Manifest))
+
+
+def open_delta(path: str | os.PathLike[str]) -> VerifiedDelta:
+    """Open the delta that ``export(since=)`` wrote, and verify all of it.
+
+    Raises:
+        ValueError: it is no delta, unfinished, damaged, or of another version; names the file.
+        OSError: a file can't be read.
+        ImportError: safetensors is not installed.
+    """
+    return VerifiedDelta(path, _read(Path(path), Delta))
+
+
+def _read(folder: Path, kind: type[Written]) -> Written:
+    """The manifest of a folder."""
     file = folder / MANIFEST
     if folder.name.endswith(PARTIAL):
         raise ValueError(
@@ -88,29 +150,44 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
     try:
-        manifest = Manifest.from_text(file.read_bytes().decode())
+        return kind.from_text(file.read_bytes().decode())
     except ValueError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
-    return VerifiedArtifact(folder, manifest)
 
 
 class ArtifactWriter:
-    """An artifact that is being written, under a temporary name; as a context manager it deletes
-    an artifact that was not published.
+    """An artifact or a delta that is being written, under a temporary name; as a context manager it
+    deletes one that was not published.
 
     Args:
         path: the final name. Missing parent folders are made, and deleted again if it is not
             published.
-        tables: by name; their CRC32 and checks are not known yet.
+        tables: by name; their CRC32 and checks are not known yet. None: :meth:`begin` gets them.
 
     Raises:
         ValueError: something is at ``path``.
         OSError: the folder can't be written: one of its parents is a file, for example.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tables: Mapping[str, Table]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], tables: Mapping[str, Described] | None = None
+    ) -> None:
         self._path = check_new(path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
+        # The innermost first, so that each is empty when its turn to be deleted comes.
+        self._made = [folder for folder in self.folder.parents if not folder.exists()]
+        try:
+            self.folder.mkdir(parents=True)
+            # Chunks of rows and of scales alternate, so it is written at several places.
+            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
+            if tables is not None:
+                self.begin(tables)
+        except BaseException:
+            self._remove()
+            raise
+
+    def begin(self, tables: Mapping[str, Described]) -> None:
+        """Write the header of the tables."""
         layout = layout_of(tables)
         header = _header(layout)
         self._crcs = dict.fromkeys(layout, 0)
@@ -122,28 +199,19 @@ class ArtifactWriter:
             self._at[name] = self._bytes
             self._bytes += size_of(dtype, shape)
             self._ends[name] = self._bytes
-        # The innermost first, so that each is empty when its turn to be deleted comes.
-        self._made = [folder for folder in self.folder.parents if not folder.exists()]
-        try:
-            self.folder.mkdir(parents=True)
-            # Chunks of rows and of scales alternate, so it is written at several places.
-            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
-            self._file.write(header)
-        except BaseException:
-            self._remove()
-            raise
+        self._file.write(header)
 
     def append(self, name: str, part: Tensor) -> None:
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`."""
         # The memory below belongs to this tensor, which must live until it is written.
         held = part.detach().cpu().contiguous()
-        raw = _memory(held)
+        raw = memory_of(held)
         self._file.seek(self._at[name])
         self._file.write(raw)
         self._crcs[name] = zlib.crc32(raw, self._crcs[name])
         self._at[name] += len(raw)
 
-    def seal(self, manifest: Manifest) -> Manifest:
+    def seal(self, manifest: Written) -> Written:
         """Bring the tables to disk, and return ``manifest`` with their sizes and CRC32s."""
         assert self._at == self._ends, f"not written whole: {self._at}, {self._ends}"
         self._file.flush()
@@ -155,7 +223,7 @@ class ArtifactWriter:
             tables[name] = replace(table, crc32=crc32)
         return replace(manifest, tables=tables, bytes=self._bytes)
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: Manifest | Delta) -> None:
         """Write the manifest, and give the folder its final name.
 
         Raises:
@@ -213,27 +281,20 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def _verified(file: Path, manifest: Manifest) -> dict[str, Tensor]:
+def _verified(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file, by their names in it, once all of them are as in the manifest."""
     held = _mapped(file, manifest)
     for name, table in manifest.tables.items():
         for key in table.layout():
-            crc = zlib.crc32(_memory(held[f"{name}.{key}"]))
+            crc = zlib.crc32(memory_of(held[f"{name}.{key}"]))
             if hex_of(crc) != table.crc32.get(key):
                 raise ValueError(
                     f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
                 )
-        if table.kept == table.rows:
-            continue
-        # A crafted artifact has CRC32s that fit, and its lookups must stay in the table too.
-        if _ones(held[f"{name}.kept"], table.rows) != table.kept:
-            raise ValueError(
-                f"{file} is refused: {name + '.kept'!r} does not keep {table.kept} rows."
-            )
     return held
 
 
-def _mapped(file: Path, manifest: Manifest) -> dict[str, Tensor]:
+def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file that has the size and the header that follow from the manifest."""
     try:
         from safetensors import SafetensorError, safe_open
@@ -273,6 +334,12 @@ def _header(layout: Layout) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def bytes_of(tables: Mapping[str, Described]) -> int:
+    """Return the bytes of ``tables.safetensors``."""
+    layout = layout_of(tables)
+    return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
+
+
 def _ones(words: Tensor, rows: int) -> int:
     """Bits set in a bitmap of ``rows`` rows; -1 if one is set beyond them."""
     # The last word has bits of no row.
@@ -281,8 +348,8 @@ def _ones(words: Tensor, rows: int) -> int:
     return count_bits(words.view(torch.uint8))
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which must outlive them."""
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which must outlive them."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")

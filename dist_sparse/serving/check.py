@@ -10,16 +10,31 @@ file in pure torch: no table is loaded.
 from __future__ import annotations
 
 import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
+from dist_sparse.files import hex_of
+from dist_sparse.serving.artifact import (
+    ArtifactWriter,
+    VerifiedArtifact,
+    VerifiedDelta,
+    check_new,
+    memory_of,
+    open_artifact,
+    open_delta,
+)
 from dist_sparse.serving.codes import BITS, Rows, chunks, decode, encode
-from dist_sparse.serving.manifest import Table
+from dist_sparse.serving.delta import PER_ROW, hash_of, step_of
+from dist_sparse.serving.manifest import Manifest, Table
 
-__all__ = ["MappedTable", "TableCheck", "check_artifact"]
+__all__ = ["Chain", "MappedTable", "TableCheck", "check_artifact", "merge", "open_chain"]
 
 # Ids that are looked up together.
 _SPAN = 1 << 18
@@ -29,26 +44,118 @@ _ROUNDING = 1 + 2.0**-40
 
 
 class MappedTable:
-    """A table of an artifact, read where it is mapped.
+    """A table of an artifact, read where it is mapped, or of an artifact and the deltas after it.
+
+    With deltas it takes 4 bytes for each kept row, beside its index.
 
     Args:
         artifact: verified.
         name: of the table.
+        deltas: verified, in their order; each follows the one before it.
+
+    Raises:
+        ValueError: a delta does not fit the rows; names it.
     """
 
-    def __init__(self, artifact: VerifiedArtifact, name: str) -> None:
+    def __init__(
+        self, artifact: VerifiedArtifact, name: str, deltas: Sequence[VerifiedDelta] = ()
+    ) -> None:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
         self.index = RowIndex(tensors["kept"], self.entry.rows) if "kept" in tensors else None
+        self._stored_before, self._index_before = tensors, self.index
+        self._keys: list[str] = [key for key in PER_ROW if key in tensors]
+        # The newest first: it is asked first for a row.
+        self._layers = [delta.tensors(name) for delta in reversed(deltas)]
+        for delta in deltas:
+            self._follow(delta, name)
+        for layer in reversed(self._layers):
+            tensors = tensors | layer
+        self._newest = tensors
         self.rotation = tensors.get("rotation")
         self.scales, self.books = tensors.get("scales"), tensors.get("books")
-        self._stored, self._scale_bias = tensors["rows"], tensors.get("scale_bias")
+        if self._layers:
+            assert self.index is not None
+            ids = self.index.kept().nonzero().int().flatten()
+            # The default row has the id behind the last.
+            self._ids = F.pad(ids, (0, int(self.entry.default_row)), value=self.entry.rows)
+
+    def _follow(self, delta: VerifiedDelta, name: str) -> None:
+        before = index_of(self.entry, self.index)
+        change = delta.manifest.tables[name]
+        try:
+            after = step_of(before, change, delta.tensors(name)).index
+        except ValueError as error:
+            raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
+        self.index = RowIndex(after.words, after.rows)
+        self.entry = change.after
 
     def rows(self, first: int, last: int) -> Rows:
         """Return the stored rows ``[first, last)`` as they are stored."""
-        tail = self._scale_bias
-        part = None if tail is None else tail[first:last]
-        return Rows(self._stored[first:last], part, self.scales, self.books)
+        if self._layers:
+            found = self.gather(self._ids[first:last])
+        else:
+            found = {key: self._stored_before[key][first:last] for key in self._keys}
+        return Rows(found["rows"], found.get("scale_bias"), self.scales, self.books)
+
+    def gather(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the stored rows of kept ids ``(n,)``, the id behind the last for the default row:
+        ``rows``, and ``scale_bias`` of grids of rows. Of ids that have none the row is any."""
+        keys = self._keys
+        found = {key: _empty(self._stored_before[key], len(ids)) for key in keys}
+        todo = torch.arange(len(ids))
+        for layer in self._layers:
+            if not len(layer["ids"]):
+                continue
+            left = ids[todo]
+            at = torch.searchsorted(layer["ids"], left).clamp(max=len(layer["ids"]) - 1)
+            hit = layer["ids"][at] == left
+            for key in keys:
+                found[key][todo[hit]] = layer[key][at[hit]]
+            todo = todo[~hit]
+        at = self._rows_before(ids[todo])
+        for key in keys if len(self._stored_before["rows"]) else ():
+            found[key][todo] = self._stored_before[key][at]
+        return found
+
+    def _rows_before(self, ids: Tensor) -> Tensor:
+        """Where rows are in the artifact; 0 of ids that it does not keep."""
+        if self._index_before is None:
+            return ids
+        default = ids == self.entry.rows
+        at = torch.where(default, self._index_before.num_kept, self._index_before(ids))
+        return at.clamp(min=0)
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor that is no rows, and not ``kept``."""
+        return self._newest[key]
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the artifact that base and deltas make, rows a few at a time."""
+        layout = self.entry.layout()
+        if "kept" in layout:
+            yield "kept", index_of(self.entry, self.index).words
+        for key in layout:
+            if key not in ("kept", *PER_ROW):
+                yield key, self.whole(key)
+        for some in chunks(self.entry.stored, self.entry.dim):
+            rows = self.rows(some.start, some.stop)
+            yield "rows", rows.rows
+            if rows.scale_bias is not None:
+                yield "scale_bias", rows.scale_bias
+
+
+def index_of(entry: Table, index: RowIndex | None) -> RowIndex:
+    """Return the index of a table with its default row, also where all rows are kept."""
+    if index is None:
+        return RowIndex.of(torch.ones(entry.rows, dtype=torch.bool), entry.default_row)
+    if index.default_row == entry.default_row:
+        return index
+    return RowIndex(index.words, entry.rows, entry.default_row)
+
+
+def _empty(like: Tensor, rows: int) -> Tensor:
+    return like.new_empty(rows, *like.shape[1:])
 
 
 class TableCheck:
@@ -60,6 +167,7 @@ class TableCheck:
         kept: of the model: bool ``(rows,)``.
         rotation: what the model's outputs are turned back by.
         books: of the model; rows are codes then.
+        deltas: after the artifact, the last before it has its name.
 
     Raises:
         ValueError: the bitmap keeps other rows, or rotation or books are others; names table and
@@ -73,9 +181,10 @@ class TableCheck:
         kept: Tensor,
         rotation: Tensor | None = None,
         books: Tensor | None = None,
+        deltas: Sequence[VerifiedDelta] = (),
     ) -> None:
         self._name = name
-        self._table = MappedTable(artifact, name)
+        self._table = MappedTable(artifact, name, deltas)
         self._at = 0
         self._error = self._step = 0.0
         self._kept = int(kept.count_nonzero())
@@ -179,39 +288,145 @@ def _is_same(stored: Tensor | None, expected: Tensor | None) -> bool:
     return torch.equal(stored, expected)
 
 
-def check_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
-    """Check an artifact with nothing but its own files, and return it: CRC32s, sizes and bitmaps,
-    that every weight is finite, and that the grid of every row of 8 or 4 bits holds zero exactly.
+@dataclass(frozen=True)
+class Chain:
+    """An artifact and the deltas after it, verified, in order."""
+
+    artifact: VerifiedArtifact
+    deltas: tuple[VerifiedDelta, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Return the manifest of the artifact that they make."""
+        return self.deltas[-1].manifest.artifact if self.deltas else self.artifact.manifest
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Return their folders."""
+        return (self.artifact.path, *(delta.path for delta in self.deltas))
+
+    def table(self, name: str) -> MappedTable:
+        """Return a table of the artifact that they make."""
+        return MappedTable(self.artifact, name, self.deltas)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a table: views of the mapped file, or with deltas copies."""
+        if not self.deltas:
+            return self.artifact.tensors(name)
+        table = self.table(name)
+        layout = table.entry.layout()
+        found = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in layout.items()}
+        ends = dict.fromkeys(layout, 0)
+        for key, part in table.parts():
+            found[key][ends[key] : ends[key] + len(part)] = part
+            ends[key] += len(part)
+        return found
+
+    def then(self, path: str | os.PathLike[str]) -> Chain:
+        """Return this chain and the delta at ``path``.
+
+        Raises:
+            ValueError: it is damaged, out of order, or of another base; names it.
+        """
+        delta = open_delta(path)
+        try:
+            delta.manifest.refuse_other(self.manifest, hash_of(self.artifact.manifest))
+        except ValueError as error:
+            raise ValueError(f"{path} is refused: {error}.") from None
+        return Chain(self.artifact, (*self.deltas, delta))
+
+
+def open_chain(base: str | os.PathLike[str], *deltas: str | os.PathLike[str]) -> Chain:
+    """Open an artifact and the deltas after it, and verify all of their files and their order.
+
+    Raises:
+        ValueError: a folder is no artifact or no delta, is damaged, or of another version; a delta
+            is out of order, or of another base. Names the file.
+        OSError: a file can't be read.
+        ImportError: safetensors is not installed.
+    """
+    chain = Chain(open_artifact(base))
+    for path in deltas:
+        chain = chain.then(path)
+    return chain
+
+
+def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]) -> Chain:
+    """Check an artifact, and the deltas after it, with nothing but their own files, and return
+    them: CRC32s, sizes and bitmaps, that every weight is finite, that the grid of every row of 8 or
+    4 bits holds zero exactly, and that deltas add up to what the last one says.
 
     Raises:
         ValueError: names the file, or the table and the row.
         OSError: a file can't be read.
         ImportError: safetensors is not installed.
     """
-    artifact = open_artifact(path)
-    for name, entry in artifact.manifest.tables.items():
-        compared = entry.check.get("kept"), entry.check.get("removed")
-        if compared != (entry.kept, entry.rows - entry.kept):
-            raise ValueError(f"{artifact.path}: table {name!r} was not compared with its model.")
-        table = MappedTable(artifact, name)
-        if table.rotation is not None and not bool(table.rotation.isfinite().all()):
-            raise ValueError(f"{artifact.path}: the rotation of table {name!r} is not finite.")
-        if table.scales is not None and not bool(
-            (table.scales.isfinite() & (table.scales > 0)).all()
-        ):
-            raise ValueError(f"{artifact.path}: a scale of table {name!r} is not positive.")
-        if table.books is not None and bool(table.books[:, 0].any()):
-            raise ValueError(
-                f"{artifact.path}: a book of table {name!r} has other entries 0 than zeros."
-            )
-        for some in chunks(entry.stored, entry.dim):
-            wrong = _invalid(table.rows(some.start, some.stop), entry)
-            if len(places := wrong.nonzero()):
-                row = some.start + int(places[0])
-                raise ValueError(
-                    f"{artifact.path}: the kept row {row} of table {name!r} has no valid weights."
-                )
-    return artifact
+    chain = open_chain(path, *deltas)
+    where = chain.paths[-1]
+    for name, entry in chain.manifest.tables.items():
+        table = chain.table(name)
+        _check_table(table, name, where)
+        if deltas and _crc32(table) != entry.crc32:
+            raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
+    return chain
+
+
+def merge(
+    base: str | os.PathLike[str],
+    *deltas: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+) -> Manifest:
+    """Write an artifact and the deltas after it as one artifact, equal byte for byte to the full
+    export of the moment of the last delta, and return its manifest. Rows are streamed.
+
+    Args:
+        base: the folder of the artifact.
+        deltas: their folders, in order.
+        out: the new folder.
+
+    Raises:
+        ValueError: something is at ``out``, or as of :func:`open_chain`; nothing was written.
+        OSError: a file can't be read or written.
+        ImportError: safetensors is not installed.
+    """
+    check_new(out)
+    chain = open_chain(base, *deltas)
+    manifest = chain.manifest
+    with ArtifactWriter(out, manifest.tables) as writer:
+        for name in manifest.tables:
+            for key, part in chain.table(name).parts():
+                writer.append(f"{name}.{key}", part)
+        # The last delta brought the CRC32 of each tensor that a full export had written.
+        if writer.seal(manifest) != manifest:
+            raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
+        writer.publish(manifest)
+    return manifest
+
+
+def _crc32(table: MappedTable) -> dict[str, str]:
+    sums = dict.fromkeys(table.entry.layout(), 0)
+    for key, part in table.parts():
+        held = part.contiguous()
+        sums[key] = zlib.crc32(memory_of(held), sums[key])
+    return {key: hex_of(crc) for key, crc in sums.items()}
+
+
+def _check_table(table: MappedTable, name: str, where: Path) -> None:
+    entry = table.entry
+    compared = entry.check.get("kept"), entry.check.get("removed")
+    if compared != (entry.kept, entry.rows - entry.kept):
+        raise ValueError(f"{where}: table {name!r} was not compared with its model.")
+    if table.rotation is not None and not bool(table.rotation.isfinite().all()):
+        raise ValueError(f"{where}: the rotation of table {name!r} is not finite.")
+    if table.scales is not None and not bool((table.scales.isfinite() & (table.scales > 0)).all()):
+        raise ValueError(f"{where}: a scale of table {name!r} is not positive.")
+    if table.books is not None and bool(table.books[:, 0].any()):
+        raise ValueError(f"{where}: a book of table {name!r} has other entries 0 than zeros.")
+    for some in chunks(entry.stored, entry.dim):
+        wrong = _invalid(table.rows(some.start, some.stop), entry)
+        if len(places := wrong.nonzero()):
+            row = some.start + int(places[0])
+            raise ValueError(f"{where}: the kept row {row} of table {name!r} has no valid weights.")
 
 
 def _invalid(stored: Rows, entry: Table) -> Tensor:

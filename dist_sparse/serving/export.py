@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,13 +24,13 @@ import dist_sparse
 from dist_sparse.checks import choice
 from dist_sparse.codes.training import CodedTraining
 from dist_sparse.compaction.kept_rows import sparsifier_of
-from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
-from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, check_new
-from dist_sparse.serving.check import TableCheck
+from dist_sparse.serving.artifact import check_new
+from dist_sparse.serving.check import open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
+from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
 from dist_sparse.serving.sources import (
     ServedTable,
@@ -40,6 +40,7 @@ from dist_sparse.serving.sources import (
     registered_tables,
     served_tables,
 )
+from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
@@ -58,16 +59,24 @@ class Exported:
     Attributes:
         path: the folder.
         manifest: as in its ``manifest.json``; ``manifest.tables["user"].bytes.after`` is one of its
-            numbers.
+            numbers. Of a delta it is the manifest of the artifact that the delta leads to.
+        delta: what the folder holds, if it is a delta; otherwise None.
+        since: of a delta the folders that it follows: an artifact and the deltas after it.
     """
 
     path: Path
     manifest: Manifest
+    delta: Delta | None = None
+    since: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
+        if self.delta is not None:
+            return f"{self.path}\n{delta_summary(self.delta)}"
         return f"{self.path}\n{summary(self.manifest)}"
 
     def __repr__(self) -> str:
+        if self.delta is not None:
+            return f"Exported(delta, {size(self.delta.bytes)} of {size(self.manifest.bytes)})"
         tables = self.manifest.tables.values()
         before = sum(table.bytes.before for table in tables)
         counted = f"{len(tables)} table{'s' if len(tables) > 1 else ''}"
@@ -83,6 +92,7 @@ def export(
     path: str | os.PathLike[str],
     dtype: Dtype = "fp32",
     scale: Scale = "row",
+    since: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Exported | None = None,
 ) -> Exported:
     """Write the tables of ``model``, without removed weights, to a folder that
     ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0
@@ -112,11 +122,18 @@ def export(
             place of 4 bytes in every row: at 12 bytes a row 24 columns instead of 16. Tables are
             streamed once more, to choose the grids with the smallest squared errors; lookups are in
             pure torch, some 4 times slower than FBGEMM's.
+        since: the artifact that was published before, or the artifact and its deltas in order, as
+            folders, or what the last :func:`export` returned. The folder then is a delta: the rows
+            whose stored bytes have changed, the ids that came, and the ids that went. It takes
+            ``load_served([base, delta])`` to what a whole export would serve, bit for bit. All
+            weights are streamed and compared all the same. With ``scale="column"`` a scale that
+            has changed may change the codes of all rows. Only rank 0 reads these folders.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
-            not zero, weights are not finite or beyond what ``dtype`` holds, or ranks disagree; on
-            every rank, and nothing was written.
+            not zero, weights are not finite or beyond what ``dtype`` holds, or ranks disagree;
+            ``since`` is damaged, out of order, or of other tables, lookups or dtypes; on every
+            rank, and nothing was written.
         OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError
             that quotes it.
         ImportError: safetensors is not installed.
@@ -137,14 +154,17 @@ def export(
         (200, 128)
     """
     world = group_over(world_ranks())
+    chain: Any = None
     with world.agreeing("export()") as facts:
         chosen, by = _checked(dtype, scale)
         coded = _coded_training(sparse, chosen)
         of_rows = sparse if coded is None else coded.sparsifier
+        before = _chain_of(since)
         sparsifier = None if of_rows is None else sparsifier_of(of_rows)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
+        facts["since"] = [str(each) for each in before]
         for data in located:
             check_data(data)
             # Ranks that disagree in these would wait for messages that no rank sends.
@@ -158,14 +178,14 @@ def export(
             check_new(path)
             if importlib.util.find_spec("safetensors") is None:
                 raise ImportError("export() needs safetensors: pip install safetensors.")
+            if before:
+                chain = open_chain(*before)
     if sparsifier is not None:
         # Masks follow shards that have moved since the last update.
         sparsifier.masks.tables.reshard(registered)
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
-        if sparsifier is not None and sparsifier.masks.enforcer is not None:
-            # It may owe zeros to rows that no forward has read since a step.
-            sparsifier.masks.enforcer.settle()
+        _settle(sparsifier)
         if coded is not None:
             tables = _with_codes(tables, coded)
         check_range(located, chosen)
@@ -180,7 +200,45 @@ def export(
     )
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    return Exported(target, _write(manifest, tables, target, world))
+    if before:
+        return _delta_of(manifest, tables, target, chain, before, world)
+    text = _write(manifest, tables, partial(WholeWriter, target, manifest), world)
+    return Exported(target, Manifest.from_text(text))
+
+
+def _delta_of(
+    manifest: Manifest,
+    tables: Mapping[str, ServedTable],
+    target: Path,
+    chain: Any,
+    before: tuple[Path, ...],
+    world: Group,
+) -> Exported:
+    """Write the delta from ``chain``, which rank 0 alone has opened. Collective."""
+    with world.agreeing("export()"):
+        if world.rank == 0:
+            refuse_changed(chain.manifest, manifest)
+    text = _write(manifest, tables, partial(DeltaWriter, target, manifest, chain), world)
+    delta = Delta.from_text(text)
+    return Exported(target, delta.artifact, delta, before)
+
+
+def _settle(sparsifier: BaseDataSparsifier | None) -> None:
+    if sparsifier is not None and sparsifier.masks.enforcer is not None:
+        # It may owe zeros to rows that no forward has read since a step.
+        sparsifier.masks.enforcer.settle()
+
+
+def _chain_of(since: Any) -> tuple[Path, ...]:
+    """The folders that a delta follows; none for a whole export."""
+    if since is None:
+        return ()
+    if isinstance(since, Exported):
+        return (*since.since, since.path)
+    folders = [since] if isinstance(since, (str, os.PathLike)) else list(since)
+    if not folders:
+        raise ValueError("Invalid since=[]: must begin with an artifact; None is a whole export.")
+    return tuple(Path(os.path.abspath(folder)) for folder in folders)
 
 
 def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
@@ -236,21 +294,24 @@ def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
 
 
 def _write(
-    manifest: Manifest, sources: Mapping[str, ServedTable], path: Path, world: Group
-) -> Manifest:
-    """Write, check and publish; return the manifest that was written. Collective.
+    manifest: Manifest,
+    sources: Mapping[str, ServedTable],
+    writing: Callable[[], WholeWriter | DeltaWriter],
+    world: Group,
+) -> str:
+    """Write, check and publish; return the text of the manifest that was written. Collective.
 
     Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
     raise its errors.
     """
     writer: Any = None
-    artifact: Any = None
+    text = None
     checks: dict[str, Mapping[str, int | float]] = {}
     scales: dict[str, Tensor] = {}
     with ExitStack() as stack:
         with world.agreeing("export()"):
             if world.rank == 0:
-                writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
+                writer = stack.enter_context(writing())
         bar = stack.enter_context(_counted_once(manifest, shown=world.rank == 0))
         for name, source in sources.items():
             table = manifest.tables[name]
@@ -260,22 +321,14 @@ def _write(
             _stream(world, source, write, bar)
         with world.agreeing("export()"):
             if writer is not None:
-                manifest = writer.seal(manifest)
-                artifact = VerifiedArtifact(writer.folder, manifest)
+                writer.seal()
         for name, source in sources.items():
             # The model is read again, so that a bad message of the first time is found too.
-            _stream(world, source, partial(_compare, artifact, name, source, checks), bar)
+            _stream(world, source, partial(_compare, writer, name, source, checks), bar)
         with world.agreeing("export()"):
             if writer is not None:
-                checked = {
-                    # serve-check refuses an artifact that was never compared.
-                    name: replace(table, check=checks[name])
-                    for name, table in manifest.tables.items()
-                }
-                manifest = replace(manifest, tables=checked)
-                writer.publish(manifest)
-    texts = world.all_gather_json(manifest.to_text() if world.rank == 0 else None)
-    return Manifest.from_text(texts[0])
+                text = writer.publish(checks)
+    return str(world.all_gather_json(text)[0])
 
 
 def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> None:
@@ -323,36 +376,32 @@ def _choose_scales(
 
 
 def _write_table(
-    writer: ArtifactWriter,
+    writer: WholeWriter | DeltaWriter,
     name: str,
     table: Table,
     source: ServedTable,
     scales: Mapping[str, Tensor],
     chunks: Iterator[Tensor],
 ) -> None:
-    if table.kept < table.rows:
-        writer.append(f"{name}.kept", RowIndex.of(source.kept).words)
+    writer.start(name, source.kept)
     if source.rotation is not None:
-        writer.append(f"{name}.rotation", source.rotation)
+        writer.add_whole(name, "rotation", source.rotation)
     if table.scale == "column":
-        writer.append(f"{name}.scales", scales[name])
+        writer.add_whole(name, "scales", scales[name])
     if source.books is not None:
-        writer.append(f"{name}.books", source.books)
+        writer.add_whole(name, "books", source.books)
     for rows in chunks:
-        stored = encode(rows, table.dtype, scales.get(name))
-        writer.append(f"{name}.rows", stored.rows)
-        if stored.scale_bias is not None:
-            writer.append(f"{name}.scale_bias", stored.scale_bias)
+        writer.add_rows(name, encode(rows, table.dtype, scales.get(name)))
 
 
 def _compare(
-    artifact: VerifiedArtifact,
+    writer: WholeWriter | DeltaWriter,
     name: str,
     source: ServedTable,
     checks: dict[str, Mapping[str, int | float]],
     chunks: Iterator[Tensor],
 ) -> None:
-    check = TableCheck(artifact, name, source.kept, source.rotation, source.books)
+    check = writer.check(name, source)
     for rows in chunks:
         check.add(rows)
     checks[name] = check.result()

@@ -8,9 +8,9 @@ as zeros. They hold tensors and numbers alone, no module of FBGEMM, which ``torc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,25 @@ __all__ = [
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
 _ALIGNMENT: Final = 128
 
+_HEAD: Final = 4  # bytes of a row's scale and bias
+
 # Of tables of one width without FBGEMM: rows are int32, and one more is of zeros.
 _MOST_ROWS: Final = 2**31 - 2
 
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table of an artifact and its tensors, named as in :meth:`Table.layout`."""
+    """A table of an artifact and its tensors, named as in :meth:`Table.layout`, and how many rows
+    it may come to have in the place where it is stored."""
 
     entry: Table
     tensors: Mapping[str, Tensor]
+    room: int = 0
+
+    @property
+    def places(self) -> int:
+        """Return the rows that there is room for."""
+        return max(self.room, self.entry.stored)
 
 
 class _Ids(NamedTuple):
@@ -95,6 +104,16 @@ class RowLookup(nn.Module):
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
+    def stored(self, table: str) -> dict[str, Tensor]:
+        """Return where the rows of a table are, by the names of :meth:`Table.layout`: views with
+        all of its places."""
+        raise NotImplementedError
+
+    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return what changes with tensors of a table that are no rows: buffers, and what to copy
+        into each."""
+        return []
+
 
 class FbgemmLookup(RowLookup):
     """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several
@@ -111,13 +130,15 @@ class FbgemmLookup(RowLookup):
         super().__init__(tables, features)
         parts = {name: _stored_bytes(table) for name, table in tables.items()}
         starts, end = {}, 0
+        self._shapes: dict[str, tuple[int, int, int]] = {}
         for name, of_table in parts.items():
-            starts[name] = end
-            end += -(-sum(part.numel() for part in of_table) // _ALIGNMENT) * _ALIGNMENT
+            width, places = sum(part.shape[1] for part in of_table), tables[name].places
+            starts[name], self._shapes[name] = end, (end, places, width)
+            end += -(-places * width // _ALIGNMENT) * _ALIGNMENT
         # FBGEMM reads all tables from one buffer.
         weights = torch.zeros(end, dtype=torch.uint8)
         for name, of_table in parts.items():
-            count, width = len(of_table[0]), sum(part.shape[1] for part in of_table)
+            count, width = len(of_table[0]), self._shapes[name][2]
             rows = weights[starts[name] : starts[name] + count * width].view(count, width)
             torch.cat(of_table, 1, out=rows)
         dtype, count = tables[features[0]].entry.dtype, len(features)
@@ -148,6 +169,14 @@ class FbgemmLookup(RowLookup):
             POOLING[pooling],
             ids.weights,
         )
+
+    def stored(self, table: str) -> dict[str, Tensor]:
+        """Return the bytes of rows, and of their scales and biases."""
+        start, places, width = self._shapes[table]
+        whole = self.weights[start : start + places * width].view(places, width)
+        if self.types[0] in (SPARSE_TYPES["fp32"], SPARSE_TYPES["fp16"]):
+            return {"rows": whole}
+        return {"scale_bias": whole[:, :_HEAD], "rows": whole[:, _HEAD:]}
 
 
 def _stored_bytes(table: StoredTable) -> list[Tensor]:
@@ -185,6 +214,18 @@ class LibtorchLookup(RowLookup):
             return found[0].transpose(0, 1).flatten(1)
         return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
 
+    def _group(self, table: str) -> _Group:
+        groups = cast(Iterable[_Group], self.groups)
+        return next(group for group in groups if table in group.places)
+
+    def stored(self, table: str) -> dict[str, Tensor]:
+        """Return the rows, and their scales and biases."""
+        return self._group(table).stored(table)
+
+    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the books of a table whose scales are in ``tensors``."""
+        return self._group(table).replaced(table, tensors)
+
 
 def _shape(table: StoredTable) -> tuple[int, int]:
     # Beside tables with codes there may be others.
@@ -218,9 +259,11 @@ class _Group(nn.Module):
         super().__init__()
         # Tables of other groups have no first row here.
         firsts, self.count = dict.fromkeys(tables, -1), 0
+        self.places: dict[str, slice] = {}
         for name in mine:
             firsts[name] = self.count
-            self.count += tables[name].entry.stored
+            self.count += tables[name].places
+            self.places[name] = slice(firsts[name], self.count)
         self.dtype, self.width = tables[mine[0]].entry.dtype, tables[mine[0]].entry.dim
         if self.count > _MOST_ROWS:
             raise ValueError(
@@ -228,15 +271,33 @@ class _Group(nn.Module):
                 f" {_MOST_ROWS}."
             )
         for key in ("rows", "scale_bias"):
-            parts = [tables[name].tensors[key] for name in mine if key in tables[name].tensors]
-            # Weights have no scales.
-            stored = (
-                torch.cat([*parts, parts[0].new_zeros(1, parts[0].shape[1])]) if parts else None
-            )
-            self.register_buffer(key, stored)
+            parts = {name: tables[name].tensors.get(key) for name in mine}
+            self.register_buffer(key, self._joined(parts))
         # For each feature, where its table's rows start; -1: they are in another group.
         first = torch.tensor([firsts[name] for name in features], dtype=torch.int32)
         self.register_buffer("firsts", first)
+
+    def _joined(self, parts: Mapping[str, Tensor | None]) -> Tensor | None:
+        """Rows of all tables, each at its places; None of weights, which have no scales."""
+        whole = None
+        for name, part in parts.items():
+            if part is None:
+                return None
+            if whole is None:
+                whole = part.new_zeros(self.count + 1, part.shape[1])
+            whole[self.places[name].start :][: len(part)] = part
+        return whole
+
+    def stored(self, table: str) -> dict[str, Tensor]:
+        """Return where the rows of a table are."""
+        found = {"rows": self.rows[self.places[table]]}
+        if self.scale_bias is not None:
+            found["scale_bias"] = self.scale_bias[self.places[table]]
+        return found
+
+    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return what changes with tensors that are no rows; here nothing."""
+        return []
 
     def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
@@ -298,9 +359,21 @@ class _BookGroup(_Group):
         # Ids of tables in another group read zeros, in any book.
         at = {name: size * number for number, name in enumerate(mine)}
         first = torch.tensor([at.get(name, 0) for name in features], dtype=torch.int32)
+        self.book_of = at
         self.register_buffer("books", torch.cat(books).flatten(0, 1))
         self.register_buffer("groups", starts)
         self.register_buffer("tables", first)
+
+    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the books of a table whose scales or books are in ``tensors``."""
+        books = tensors.get("books")
+        if "scales" in tensors:
+            books = books_of(tensors["scales"])
+        if books is None:
+            return []
+        books = books.flatten(0, 1)
+        first = self.book_of[table]
+        return [(self.books[first : first + len(books)], books)]
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
         places = self.rows.index_select(0, here) + self.groups
@@ -319,7 +392,7 @@ class TurnedLookup(nn.Module):
     """
 
     def __init__(
-        self, rows: nn.Module, tables: Mapping[str, StoredTable], features: Sequence[str]
+        self, rows: RowLookup, tables: Mapping[str, StoredTable], features: Sequence[str]
     ) -> None:
         super().__init__()
         self.rows = rows
@@ -328,6 +401,7 @@ class TurnedLookup(nn.Module):
             rotation = table.tensors.get("rotation")
             turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
         self.turns = nn.ModuleList(turns[name] for name in features)
+        self.features = list(features)
         self.dims = [tables[name].entry.dim for name in features]
         self.sequences = tables[features[0]].entry.pooling == "none"
 
@@ -347,6 +421,21 @@ class TurnedLookup(nn.Module):
             for feature in range(1, len(self.turns)):
                 out = torch.where(of == feature, self.turns[feature](found), out)
         return out
+
+    def stored(self, table: str) -> dict[str, Tensor]:
+        """Return where the rows of a table are."""
+        return self.rows.stored(table)
+
+    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return what changes in the rows' lookup, and a table's rotation if it is in
+        ``tensors``."""
+        found = self.rows.replaced(table, tensors)
+        if "rotation" not in tensors:
+            return found
+        for name, turn in zip(self.features, self.turns, strict=True):
+            if name == table and isinstance(turn, _Turn):
+                found.append((turn.matrix, tensors["rotation"]))
+        return found
 
 
 class _Turn(nn.Module):

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 import torch
 
@@ -23,6 +23,7 @@ from dist_sparse.text import count, percent, size, table_lines
 __all__ = [
     "TABLES",
     "Collection",
+    "Described",
     "Dtype",
     "Feature",
     "Kind",
@@ -237,7 +238,18 @@ class Manifest:
             raise ValueError(f"an entry is missing or of another type: {error!r}") from None
 
 
-def layout_of(tables: Mapping[str, Table]) -> Layout:
+class Described(Protocol):
+    """A table, or its part in a delta: it knows its tensors."""
+
+    @property
+    def crc32(self) -> Mapping[str, str]:
+        """Return the CRC32 of each tensor."""
+
+    def layout(self) -> Layout:
+        """Return dtype and shape of each tensor."""
+
+
+def layout_of(tables: Mapping[str, Described]) -> Layout:
     """Return dtype and shape of every tensor, by ``<table>.<tensor>``, in the order of the file.
 
     Tensors of wide elements first, so that all are aligned without gaps, which the format has none

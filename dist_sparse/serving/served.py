@@ -8,9 +8,8 @@ its ``lookup``, a module that takes and returns tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -26,10 +25,19 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import VerifiedArtifact, open_artifact
+from dist_sparse.serving.artifact import (
+    VerifiedArtifact,
+    VerifiedDelta,
+    open_artifact,
+    open_delta,
+)
+from dist_sparse.serving.check import Chain, index_of, open_chain
+from dist_sparse.serving.delta import PER_ROW, TableDelta, hash_of, step_of
+from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
     LibtorchLookup,
+    RowLookup,
     StoredTable,
     TurnedLookup,
 )
@@ -63,29 +71,96 @@ class _Lookup(nn.Module):
         include_last_offset: bool,
     ) -> None:
         super().__init__()
-        entries = {name: table.entry for name, table in tables.items()}
-        rows_of = {name: entry.rows for name, entry in entries.items()}
-        position = {name: at for at, name in enumerate(tables)}
-        self.index = RowIndexes(
-            [_index(table) for table in tables.values()],
-            list(rows_of.values()),
-            [position[name] for name in features],
-        )
-        # Both take the same arguments and return the same sums.
-        kind = FbgemmLookup if native else LibtorchLookup
-        self.rows: nn.Module = kind(tables, features)
-        if any(entry.turned is not None for entry in entries.values()):
-            self.rows = TurnedLookup(self.rows, tables, features)
+        rows_of = {name: table.entry.rows for name, table in tables.items()}
+        self._names, self._native = list(features), native
         self.features = len(features)
         self.include_last_offset = include_last_offset
         self.unknown = unknown
-        first = torch.zeros(0, dtype=torch.int64)
-        if unknown == "id0":
-            # One id 0 for each feature.
-            each = torch.ones(len(features), dtype=torch.int64)
-            first = self.index(torch.zeros_like(each), each)
-        self.register_buffer("first_rows", first, persistent=False)
+        # For when the tables change: what is neither rows nor their index.
+        self._tables = {name: _without_rows(table) for name, table in tables.items()}
+        self.index = self._indexes([_index(table) for table in tables.values()])
+        self.rows: RowLookup | TurnedLookup = self._row_lookup(tables)
+        self.register_buffer("first_rows", self._first_rows(self.index), persistent=False)
         self.counted = UnknownLookups(rows_of, features)
+
+    def _indexes(self, indexes: Sequence[RowIndex | None]) -> RowIndexes:
+        position = {name: at for at, name in enumerate(self._tables)}
+        rows = [table.entry.rows for table in self._tables.values()]
+        return RowIndexes(indexes, rows, [position[name] for name in self._names])
+
+    def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup | TurnedLookup:
+        # Both take the same arguments and return the same sums.
+        kind = FbgemmLookup if self._native else LibtorchLookup
+        rows = kind(tables, self._names)
+        if all(table.entry.turned is None for table in tables.values()):
+            return rows
+        return TurnedLookup(rows, tables, self._names)
+
+    def _first_rows(self, index: RowIndexes) -> Tensor:
+        """The rows of ids out of range, for each feature the one of id 0; none if they have no
+        row."""
+        if self.unknown != "id0":
+            return torch.zeros(0, dtype=torch.int64)
+        each = torch.ones(self.features, dtype=torch.int64)
+        found: Tensor = index(torch.zeros_like(each), each)
+        return found
+
+    def changed(self, delta: VerifiedDelta) -> Callable[[], None]:
+        """Return a function that makes the tables those that a delta leads to. Nothing changes
+        before it is called.
+
+        Raises:
+            ValueError: the delta does not fit the rows; names its folder and table.
+        """
+        device = self.index.words.device
+        indexes: list[RowIndex | None] = []
+        moves: dict[str, Move] = {}
+        before = self.index.tables()
+        for at, (name, table) in enumerate(self._tables.items()):
+            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            index = before.get(at)
+            if change.rows or change.gone:
+                old = index_of(table.entry, index).cpu()
+                try:
+                    moves[name] = Move(old, step_of(old, change, tensors), tensors)
+                except ValueError as error:
+                    raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
+                index = moves[name].index
+            indexes.append(None if index is None else index.cpu())
+        found = self._indexes(indexes)
+        first = self._first_rows(found).to(device)
+        rows = self._with_room(delta.manifest.tables)
+        tables = {name: _followed(table, delta, name) for name, table in self._tables.items()}
+        buffers = [each for name in tables for each in rows.replaced(name, delta.tensors(name))]
+
+        def change_all() -> None:
+            for name, move in moves.items():
+                move.run(rows.stored(name))
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            self.index, self.rows = found.to(device), rows
+            self.first_rows, self._tables = first, tables
+
+        return change_all
+
+    def _with_room(self, changes: Mapping[str, TableDelta]) -> RowLookup | TurnedLookup:
+        """The lookup of the rows; with more places, if more rows come than there are."""
+        rooms, is_full = {}, False
+        for name in self._tables:
+            needed = changes[name].after.stored
+            rooms[name] = len(self.rows.stored(name)["rows"])
+            if needed > rooms[name]:
+                is_full = True
+                # The next deltas find room.
+                rooms[name] = needed + needed // 4
+        if not is_full:
+            return self.rows
+        grown = {}
+        for name, table in self._tables.items():
+            count = table.entry.stored
+            rows = {key: part[:count] for key, part in self.rows.stored(name).items()}
+            grown[name] = StoredTable(table.entry, {**table.tensors, **rows}, rooms[name])
+        return self._row_lookup(grown).to(self.index.words.device)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -192,6 +267,26 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
     return offsets.clamp(0, count)
 
 
+def _without_rows(table: StoredTable) -> StoredTable:
+    tensors = {
+        key: tensor.clone()
+        for key, tensor in table.tensors.items()
+        if key not in ("kept", *PER_ROW)
+    }
+    return StoredTable(table.entry, tensors)
+
+
+def _followed(table: StoredTable, delta: VerifiedDelta, name: str) -> StoredTable:
+    """The table that a delta leads to, without rows."""
+    change = delta.manifest.tables[name]
+    found = delta.tensors(name)
+    # The table may be pooled in another collection.
+    entry = replace(change.after, pooling=table.entry.pooling)
+    return StoredTable(
+        entry, {**table.tensors, **{key: found[key].clone() for key in change.whole}}
+    )
+
+
 def _index(table: StoredTable) -> RowIndex | None:
     words = table.tensors.get("kept")
     if words is None:
@@ -203,7 +298,7 @@ class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
     Args:
-        artifact: the folder that it was loaded from.
+        artifact: that it was loaded from.
         collection: of the manifest.
         lookup: of its tables.
         dims: columns of each feature; an embedding module has one.
@@ -217,15 +312,58 @@ class Served(nn.Module):
     """
 
     def __init__(
-        self, artifact: Path, collection: Collection, lookup: _Lookup, dims: list[int]
+        self, artifact: VerifiedArtifact, collection: Collection, lookup: _Lookup, dims: list[int]
     ) -> None:
         super().__init__()
-        self._artifact, self._collection = artifact, collection
+        self._collection = collection
+        self._folders, self._manifest = [artifact.path], artifact.manifest
+        self._root = hash_of(artifact.manifest)
+        self._gate = Gate()
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
         self.features = [feature.name for feature in collection.features]
         self.outputs = list(collection.outputs)
         self.dims = dims
+
+    def apply(self, delta: Any) -> Served:
+        """Serve what the next delta leads to, in a process that goes on looking up.
+
+        A lookup sees all of a delta or nothing: the change waits for lookups that have begun, and
+        lookups that begin then wait until rows are moved and written in place. Memory peaks by the
+        delta's changed rows as they are read, a new index (half a byte for each original id, and
+        one while bits are counted), and 65,536 rows. If more rows come than have gone, the rows are
+        copied once, with room for a quarter more. A refused delta changes nothing.
+
+        Modules that were made of this one (:meth:`to_pt2`, :meth:`to_fbgemm`, :meth:`to_torchrec`)
+        do not follow; calls of :attr:`lookup` itself do not wait. Of a model with several
+        collections each is changed on its own.
+
+        Args:
+            delta: the folder that ``export(since=)`` wrote.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: the folder is no delta, is damaged, out of order, or of another base (names
+                it).
+            OSError: a file can't be read.
+        """
+        if callable(delta):
+            # torch.nn.Module.apply(), which calls a function with each module.
+            return super().apply(delta)
+        opened = open_delta(delta)
+        with self._gate.preparing():
+            try:
+                opened.manifest.refuse_other(self._manifest, self._root)
+            except ValueError as error:
+                raise ValueError(f"{delta} is refused: {error}.") from None
+            change = self.lookup.changed(opened)
+            with self._gate.change():
+                change()
+            self._folders.append(opened.path)
+            self._manifest = opened.manifest.artifact
+        return self
 
     def forward(
         self, ids: Any, lengths: Tensor | None = None, weights: Tensor | None = None
@@ -248,8 +386,12 @@ class Served(nn.Module):
                 torch, a feature or weights are missing, or batches differ in size by feature; with
                 ``unknown="raise"`` an id is out of range (names table, id and rows).
         """
-        if not isinstance(ids, Tensor):
+        with self._gate.lookup():
+            if isinstance(ids, Tensor):
+                return self._look_up(ids, lengths, weights)
             return self._look_up_jagged(ids)
+
+    def _look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
         if self.kind == "embedding":
             return self.lookup(ids)
         if self.kind == "embedding_bag" and ids.dim() == 2:
@@ -329,7 +471,7 @@ class Served(nn.Module):
                 bits and an odd number of columns; or the artifact is gone or damaged.
             ImportError: FBGEMM is not installed.
         """
-        return to_fbgemm(self._collection, _tables(open_artifact(self._artifact), self._collection))
+        return to_fbgemm(self._collection, _tables(open_chain(*self._folders), self._collection))
 
     def to_torchrec(self) -> QuantizedCollection:
         """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
@@ -345,12 +487,12 @@ class Served(nn.Module):
                 gone or damaged.
             ImportError: TorchRec is not installed.
         """
-        tables = _tables(open_artifact(self._artifact), self._collection)
+        tables = _tables(open_chain(*self._folders), self._collection)
         return to_torchrec(self._collection, tables, self.lookup.index)
 
 
 def load_served(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     fbgemm: bool = True,
     unknown: Literal["zero", "raise", "id0"] = "zero",
@@ -358,7 +500,7 @@ def load_served(
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
     Args:
-        path: the folder.
+        path: the folder; or a list of the folder and the deltas after it, in order.
         fbgemm: whether lookups use FBGEMM's operator where it is installed. Without it they are
             pure torch.
         unknown: what becomes of an id that is out of the range of its table, such as one that is
@@ -374,8 +516,8 @@ def load_served(
         both by key. A table that several collections look up is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version (names the
-            file).
+        ValueError: the folder is not an artifact, is damaged, or has another version; a delta is
+            damaged, out of order, or of another base (names the file).
         ImportError: safetensors is missing.
         OSError: a file can't be read.
 
@@ -397,16 +539,20 @@ def load_served(
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
     native = fbgemm and kernels.available()
-    artifact = open_artifact(path)
+    base, *deltas = [path] if isinstance(path, (str, os.PathLike)) else path
+    artifact = open_artifact(base)
     served = {
         each.path: _served(artifact, each, native, unknown)
         for each in artifact.manifest.collections
     }
+    for delta in deltas:
+        for one in served.values():
+            one.apply(delta)
     # A model of one collection is served as that collection.
     return next(iter(served.values())) if len(served) == 1 else served
 
 
-def _tables(artifact: VerifiedArtifact, collection: Collection) -> dict[str, StoredTable]:
+def _tables(artifact: VerifiedArtifact | Chain, collection: Collection) -> dict[str, StoredTable]:
     """The tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
@@ -432,7 +578,7 @@ def _served(
     kind = _LOOKUPS.get(collection.kind, CollectionLookup)
     lookup = kind(tables, features, native, unknown, collection.include_last_offset)
     dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
-    return Served(artifact.path, collection, lookup, dims)
+    return Served(artifact, collection, lookup, dims)
 
 
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}

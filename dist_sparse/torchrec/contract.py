@@ -22,7 +22,7 @@ from dist_sparse.torchrec.versions import check_versions
 
 __all__ = ["NAMES", "REFUSED", "check_contract", "missing_names"]
 
-_KERNEL: Final = "_config emb_module"
+_KERNEL: Final = "_config _feature_table_map emb_module"
 _FUSED_KERNEL: Final = f"{_KERNEL} fused_optimizer"
 _GROUPS: Final = "_grouped_embedding_configs_per_rank"
 _MARKS: Final = "_optimizer_classes _optimizer_kwargs"
@@ -71,7 +71,7 @@ NAMES: Final = {
     "fbgemm_gpu": {
         # Table batches: storage, ids, optimizer state, and the methods that write all rows.
         f"{_TBE}.SplitTableBatchedEmbeddingBagsCodegen": (
-            "weights_dev weights_host weights_uvm split_embedding_weights feature_table_map"
+            "weights_dev weights_host weights_uvm split_embedding_weights"
             " pooling_mode optimizer optimizer_args iter iter_cpu split_optimizer_states"
             " weight_decay_mode indices offsets per_sample_weights feature_requires_grad"
             " batch_size_per_feature_per_rank"

@@ -400,6 +400,7 @@ def test_completion_finds_the_commands() -> None:
         "plan",
         "frontier",
         "serve-check",
+        "merge",
         "doctor",
         "selftest",
     ]

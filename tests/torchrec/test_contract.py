@@ -117,7 +117,6 @@ class Matrix:
 @pytest.mark.parametrize("optimizer", ["SHAMPOO", "OPTIMIZER_OF_NEXT_YEAR"])
 def test_an_optimizer_that_may_write_any_row_is_refused(optimizer: str) -> None:
     batch = SimpleNamespace(
-        feature_table_map=[0],
         pooling_mode=SimpleNamespace(name="SUM"),
         optimizer=SimpleNamespace(name=optimizer),
         weights_dev=Matrix(),
@@ -125,6 +124,6 @@ def test_an_optimizer_that_may_write_any_row_is_refused(optimizer: str) -> None:
         weights_uvm=Matrix(),
     )
     tables = SimpleNamespace(embedding_tables=[SimpleNamespace(name="user")])
-    kernel = SimpleNamespace(emb_module=batch, _config=tables)
+    kernel = SimpleNamespace(emb_module=batch, _config=tables, _feature_table_map=[0])
     with pytest.raises(ValueError, match=rf"\['user'\] have the fused optimizer {optimizer}, whi"):
         FbgemmBatch(kernel)

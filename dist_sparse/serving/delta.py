@@ -1,0 +1,296 @@
+"""A delta: what turns one artifact into the next one.
+
+Its folder has the files of an artifact. ``tables.safetensors`` holds, for each table, the rows that
+changed or came and their ids, and the ids that went (tombstones). ``manifest.json`` names the
+artifact that the delta follows by the hash of its manifest, and holds the whole manifest of the
+artifact that it leads to: the CRC32 of each tensor there says what a chain of deltas must add up
+to, and an artifact merged from a chain goes on with the deltas that follow the chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_sparse.checks import integer
+from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.files import sealed, unsealed
+from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table
+from dist_sparse.text import count, percent, size, table_lines
+
+__all__ = [
+    "PER_ROW",
+    "Delta",
+    "Step",
+    "TableDelta",
+    "delta_summary",
+    "hash_of",
+    "refuse_changed",
+    "step_of",
+]
+
+FORMAT: Final = "dist_sparse.serving.delta"
+VERSION: Final = 1
+
+PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
+"""Tensors with an entry for each stored row. Others are carried whole if they have changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDelta:
+    """What changes in a table.
+
+    Args:
+        after: the table of the artifact that the delta leads to.
+        rows: in the delta: rows that changed, and rows of ids that came.
+        came: how many of them came.
+        gone: ids that went.
+        whole: tensors that are no rows, and changed: scales of columns, or a rotation.
+        crc32: of each of the delta's tensors, named as in :meth:`layout`.
+    """
+
+    after: Table
+    rows: int
+    came: int
+    gone: int
+    whole: tuple[str, ...] = ()
+    crc32: Mapping[str, str] = field(default_factory=dict)
+
+    def layout(self) -> Layout:
+        """Return dtype and shape of each of its tensors: ``ids`` of the rows and ids that are
+        ``gone``, ascending; a default row has the id behind the last."""
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "ids": (torch.int32, (self.rows,)),
+            "gone": (torch.int32, (self.gone,)),
+        }
+        for key, (dtype, shape) in self.after.layout().items():
+            if key in PER_ROW:
+                found[key] = dtype, (self.rows, *shape[1:])
+            elif key in self.whole:
+                found[key] = dtype, shape
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """The entries of a delta's ``manifest.json``.
+
+    Args:
+        base: hash of the artifact that begins the chain.
+        previous: hash of the artifact that the delta follows, which base and deltas before it make.
+        artifact: the manifest of the one that it leads to.
+        tables: by name.
+        bytes: of ``tables.safetensors``.
+    """
+
+    base: str
+    previous: str
+    artifact: Manifest
+    tables: Mapping[str, TableDelta]
+    bytes: int = 0
+
+    def to_text(self) -> str:
+        """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
+        it."""
+        tables = {
+            name: {
+                "rows": table.rows,
+                "came": table.came,
+                "gone": table.gone,
+                "whole": list(table.whole),
+                "crc32": dict(table.crc32),
+            }
+            for name, table in self.tables.items()
+        }
+        return sealed(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "base": self.base,
+                "previous": self.previous,
+                "artifact": self.artifact.to_text(),
+                "tables": tables,
+                "files": {TABLES: {"bytes": self.bytes}},
+            }
+        )
+
+    @staticmethod
+    def from_text(text: str) -> Delta:
+        """Return what :meth:`to_text` wrote.
+
+        Raises:
+            ValueError: the text is not exactly that, or of another version.
+        """
+        entries = unsealed(text, FORMAT, VERSION)
+        try:
+            artifact = Manifest.from_text(entries["artifact"])
+            if list(entries["tables"]) != list(artifact.tables):
+                raise ValueError(f"its tables are {sorted(entries['tables'])}")
+            return Delta(
+                base=str(entries["base"]),
+                previous=str(entries["previous"]),
+                artifact=artifact,
+                tables={
+                    name: _table(name, artifact.tables[name], entry)
+                    for name, entry in entries["tables"].items()
+                },
+                bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+            )
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+
+    def refuse_other(self, before: Manifest, base: str) -> None:
+        """Refuse to follow another artifact than the one that this delta was exported from.
+
+        Args:
+            before: of what is served.
+            base: hash of the artifact that its chain began with.
+
+        Raises:
+            ValueError: names both by the first digits of their hashes.
+        """
+        found = hash_of(before)
+        if self.previous != found:
+            kind = "out of order" if self.base == base else "of another base"
+            raise ValueError(
+                f"the delta is {kind}: it follows artifact {self.previous[:12]} of base"
+                f" {self.base[:12]}, and this is artifact {found[:12]} of base {base[:12]}"
+            )
+        # Written by export(), the two differ in rows alone.
+        refuse_changed(before, self.artifact)
+
+
+def hash_of(manifest: Manifest) -> str:
+    """Return the SHA-256 of a manifest, which covers the CRC32 of every tensor: the name of an
+    artifact in deltas."""
+    return hashlib.sha256(manifest.to_text().encode()).hexdigest()
+
+
+def refuse_changed(before: Manifest, after: Manifest) -> None:
+    """Refuse artifacts between which more has changed than rows and what decodes them.
+
+    Raises:
+        ValueError: names the table.
+    """
+    if before.collections != after.collections or list(before.tables) != list(after.tables):
+        raise ValueError(
+            "a delta is of the same tables and lookups as the artifact that it follows:"
+            " export a new base"
+        )
+    for name, table in after.tables.items():
+        was = before.tables[name]
+        same = replace(table, kept=was.kept, crc32=was.crc32, check=was.check, before=was.before)
+        if same != was:
+            raise ValueError(
+                f"table {name!r} is {_shape(table)}, and was {_shape(was)} in the artifact that"
+                " the delta follows: a delta changes rows alone; export a new base"
+            )
+
+
+def _shape(table: Table) -> str:
+    facts = f"{table.rows} x {table.dim} in {table.dtype}, scale={table.scale!r}"
+    facts += f", pooling={table.pooling!r}, default_row={table.default_row}"
+    return facts + (f", rotated from {table.turned} columns" if table.turned else "")
+
+
+def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
+    whole = tuple(entry["whole"])
+    if strange := sorted(set(whole) - (set(after.layout()) - {"kept", *PER_ROW})):
+        raise ValueError(f"table {name!r} has no {strange} to be carried whole")
+    rows = integer("rows", entry["rows"], least=0, most=after.stored, of=name)
+    return TableDelta(
+        after=after,
+        rows=rows,
+        came=integer("came", entry["came"], least=0, most=rows, of=name),
+        gone=integer("gone", entry["gone"], least=0, most=after.rows, of=name),
+        whole=whole,
+        crc32=dict(entry["crc32"]),
+    )
+
+
+class Step(NamedTuple):
+    """What a delta does to the rows of a table: int64, ascending.
+
+    Args:
+        index: afterwards.
+        ids: of the rows in the delta.
+        came: which of them had no row before: bool, in the shape of ``ids``.
+        gone: rows before, of the ids that went.
+    """
+
+    index: RowIndex
+    ids: Tensor
+    came: Tensor
+    gone: Tensor
+
+
+def step_of(before: RowIndex, delta: TableDelta, tensors: Mapping[str, Tensor]) -> Step:
+    """Return what a delta does to the rows of a table, in memory that follows the delta, beside the
+    new index.
+
+    Args:
+        before: index of the rows so far.
+        delta: of the table.
+        tensors: of the delta.
+
+    Raises:
+        ValueError: ids that go have no row, or ids do not ascend or are out of range.
+    """
+    ids, gone = tensors["ids"].long(), tensors["gone"].long()
+    _refuse_ids(ids, before.rows + before.default_row)
+    _refuse_ids(gone, before.rows)
+    # The default row, whose id is behind the last, is always there.
+    at = torch.where(ids < before.rows, _rows(before, ids), before.num_kept)
+    came, gone_rows = at == REMOVED, _rows(before, gone)
+    if int(came.count_nonzero()) != delta.came or bool((gone_rows == REMOVED).any()):
+        raise ValueError("its ids that come have rows already, or its ids that go have none")
+    words = before.words.clone()
+    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
+    words.index_add_(0, ids[came] >> 5, _bits(ids[came]))
+    words.index_add_(0, gone >> 5, _bits(gone), alpha=-1)
+    after = RowIndex(words, before.rows, before.default_row)
+    if after.num_kept != delta.after.kept or bool((_rows(after, ids[ids < after.rows]) < 0).any()):
+        raise ValueError("its ids do not lead to the rows that it says")
+    return Step(after, ids, came, gone_rows)
+
+
+def _rows(index: RowIndex, ids: Tensor) -> Tensor:
+    """The row of each id, :data:`REMOVED` where it has none of its own."""
+    found: Tensor = index(ids)
+    return torch.where(found == index.num_kept, REMOVED, found)
+
+
+def _refuse_ids(ids: Tensor, end: int) -> None:
+    if not len(ids):
+        return
+    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= end:
+        raise ValueError(f"its ids do not ascend, or are not in [0, {end})")
+
+
+def _bits(ids: Tensor) -> Tensor:
+    one = torch.ones_like(ids, dtype=torch.int32)
+    return one << (ids & 31).int()
+
+
+def delta_summary(delta: Delta) -> str:
+    """Return a table of what the delta changes, and its bytes beside the whole artifact's."""
+    head = ("table", "kept", "changed", "came", "went", "whole")
+    rows = [
+        (
+            name,
+            count(table.after.kept),
+            count(table.rows - table.came),
+            count(table.came),
+            count(table.gone),
+            ", ".join(table.whole),
+        )
+        for name, table in delta.tables.items()
+    ]
+    share = percent(delta.bytes / max(delta.artifact.bytes, 1))
+    whole = f"delta: {size(delta.bytes)} on disk, {share} of {size(delta.artifact.bytes)}"
+    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 4}), whole])
