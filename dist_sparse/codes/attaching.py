@@ -80,7 +80,10 @@ class Attached:
         found: dict[str, dict[int, Tensor]] = {}
         for name, number, codes, _ in self._shards():
             found.setdefault(name, {})[number] = codes
-        return {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
+        in_order: dict[str, list[Tensor]] = {}
+        for name, parts in found.items():
+            in_order[name] = [parts[at] for at in sorted(parts)]
+        return in_order
 
     def remove(self) -> None:
         """Remove the hooks."""

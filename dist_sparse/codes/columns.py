@@ -8,7 +8,6 @@ optimized product quantization (Ge et al., 2013), on integers: the same order on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,7 +181,10 @@ def spreads(
 
 def _common(of_tables: Sequence[Sequence[int]]) -> list[int]:
     """Return one value for each column of tables that share an order: the product of theirs."""
-    return [math.prod(max(each, 1) for each in column) for column in zip(*of_tables, strict=True)]
+    products = [1] * len(of_tables[0])
+    for values in of_tables:
+        products = [product * max(each, 1) for product, each in zip(products, values, strict=True)]
+    return products
 
 
 def _moments(data: ShardedData, exponent: int, rank: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,9 +31,6 @@ _LABELS = {
     "columns": "rotated columns removed",
     "rows": "rows removed",
 }
-
-_OTHER_PARTS = ("scales", "index", "bases")
-"""Parts of the served bytes besides weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +75,8 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        parts = ["weights"]
-        for part in _OTHER_PARTS:
-            # A part that no candidate has gets no column.
-            if any(getattr(choice.served, part) for choice in self.choices):
-                parts.append(part)
-        head = ("use", "what", "dtype", "columns", "rows", "served", "", *parts)
-        rows = [self._cells(choice, parts) for choice in self.choices]
+        head = ("use", "what", "dtype", "columns", "rows", "served", "")
+        rows = [self._cells(choice) for choice in self.choices]
         share = percent(self.budget / self.dense_bytes)
         tables = number_of(len(self.tables), "table")
         lines = [
@@ -92,33 +85,37 @@ class Plan:
             *table_lines(head, rows, right=range(3, len(head))),
             "",
             *self._never_touched(),
-            self.why,
+            textwrap.fill(self.why, 79),
         ]
         for place, choice in enumerate(self.recommended, start=1):
-            lines += ["", f"{place}. {_LABELS[choice.kind]}, {choice.candidate.dtype}:"]
-            lines += _code_lines(choice, self.tables)
+            lines += ["", f"{place}. {self._label(choice)}, {choice.candidate.dtype}:"]
+            lines += _code_lines(choice, self.tables, self.untouched)
         return "\n".join(lines)
 
-    def _cells(self, choice: Choice, parts: Sequence[str]) -> list[str]:
+    def _cells(self, choice: Choice) -> list[str]:
         """Return the cells of a choice, in the order of ``head``."""
-        use = "" if choice.fits else "no"
+        use = "fits" if choice.fits else "too large"
         if choice in self.recommended:
             # The number of its code below the table.
-            use = f"{self.recommended.index(choice) + 1}."
+            use = f"recommended {self.recommended.index(choice) + 1}"
         shapes = [choice.candidate.shape(table) for table in self.tables]
         widths = [width for _, width in shapes]
         narrowest, widest = min(widths), max(widths)
         columns = str(widest) if narrowest == widest else f"{narrowest}-{widest}"
         return [
             use,
-            _LABELS[choice.kind],
+            self._label(choice),
             choice.candidate.dtype,
             columns,
             count(sum(rows for rows, _ in shapes)),
             size(choice.served.total),
             percent(choice.served.total / self.dense_bytes),
-            *(size(getattr(choice.served, part)) for part in parts),
         ]
+
+    def _label(self, choice: Choice) -> str:
+        if choice.kind == "full" and choice.candidate.levels:
+            return "untouched rows removed"
+        return _LABELS[choice.kind]
 
     def _never_touched(self) -> list[str]:
         tables = []
@@ -128,7 +125,9 @@ class Plan:
                 tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
         if not tables:
             return []
-        return [f"Never looked up in training: {', '.join(tables)}. Removing them is lossless.", ""]
+        names = f"Never looked up in training: {', '.join(tables)}."
+        text = f"{names} Removing them is lossless on the training data."
+        return [textwrap.fill(text, 79), ""]
 
 
 def plan(
@@ -265,7 +264,9 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _code_lines(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
+def _code_lines(
+    choice: Choice, tables: Sequence[SizedTable], untouched: Mapping[str, int]
+) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
     candidate = choice.candidate
     lines = []
@@ -282,10 +283,23 @@ def _code_lines(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
     sparse = "None"
     if candidate.levels:
         sparse = "sparse"
-        # sparsify() reads names as globs. Nine digits can tell one row of a billion.
-        levels = {glob.escape(name): round(level, 9) for name, level in candidate.levels.items()}
-        lines += _sparsify_calls(f'level={levels}, block="row"', choice, tables)
+        lines += _sparsify_calls(
+            f'{_level_text(choice, tables, untouched)}, block="row"', choice, tables
+        )
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']
+
+
+def _level_text(choice: Choice, tables: Sequence[SizedTable], untouched: Mapping[str, int]) -> str:
+    """Return the arguments of sparsify() that remove the rows of a candidate."""
+    levels = choice.candidate.levels
+    rows = {table.name: table.shape[0] for table in tables}
+    # sparsify() reads names as globs.
+    names = [glob.escape(name) for name in levels]
+    if all(round(levels[name] * rows[name]) == untouched.get(name) for name in levels):
+        return f'level="untouched", include={names}'
+    # Nine digits can tell one row of a billion.
+    digits = [round(level, 9) for level in levels.values()]
+    return f"level={dict(zip(names, digits, strict=True))}"
 
 
 def _sparsify_calls(arguments: str, choice: Choice, tables: Sequence[SizedTable]) -> list[str]:

@@ -27,7 +27,7 @@ from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import check_new
-from dist_sparse.serving.check import open_chain
+from dist_sparse.serving.check import Chain, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
 from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
@@ -175,11 +175,7 @@ def export(
         if sparsifier is not None:
             registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
-            check_new(path)
-            if importlib.util.find_spec("safetensors") is None:
-                raise ImportError("export() needs safetensors: pip install safetensors.")
-            if before:
-                chain = open_chain(*before)
+            chain = _open(path, before)
     if sparsifier is not None:
         # Masks follow shards that have moved since the last update.
         sparsifier.masks.tables.reshard(registered)
@@ -206,11 +202,19 @@ def export(
     return Exported(target, Manifest.from_text(text))
 
 
+def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
+    """Check that ``path`` can be written, and return the artifacts that a delta follows."""
+    check_new(path)
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError("export() needs safetensors: pip install safetensors.")
+    return open_chain(*before) if before else None
+
+
 def _delta_of(
     manifest: Manifest,
     tables: Mapping[str, ServedTable],
     target: Path,
-    chain: Any,
+    chain: Any,  # of rank 0, None elsewhere
     before: tuple[Path, ...],
     world: Group,
 ) -> Exported:

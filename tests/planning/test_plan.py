@@ -161,7 +161,8 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     assert used(answer) == [("full", "int8", 16)], "9.3%"
     [choice] = answer.recommended
     assert choice.candidate.levels == {"cross": 0.75} and "Remove no others" in answer.why
-    assert "750 of 1,000 rows of cross. Removing them is lossless." in str(answer)
+    assert "750 of 1,000 rows of cross. Removing them is lossless on" in " ".join(str(answer).split())
+    assert 'level="untouched", include=[\'cross\']' in str(answer)
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)
     assert (
@@ -234,14 +235,10 @@ def test_a_few_idle_rows_stay() -> None:
 def test_for_people_and_for_programs() -> None:
     answer = plan(CROSSED, "9.4%", rotate=[list(CROSSED)])
     assert str(answer).splitlines()[0] == "budget 13.1 MiB, 9.4% of 139 MiB in 3 tables"
-    parts = [
-        str(plan(CROSSED, "9.4%", rotate=how)).splitlines()[2].split()[6:]
-        for how in ([list(CROSSED)], "table")
-    ]
-    assert parts == [
-        ["weights", "scales"],
-        ["weights", "scales", "bases"],
-    ], "columns of zeros are left out"
+    table = str(answer).split("\n\n")[1].splitlines()
+    assert max(map(len, table)) < 80 and {line.split("  ")[0] for line in table[2:]} <= {
+        *("fits", "too large", "recommended 1", "recommended 2", "recommended 3", "recommended 4")
+    }
     assert str(answer).split("\n\n")[-3].splitlines()[:3] == [
         "2. rotated columns removed, int4:",
         (
