@@ -26,6 +26,7 @@ More, by module:
     other curves dist_sparse.extend         base classes for your own masks, scores and schedules
     dist_sparse.optim          OptimScheduler (optimizer, accumulation, AMP, clipping, learning
     rate, sparsity) dist_sparse.lightning      SparsifyCallback
+    dist_sparse.slots          following() and FollowingTables: rows for the most looked-up ids
     dist_sparse.compat         schedules of torch.ao and SpeeChain, under their original names
 
 Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that
@@ -40,7 +41,6 @@ _MODULE_OF = {
     "Checkpoints": "checkpoint.checkpoints",
     "CubicDataScheduler": "schedulers.ready",
     "DataNormSparsifier": "sparsifiers.score",
-    "FollowingTables": "slots.tables",
     "ImportanceSparsifier": "sparsifiers.importance",
     "MaskEnforcer": "enforcer.enforcer",
     "RunLog": "report.run_log",
@@ -50,7 +50,6 @@ _MODULE_OF = {
     "describe": "sparsifiers.description",
     "expand": "compaction.expand",
     "export": "serving.export",
-    "following": "slots.collections",
     "frontier": "planning.frontier",
     "load_served": "serving.served",
     "plan": "planning.plan",
@@ -66,14 +65,17 @@ _MOVED = {
     "CosineDataScheduler": "schedulers.ready",
     "ExponentDecayLr": "optim.schedules",
     "ExponentialDataScheduler": "schedulers.ready",
+    "FollowingTables": "slots.tables",
     "LambdaDataScheduler": "schedulers.ready",
     "LinearDataScheduler": "schedulers.ready",
     "Noamlr": "optim.schedules",
     "OneShotDataScheduler": "schedulers.ready",
     "OptimScheduler": "optim.scheduler",
     "ScoreSparsifier": "sparsifiers.score",
+    "following": "slots.collections",
 }
-"""Names that could always be imported from here, and are listed by their own modules now."""
+"""Names that can be imported from here, and are listed by their own modules. ``slots`` needs
+TorchRec."""
 
 _PACKAGES = (
     "checkpoint",

@@ -48,16 +48,16 @@ class Attached:
             refuse_cut_groups(data, groups[data.name])
         places = places_of({data.name: data for data in located})
         cuts = _cuts(located, groups)
-        self._lookups: list[Lookups] = []
+        self._held: list[Lookups] = []
         self._handles: list[RemovableHandle] = []
         self._moved = moved
         try:
             for collection in collections_of(model.modules()):
-                self._lookups += _kernel_lookups(collection, places, cuts, ready)
+                self._held += _kernel_lookups(collection, places, cuts, ready)
                 # A reshard replaces its kernels.
                 check = partial(self._follow, collection, lookups_of(collection))
                 self._handles.append(collection.register_forward_pre_hook(Hook(check)))
-            self._lookups += _module_lookups(model, places, cuts, ready)
+            self._held += _module_lookups(model, places, cuts, ready)
             _refuse_unread(located, self._shards())
         except BaseException:
             self.remove()
@@ -65,7 +65,7 @@ class Attached:
 
     def use(self, books: Mapping[str, Books]) -> None:
         """Decode by these books from now on."""
-        for lookups in self._lookups:
+        for lookups in self._held:
             lookups.use(books)
 
     def assign(self, located: Sequence[ShardedData], books: Mapping[str, Books]) -> None:
@@ -87,12 +87,12 @@ class Attached:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for held in (*self._lookups, *self._handles):
+        for held in (*self._held, *self._handles):
             held.remove()
-        self._lookups, self._handles = [], []
+        self._held, self._handles = [], []
 
     def _shards(self) -> Iterator[CodedShard]:
-        for lookups in self._lookups:
+        for lookups in self._held:
             yield from lookups.shards
 
     def _follow(self, collection: nn.Module, known: Sequence[nn.Module], *_: Any) -> None:

@@ -74,7 +74,7 @@ class CodedTraining:
         self._books: dict[str, Books] = {}
         self._step = 0
         # The next lookup assigns all codes again.
-        self._stale = False
+        self.stale = False
         self._masks_version = self._version_of_masks()
         self._attached: Attached | None = None
 
@@ -100,7 +100,7 @@ class CodedTraining:
             self._fit()
         elif version != self._masks_version:
             # A row that was just removed must decode to zeros.
-            self._stale = True
+            self.stale = True
         self._masks_version = version
         self._step += 1
 
@@ -111,7 +111,7 @@ class CodedTraining:
         Codes are not saved. The next lookup assigns them again, from the weights of that moment, as
         it does after :meth:`load_state_dict`: training goes on as the resumed run will.
         """
-        self._stale = True
+        self.stale = True
         books = {
             name: {"entries": books.entries.clone(), "exponent": books.exponent}
             for name, books in self._books.items()
@@ -230,17 +230,17 @@ class CodedTraining:
 
     def _use(self, books: dict[str, Books]) -> None:
         """Decode by these books from the next lookup on."""
-        self._books, self._stale = books, True
+        self._books, self.stale = books, True
         if self._attached is not None and books:
             self._attached.use(books)
 
     def _is_ready(self) -> bool:
         """Whether rows are decoded; then all codes are assigned."""
-        if self._stale and self._books and self._attached is not None:
+        if self.stale and self._books and self._attached is not None:
             with torch.no_grad():
                 self._settle()
                 self._attached.assign(self._located(), self._books)
-        self._stale = False
+        self.stale = False
         return bool(self._books)
 
     def _settle(self) -> None:

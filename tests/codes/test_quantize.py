@@ -67,7 +67,7 @@ def test_due_steps_against_a_loop() -> None:
     with torch.no_grad():
         model.weight.mul_(1.25)
     # Codes of before, weights of now: as a due step after training sees them.
-    handle._stale = False
+    handle.stale = False
     handle.step()
     for group in (0, 1):
         for entry in (0, 1, 77, 255):

@@ -35,7 +35,7 @@ IN_MODULES = {
 }
 """Public names of modules; None is all of ``__all__``."""
 RETURNED = {
-    *("ArtifactBytes", "Choice", "CompactIds", "Exported", "Frontier", "Plan"),
+    *("ArtifactBytes", "Choice", "CodedTraining", "CompactIds", "Exported", "Frontier", "Plan"),
     *("Resumed", "Run", "Served", "ServedBytes", "TableShape", "Traffic"),
 }
 """What functions return: their examples show it."""

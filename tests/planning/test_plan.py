@@ -161,8 +161,10 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     assert used(answer) == [("full", "int8", 16)], "9.3%"
     [choice] = answer.recommended
     assert choice.candidate.levels == {"cross": 0.75} and "Remove no others" in answer.why
-    assert "750 of 1,000 rows of cross. Removing them is lossless on" in " ".join(str(answer).split())
-    assert 'level="untouched", include=[\'cross\']' in str(answer)
+    assert "750 of 1,000 rows of cross. Removing them is lossless on" in " ".join(
+        str(answer).split()
+    )
+    assert "level=\"untouched\", include=['cross']" in str(answer)
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)
     assert (
