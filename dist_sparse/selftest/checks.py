@@ -21,7 +21,7 @@ from dist_sparse.enforcer.fused import collections_of
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.port import collection_of
-from dist_sparse.tables.shards import ROW
+from dist_sparse.tables.shards import CACHED, ROW
 from dist_sparse.text import percent
 from dist_sparse.torchrec.trial import (
     Shapes,
@@ -443,7 +443,8 @@ def half_precision(machine: Machine) -> Found:
 def unified_memory(machine: Machine, kernel: str) -> Found:
     """Tables in unified memory."""
     _needs_gpu(machine)
-    for block in ("row", "1x4"):
+    # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
+    for block in ("row",) if kernel == CACHED else ("row", "1x4"):
         try:
             trial = _Trial(machine, block, 0.5, kernel=kernel)
         except ValueError as error:
