@@ -28,7 +28,7 @@ __all__ = ["Plan", "plan"]
 _LABELS = {
     "full": "all columns",
     "small": "smaller dense table",
-    "columns": "rotated columns removed",
+    "columns": "fewer rotated columns",
     "rows": "rows removed",
 }
 

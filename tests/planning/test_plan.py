@@ -242,7 +242,7 @@ def test_for_people_and_for_programs() -> None:
         *("fits", "too large", "recommended 1", "recommended 2", "recommended 3", "recommended 4")
     }
     assert str(answer).split("\n\n")[-3].splitlines()[:3] == [
-        "2. rotated columns removed, int4:",
+        "2. fewer rotated columns, int4:",
         (
             "sparse = sparsify(model, optimizer, level=0.375, block=\"col\", rotate=[['user',"
             " 'item', 'cross']], end=0)"
