@@ -270,3 +270,28 @@ def test_refused_states(change: str) -> None:
     with pytest.raises(ValueError):
         handle.load_state_dict(state)
     assert torch.equal(handle.books["weight"], before)
+
+
+def test_a_delta_of_codes_serves_what_a_whole_export_does(tmp_path: Path) -> None:
+    """Its books change with every fit."""
+    model = nn.Sequential(table(rows=500, columns=8))
+    optimizer = sgd(model)
+    handle = quantize(model, optimizer, codes=2, begin=0, every=1)
+
+    def train() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randint(500, (16, 4))).square().sum().backward()
+            optimizer.step()
+            handle.step()
+
+    train()
+    export(model, handle, tmp_path / "base", dtype="codes")
+    train()
+    export(model, handle, tmp_path / "delta", dtype="codes", since=tmp_path / "base")
+    ids = torch.arange(500).view(-1, 1)
+    expected = model(ids)
+    assert torch.equal(load_served([tmp_path / "base", tmp_path / "delta"])(ids), expected)
+    served = load_served(tmp_path / "base")
+    assert not torch.equal(served(ids), expected)
+    assert torch.equal(served.apply(tmp_path / "delta")(ids), expected)
