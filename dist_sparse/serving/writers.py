@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -37,7 +37,24 @@ __all__ = ["DeltaWriter", "WholeWriter"]
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
 
 
-class WholeWriter:
+class _Writer:
+    """A context manager that deletes a folder that was not published."""
+
+    _writer: ArtifactWriter
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+
+class WholeWriter(_Writer):
     """Writes an artifact; as a context manager it deletes one that was not published.
 
     Args:
@@ -81,19 +98,8 @@ class WholeWriter:
         self._writer.publish(self._manifest)
         return self._manifest.to_text()
 
-    def __enter__(self) -> WholeWriter:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
-
-
-class DeltaWriter:
+class DeltaWriter(_Writer):
     """Writes what changed since a chain: the same methods as :class:`WholeWriter`.
 
     Changed rows wait in files without a name, beside the delta: the format begins with their
@@ -154,17 +160,6 @@ class DeltaWriter:
         manifest = _checked(self._manifest, checks)
         self._writer.publish(replace(self._delta, artifact=manifest))
         return replace(self._delta, artifact=manifest).to_text()
-
-    def __enter__(self) -> DeltaWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
 
 
 class _Changes:

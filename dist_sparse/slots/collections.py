@@ -233,6 +233,8 @@ class _Follows:
     """What both kinds of collections have in common."""
 
     translation: ClassVar[type[CompactIds]] = FollowingIds
+    # A mask of rows would be of slots, which change hands.
+    refused: ClassVar = "its rows are slots, which FollowingTables gives to other ids"
     _translation: list[CompactIds]
     _configs: list[Any]
 
