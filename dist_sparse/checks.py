@@ -13,17 +13,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-__all__ = [
-    "UNTOUCHED",
-    "choice",
-    "integer",
-    "level",
-    "name_list",
-    "number",
-    "parse_block",
-    "scheduled_level",
-]
-
 UNTOUCHED: Final = "untouched"
 """In the place of a level: all rows that training has never looked up, and no others."""
 

@@ -12,19 +12,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
-__all__ = [
-    "MOST_SHOWN",
-    "cut",
-    "digest",
-    "encode",
-    "explain_actions",
-    "explain_errors",
-    "explain_facts",
-    "from_json",
-    "ranks_text",
-    "to_json",
-]
-
 Json = Any
 
 # Faults in a message; the rest are counted.

@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["hex_of", "sealed", "sync_folder", "unsealed"]
-
 _END: Final = "\n}"
 _CRC: Final = ',\n "crc32": "'
 # Around the last entry of a sealed text: the CRC32 of the text without that entry.

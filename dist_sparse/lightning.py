@@ -25,16 +25,14 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines
 from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.rotation.rotate import Rotate
+from dist_sparse.sparsifiers.importance import Score
 from dist_sparse.sparsifiers.recorder import configured_level
+from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.tables.shards import ROW
 from dist_sparse.training.arguments import (
-    BlockShape,
     Levels,
-    Norm,
     OptimizerState,
     Schedule,
-    Scope,
-    Score,
     SparsifyArgs,
 )
 from dist_sparse.training.following import steppers

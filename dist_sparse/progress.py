@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Bar", "progress"]
-
 Bar = Callable[[float], object]
 """Counts what is done."""
 

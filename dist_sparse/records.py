@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEADING_SHIFT", "GuardCheck", "MaskChange", "StepRecord", "TableStats"]
-
 LEADING_SHIFT: Final = 20
 """A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave."""
 

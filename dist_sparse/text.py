@@ -12,23 +12,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
-__all__ = [
-    "amount",
-    "block_shape_text",
-    "block_text",
-    "count",
-    "duration",
-    "level_text",
-    "mib",
-    "number_of",
-    "percent",
-    "printable",
-    "shape_text",
-    "shortened",
-    "size",
-    "table_lines",
-]
-
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

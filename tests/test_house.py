@@ -253,18 +253,6 @@ def test_files_are_short_and_state_what_they_hold() -> None:
     assert wrong == {}
 
 
-def test_modules_list_their_public_names() -> None:
-    without = []
-    for file in sources("dist_sparse"):
-        body = ast.parse(file.read_text()).body
-        defined = [each.name for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
-        public = [name for name in defined if not name.startswith("_")]
-        # torchx lists the components of that module.
-        if public and "\n__all__ = [" not in file.read_text() and file.name != "components.py":
-            without.append(module_of(file))
-    assert without == []
-
-
 def test_the_code_is_not_dense() -> None:
     """See benchmarks/structure.py for the rules by which it counts."""
     counted = structure.density(sources("dist_sparse", "launch"))

@@ -31,8 +31,6 @@ from dist_sparse.groups import Group, group_over, world_ranks
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["Checkpoints", "Resumed", "Stateful"]
-
 Json = Any
 Tensors = dict[str, Tensor]
 

@@ -29,18 +29,6 @@ from typing import Any, Final
 from dist_sparse.checks import integer
 from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
 
-__all__ = [
-    "MARKER",
-    "VALUES",
-    "Entry",
-    "Folders",
-    "Marker",
-    "holds_steps",
-    "naming_errors",
-    "read_crc",
-    "step_of",
-]
-
 # Bytes of a file, and their CRC32.
 Entry = tuple[int, int]
 

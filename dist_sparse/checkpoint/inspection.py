@@ -8,8 +8,6 @@ from typing import Any
 from dist_sparse.checkpoint.folders import Folders, step_of
 from dist_sparse.text import number_of, size, table_lines
 
-__all__ = ["summary"]
-
 
 def summary(path: str | os.PathLike[str]) -> str:
     """Return the content of the folder of one step, or of a folder that holds such, as text.

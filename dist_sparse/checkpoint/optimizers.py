@@ -26,8 +26,6 @@ from dist_sparse.checkpoint.trees import as_json
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-__all__ = ["OptimizerState", "RowWiseState", "gathered"]
-
 Json = Any
 RowWiseState = Literal["refuse", "merge"]
 

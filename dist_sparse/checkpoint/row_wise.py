@@ -20,8 +20,6 @@ from torch import Tensor
 
 from dist_sparse.tables.chunked import ChunkedTensor
 
-__all__ = ["RowWise", "row_wise"]
-
 
 @dataclass(frozen=True)
 class RowWise:

@@ -47,15 +47,6 @@ from dist_sparse.checkpoint.folders import Entry, naming_errors, read_crc
 from dist_sparse.facts import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
-__all__ = [
-    "METADATA",
-    "check_saved",
-    "copied",
-    "load_tensors",
-    "read_metadata",
-    "save_tensors",
-]
-
 METADATA: Final = ".metadata"
 
 _OF_METADATA: Final = (

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["as_json", "filled", "quiet", "split"]
-
 Json = Any
 
 

@@ -18,14 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = [
-    "EntryError",
-    "model_and_evaluate",
-    "model_from",
-    "parse_budget",
-    "parse_share",
-]
-
 _UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 

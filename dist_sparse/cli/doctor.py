@@ -23,8 +23,6 @@ from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.text import table_lines
 from dist_sparse.torchrec.versions import advised, check_versions, fitting
 
-__all__ = ["Diagnosis", "Finding", "examine", "installed"]
-
 _RED, _GREEN = 31, 32
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"

@@ -31,8 +31,6 @@ from dist_sparse.cli.runs import add_inspect, add_report
 from dist_sparse.cli.selftest import add_selftest
 from dist_sparse.launch.parsing import closest
 
-__all__ = ["main", "parser"]
-
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
 
 _EXAMPLES = f"""examples:

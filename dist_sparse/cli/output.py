@@ -12,8 +12,6 @@ import sys
 
 from dist_sparse.text import printable
 
-__all__ = ["fail", "flush", "has_colors", "interrupted", "progress", "show"]
-
 
 def fail(command: str, why: Exception | str) -> int:
     lines = str(why).split("\n")  # which may hold names of a model or a log

@@ -9,8 +9,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from dist_sparse.launch.parsing import options_of, refuse_option
 
-__all__ = ["STATUS", "Commands", "Parser", "Subcommand", "add_json", "subcommand"]
-
 Commands: TypeAlias = "argparse._SubParsersAction[Subcommand]"
 
 STATUS = "exit status: 0 success, 1 failure (one line says why), 2 invalid command line"

@@ -17,8 +17,6 @@ from dist_sparse.cli.output import fail, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
 from dist_sparse.cli.quiet import quiet
 
-__all__ = ["add_frontier", "add_plan"]
-
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
   dist-sparse plan model.py:trained --budget 512KiB --cold 'user_x_*'

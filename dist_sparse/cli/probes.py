@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["GLOO", "LOOKUP", "Torch", "ask_torch", "fails"]
-
 _SECONDS: Final = 120.0
 
 _ASK: Final = """

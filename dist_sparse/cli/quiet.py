@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import warnings
 
-__all__ = ["quiet"]
-
 
 def quiet() -> None:
     """Silence them in this process, from now on."""

@@ -12,8 +12,6 @@ from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
 if TYPE_CHECKING:
     from dist_sparse.report.run import Run
 
-__all__ = ["add_inspect", "add_report"]
-
 _INSPECT = f"""examples:
   dist-sparse inspect runs/latest
   dist-sparse inspect saved/step-00001000

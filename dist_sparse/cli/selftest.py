@@ -9,8 +9,6 @@ from pathlib import Path
 from dist_sparse.cli.output import fail, progress, show
 from dist_sparse.cli.parsing import Commands, add_json, subcommand
 
-__all__ = ["add_selftest"]
-
 _EPILOG = """examples:
   dist-sparse selftest
   dist-sparse selftest --device cuda --out selftest.json

@@ -16,8 +16,6 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Attached", "refuse_cut_groups"]
-
 Lookups = KernelLookups | ModuleLookups
 Cuts = Mapping[tuple[str, int], Cut]
 

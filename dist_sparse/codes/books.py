@@ -20,19 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "ENTRIES",
-    "LARGEST_HALF",
-    "Books",
-    "add_sums",
-    "assign",
-    "decode_books",
-    "exponent_of",
-    "first_books",
-    "refitted",
-    "zero_sums",
-]
-
 ENTRIES: Final = 256
 """Entries of a book: a byte has as many values."""
 

@@ -27,8 +27,6 @@ from dist_sparse.rotation.turning import change_rows_
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["ColumnOrder", "balanced_order", "spreads"]
-
 # Bits of a weight, so that the squares of 2**32 rows add up in int64.
 _BITS = 15
 _ROWS = 1 << 14

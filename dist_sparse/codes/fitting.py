@@ -16,8 +16,6 @@ from dist_sparse.codes.books import Books, add_sums, exponent_of, first_books, r
 from dist_sparse.groups import Group
 from dist_sparse.tables.shards import Shard, ShardedData
 
-__all__ = ["exponents_of", "fit", "refit"]
-
 _SAMPLED: Final = 10_240
 """Rows of a table that the first books are learned from: 40 for each entry."""
 

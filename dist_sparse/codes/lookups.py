@@ -28,8 +28,6 @@ from dist_sparse.compaction.tables import (
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.protocols import LookupKernel
 
-__all__ = ["CodedShard", "Cut", "KernelLookups", "ModuleLookups", "refusal_of"]
-
 _MODULES = (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag)
 
 

@@ -21,8 +21,6 @@ from dist_sparse.tables.shards import ShardedData, resolve_block
 from dist_sparse.text import count
 from dist_sparse.training.sparsify import SparseTraining
 
-__all__ = ["LEAST_ROWS", "quantize"]
-
 LEAST_ROWS: Final = 20_000
 """Smaller tables are refused: of 64 columns, their books of 32 KiB take more than a byte a row."""
 

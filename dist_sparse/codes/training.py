@@ -25,8 +25,6 @@ from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, Shard, ShardedData
 from dist_sparse.text import number_of, shape_text, size, table_lines
 
-__all__ = ["CodedTraining", "Schedule"]
-
 _VERSION: Final = 1
 
 

@@ -38,15 +38,6 @@ from dist_sparse.torchrec.types import (
     get_embedding_names_by_table,
 )
 
-__all__ = [
-    "CompactEmbeddingBagCollection",
-    "CompactEmbeddingCollection",
-    "CompactIds",
-    "compact_collection",
-    "expanded_collection",
-    "initial_bounds",
-]
-
 _log = logging.getLogger(__name__)
 
 _MAPPED_ROWS: Final = 1 << 22

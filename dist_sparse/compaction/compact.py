@@ -40,8 +40,6 @@ from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
-__all__ = ["Removed", "compact"]
-
 Removed: TypeAlias = Literal["zero", "default_row"]
 """The output for removed ids."""
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["consume", "consume_parameter"]
-
 
 def consume(used: Any, name: str, action: str = "compact") -> None:
     """Release everything that an object holds. Using it raises a RuntimeError from now on.

@@ -30,8 +30,6 @@ from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect
 
-__all__ = ["Initial", "expand"]
-
 Initial: TypeAlias = Literal["zero", "init"]
 """What rows start from that come back."""
 

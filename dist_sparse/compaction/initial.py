@@ -14,8 +14,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["initial_rows"]
-
 # Steele, Lea, Flood: Fast splittable pseudorandom number generators (2014); int64 wraps as uint64.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)

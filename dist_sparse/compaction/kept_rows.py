@@ -23,8 +23,6 @@ from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.training.sparsify import SparseTraining
 
-__all__ = ["gather_rows", "kept_rows", "move_rows", "sparsifier_of"]
-
 _SPAN = 4096
 """Rows that are counted together to cut a table into chunks."""
 

@@ -22,8 +22,6 @@ from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.tables.shards import Rect, ShardedData
 
-__all__ = ["Stepped", "Steppers", "move_collection"]
-
 
 class Stepped(NamedTuple):
     """A parameter that plain optimizers step, and the one that takes its place with its state."""

@@ -25,8 +25,6 @@ from dist_sparse.compaction.tables import CompactCollection, cut
 from dist_sparse.groups import Group
 from dist_sparse.tables.protocols import Replacement, TorchRecPort
 
-__all__ = ["Change", "Planner", "put_in_place", "refuse_sites", "release", "unwrapped"]
-
 Planner: TypeAlias = Callable[[nn.Module], Any]
 """Returns a ShardingPlan for the unsharded module with the new tables."""
 

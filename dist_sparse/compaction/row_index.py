@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from dist_sparse.masking.masks import pack, unpack
 
-__all__ = ["REMOVED", "UNKNOWN", "RowIndex", "RowIndexes", "UnknownLookups", "check_ids"]
-
 REMOVED = -1
 """In the place of a row: its id was removed."""
 

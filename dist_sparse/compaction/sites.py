@@ -29,8 +29,6 @@ from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection, TorchRecPort
 
-__all__ = ["CollectionSite", "Kept", "Site", "dmp_port", "replace_modules", "sites_of"]
-
 Kept: TypeAlias = Mapping[str, Tensor]
 """Which stored rows of a module's tables are kept, bool ``(rows,)``, by the table's name in it."""
 

@@ -18,16 +18,6 @@ from torch.nn import functional as F
 from dist_sparse.compaction.row_index import REMOVED, RowIndex, check_ids
 from dist_sparse.tables.protocols import TableConfig
 
-__all__ = [
-    "CompactCollection",
-    "CompactEmbedding",
-    "CompactEmbeddingBag",
-    "CompactTable",
-    "cut",
-    "lookup_options",
-    "padding_id_of",
-]
-
 _OPTIONS: Final = (
     "max_norm",
     "norm_type",

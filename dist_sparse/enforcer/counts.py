@@ -9,8 +9,6 @@ from torch import Tensor
 from dist_sparse.enforcer.rows import count_lookups
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 
-__all__ = ["LookupCounts"]
-
 
 class LookupCounts:
     """Counts lookups of the tables of one batch.

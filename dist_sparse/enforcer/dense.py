@@ -40,8 +40,6 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import ShardedData, Source
 
-__all__ = ["DenseWeights", "Target", "packed_targets", "plain_targets"]
-
 
 @dataclass(eq=False)
 class Target:

@@ -43,8 +43,6 @@ from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
-__all__ = ["MaskEnforcer", "Walked", "refuse_masked", "settle_all"]
-
 _STATES: Final = ("keep", "reset")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()

@@ -39,17 +39,6 @@ from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch, WholeRowWriter
 from dist_sparse.tables.shards import CACHED, ShardedData
 
-__all__ = [
-    "Place",
-    "TableBatchHooks",
-    "averages",
-    "collections_of",
-    "fused_sums",
-    "lookups_of",
-    "places_in",
-    "places_of",
-]
-
 
 class Place(NamedTuple):
     """The mask of a shard: the registered name of its table, and the shard's number in it."""

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["Clock", "Hook", "Wrapped", "timed"]
-
 _ATTACHED: Final = (
     "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
     " that, not before."

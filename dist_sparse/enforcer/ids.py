@@ -21,8 +21,6 @@ from dist_sparse.enforcer.rows import FlatRows, in_table
 from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 
-__all__ = ["KeptIds", "MaskedIds", "worth_dropping"]
-
 _LEAST_REMOVED: Final = 1 / 4
 """A mask that also removes parts of rows needs zeroing anyway: ids are dropped only if it removes
 at least this share of the rows whole."""

@@ -20,22 +20,6 @@ from torch import Tensor
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.port import torchrec_port
 
-__all__ = [
-    "State",
-    "combines",
-    "initial_state",
-    "keeps_elements",
-    "leaves",
-    "local",
-    "optimizer_class",
-    "reset_state",
-    "same_storage",
-    "state_of",
-    "step_rows",
-    "steps_itself",
-    "summed",
-]
-
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's

@@ -17,19 +17,6 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import WORDS, BlockMask, spread, wide
 
-__all__ = [
-    "DirtyRows",
-    "FlatRows",
-    "RowCleaner",
-    "Slot",
-    "TorchRowCleaner",
-    "count_lookups",
-    "ids_by_feature",
-    "in_table",
-    "many",
-    "zero_rows",
-]
-
 CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
 

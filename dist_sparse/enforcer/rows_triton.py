@@ -17,8 +17,6 @@ from torch import Tensor
 from dist_sparse.enforcer.rows import Slot
 from dist_sparse.masking.masks import BlockMask
 
-__all__ = ["Feature", "TritonRowCleaner", "zero_removed"]
-
 _TILE = 1024
 """Elements that a program looks at together: 8 for each thread of its 4 warps."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from dist_sparse.enforcer.rows import Slot, ids_by_feature, in_table
 from dist_sparse.masking.masks import BlockMask
 
-__all__ = ["EVERY", "SampledLookups"]
-
 EVERY: Final = 16
 """One forward in so many is counted, beginning with the first after a mask update."""
 

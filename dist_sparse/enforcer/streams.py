@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StreamOrder"]
-
 
 class StreamOrder:
     """Orders lookups and writes of a set of tables across CUDA streams, for training pipelines with

@@ -10,8 +10,6 @@ from torch import Tensor
 from dist_sparse.enforcer.rows import DirtyRows, Slot
 from dist_sparse.masking.masks import positions
 
-__all__ = ["WrittenRows"]
-
 
 class WrittenRows:
     """The rows that may have been written, by backwards, by mask updates, or in a way that is not

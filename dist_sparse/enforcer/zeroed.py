@@ -14,8 +14,6 @@ from dist_sparse.enforcer.rows import DirtyRows, RowCleaner, Slot, TorchRowClean
 from dist_sparse.masking.flat import Pruned, prune
 from dist_sparse.tables.shards import Shard
 
-__all__ = ["ZeroedRows", "row_cleaner_on"]
-
 
 class ZeroedRows:
     """The rows of the tables of one batch, and which of them are dirty.

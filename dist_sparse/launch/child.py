@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["rank", "torchrun"]
-
 _LONGEST_MESSAGE = 300
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 

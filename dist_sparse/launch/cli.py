@@ -19,8 +19,6 @@ from dist_sparse.launch.parsing import refuse_option
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
 
-__all__ = ["add_options", "main"]
-
 _COMMANDS = {
     "local": "run a job on this machine (the command when none is given)",
     "torchrun": "run this machine's part of a job on several; the same command on each of them",

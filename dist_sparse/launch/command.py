@@ -16,8 +16,6 @@ from string import Template
 
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["additions", "argv", "environment", "new_id", "plain_variables", "threads"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from dist_sparse.launch.command import argv, new_id, plain_variables, threads
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["manifest", "render"]
-
 
 def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
     """Return the manifest as JSON. Arguments and errors are those of `manifest`."""

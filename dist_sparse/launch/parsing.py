@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-__all__ = ["closest", "options_of", "refuse_option"]
-
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long options of a parser."""

@@ -20,8 +20,6 @@ from types import FrameType
 from dist_sparse.launch.command import argv, environment
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["run"]
-
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 

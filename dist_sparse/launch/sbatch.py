@@ -11,8 +11,6 @@ import shlex
 from dist_sparse.launch.command import argv, new_id, plain_variables, threads
 from dist_sparse.launch.spec import LaunchSpec
 
-__all__ = ["render"]
-
 _HEADER = """\
 #!/usr/bin/env bash
 # Runs {name} under torchrun. Yours to read and edit; then: sbatch FILE

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["LaunchSpec", "Rendezvous", "Resources"]
-
 # As Kubernetes names pods, with room for its suffixes.
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,51}[a-z0-9])?")
 _ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")

@@ -32,8 +32,6 @@ from dist_sparse.masking.selection import (
 )
 from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
 
-__all__ = ["MadeMasks", "new_masks", "spread_replicas"]
-
 
 class MadeMasks(NamedTuple):
     """The new masks of a table.

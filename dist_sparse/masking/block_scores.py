@@ -41,8 +41,6 @@ from dist_sparse.masking.segments import (
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
-__all__ = ["Goal", "ScoredTable", "cuts_of", "score_table", "score_tables"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:

@@ -28,8 +28,6 @@ from dist_sparse.masking.scores import block_sums, block_widths, to_scores
 from dist_sparse.masking.segments import KEPT, Segment
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
-__all__ = ["CutTable", "Decision", "Owned", "Partials", "exchange_partials", "return_decisions"]
-
 
 @dataclass
 class Partials:

@@ -13,17 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ON_ACCELERATOR",
-    "ON_CPU",
-    "Pieces",
-    "count_each",
-    "count_within",
-    "on_host",
-    "pieces_on",
-    "sent",
-]
-
 
 @dataclass(frozen=True)
 class Pieces:

@@ -30,18 +30,6 @@ from dist_sparse.masking.device import on_host
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
 
-__all__ = [
-    "FlatMask",
-    "FlatScores",
-    "FlatShard",
-    "Limit",
-    "Pruned",
-    "flat_width",
-    "kernels_on",
-    "prune",
-    "too_large",
-]
-
 # Places in a list are int32, and a program looks at some behind the last.
 _MOST = (1 << 31) - (1 << 20)
 

@@ -22,8 +22,6 @@ from torch import Tensor
 from dist_sparse.masking.device import sent
 from dist_sparse.records import LEADING_SHIFT
 
-__all__ = ["SCORES", "TILE", "Job", "Pruning", "Scoring", "prune", "score", "settle", "sweep"]
-
 _LANES: Final = 16
 """Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2."""
 

@@ -20,18 +20,6 @@ from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.flat import Pruned, prune
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
 
-__all__ = [
-    "WORDS",
-    "BitWriter",
-    "BlockMask",
-    "count_bits",
-    "pack",
-    "positions",
-    "spread",
-    "unpack",
-    "wide",
-]
-
 # Bytes whose bits Python counts sooner than torch makes its first call.
 _FEW = 1 << 8
 

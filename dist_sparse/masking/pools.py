@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Member", "Pool"]
-
 
 class Member(Protocol):
     """The narrowing of one table.

@@ -24,20 +24,6 @@ from torch import Tensor
 from dist_sparse.masking.device import pieces_on, sent
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
-__all__ = [
-    "BATCH",
-    "SMALL",
-    "Batch",
-    "Measure",
-    "WeightedSquares",
-    "block_sums",
-    "block_widths",
-    "element_scores",
-    "row_chunks",
-    "smallest_in_blocks",
-    "to_scores",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class WeightedSquares:

@@ -20,21 +20,6 @@ from dist_sparse.masking.flat import FlatScores
 from dist_sparse.masking.masks import pack, positions
 from dist_sparse.records import LEADING_SHIFT
 
-__all__ = [
-    "HISTOGRAM",
-    "KEPT",
-    "LEADING_BUCKETS",
-    "NOT_FINITE",
-    "REMOVED",
-    "REMOVED_CLEAN",
-    "Index",
-    "JointPart",
-    "JointScores",
-    "Segment",
-    "bucket_counts",
-    "first_histogram",
-]
-
 # The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
 NOT_FINITE = 0x7F800000
 

@@ -39,17 +39,6 @@ from dist_sparse.masking.segments import (
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, grid_of
 
-__all__ = [
-    "EVERYTHING",
-    "NOTHING",
-    "Candidates",
-    "DirtyRule",
-    "NewMask",
-    "Threshold",
-    "mask_of_blocks",
-    "select_smallest",
-]
-
 # (shift, buckets): 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
 

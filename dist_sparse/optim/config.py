@@ -16,8 +16,6 @@ from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.tensors import is_sharded, steps_in_backward
 
-__all__ = ["Gradients", "OptimConfig", "Owned", "Wiring", "owned_by", "wiring_of"]
-
 Gradients = dict[nn.Parameter, Tensor | None]
 """The gradients of all parameters of an optimizer."""
 

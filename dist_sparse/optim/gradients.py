@@ -21,16 +21,6 @@ from torch import Tensor, nn
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.optim.config import Gradients, Owned, Wiring
 
-__all__ = [
-    "NO_SCALER",
-    "Claim",
-    "check_claims",
-    "clip_gradients",
-    "gradient_norm",
-    "take_gradients",
-    "update_weights",
-]
-
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 """Leaves losses and gradients as they are, and always steps."""
 

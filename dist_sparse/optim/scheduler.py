@@ -38,8 +38,6 @@ from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
-__all__ = ["OptimScheduler"]
-
 Clock = Callable[[list[str]], AbstractContextManager[Any]]
 
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()

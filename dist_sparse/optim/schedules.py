@@ -5,8 +5,6 @@ from __future__ import annotations
 from dist_sparse.checks import number
 from dist_sparse.optim.scheduler import OptimScheduler
 
-__all__ = ["ExponentDecayLr", "Noamlr"]
-
 
 class Noamlr(OptimScheduler):
     """Linear warm-up, then decay with the inverse square root of the real step.

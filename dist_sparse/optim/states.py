@@ -16,8 +16,6 @@ from torch import Tensor
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import ReadyDataScheduler
 
-__all__ = ["check_state", "misfits", "prepare_schedule"]
-
 
 def check_state(
     saved: Any,

@@ -19,16 +19,6 @@ from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
-__all__ = [
-    "Candidate",
-    "ServedBytes",
-    "SizedTable",
-    "TableShape",
-    "dense_bytes",
-    "kept_rows",
-    "shapes_of",
-]
-
 
 class SizedTable(Protocol):
     """A table as far as sizes need it; :class:`~dist_sparse.tables.shards.ShardedData` is one."""

@@ -23,8 +23,6 @@ from dist_sparse.planning.candidates import (
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.text import size
 
-__all__ = ["Choice", "Choices", "Kind", "recommend"]
-
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
 DTYPES: Final[tuple[Dtype, ...]] = ("fp32", "fp16", "int8", "int4")

@@ -28,8 +28,6 @@ from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import protected
 
-__all__ = ["BUDGETS", "frontier"]
-
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 """Fractions of the tables' bytes."""
 

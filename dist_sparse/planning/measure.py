@@ -24,8 +24,6 @@ from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Evaluate", "Measured", "Measurements", "Train"]
-
 _FILE: Final = "trials.jsonl"
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]

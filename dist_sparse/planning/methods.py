@@ -11,8 +11,6 @@ from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.choices import Choices
 from dist_sparse.serving.manifest import Dtype
 
-__all__ = ["METHODS", "Attempt", "Part", "attempts_of"]
-
 METHODS: Final = {
     "bits": "bits alone",
     "untouched": "untouched rows removed",

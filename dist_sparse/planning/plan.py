@@ -23,8 +23,6 @@ from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
 from dist_sparse.training.budget import parse_budget
 
-__all__ = ["Plan", "plan"]
-
 _LABELS = {
     "full": "all columns",
     "small": "smaller dense table",

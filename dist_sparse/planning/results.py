@@ -14,8 +14,6 @@ from dist_sparse.report.drawing import svg_of
 from dist_sparse.report.figures import DotChart, Dots
 from dist_sparse.text import count, percent, size, table_lines
 
-__all__ = ["Frontier", "Point", "write_pages"]
-
 NOTE = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
     "it trains, they lose less, rotated columns above all."

@@ -15,8 +15,6 @@ from dist_sparse.enforcer.optimizers import leaves, same_storage, summed
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.tables.shards import Rect, ShardedData
 
-__all__ = ["untouched_rows"]
-
 Sums = Mapping[int, tuple[Tensor, float]]
 """Adagrad's sums of squares for a shard, and their initial value, by the address of the shard."""
 

@@ -31,8 +31,6 @@ from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
-__all__ = ["check_candidate", "serving"]
-
 
 @contextmanager
 def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:

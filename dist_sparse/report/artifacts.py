@@ -14,8 +14,6 @@ from dist_sparse import checks
 from dist_sparse.report.folder import RUN, write_whole
 from dist_sparse.text import shortened
 
-__all__ = ["ArtifactBytes", "add_artifact", "read_artifacts"]
-
 _FILE = "artifacts.json"
 
 

@@ -20,8 +20,6 @@ from dist_sparse.report.table_charts import MOST_TABLES, table_charts
 from dist_sparse.report.thinning import smoothed, thinned
 from dist_sparse.text import duration, number_of, percent
 
-__all__ = ["charts"]
-
 _MOST_OTHERS = 12
 """Charts of series without a title of their own: a script may log hundreds."""
 

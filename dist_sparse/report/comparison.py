@@ -16,21 +16,6 @@ from dist_sparse.report.artifacts import ArtifactBytes
 from dist_sparse.report.run import Run, flat, share_of, total
 from dist_sparse.text import percent, printable, shortened, size
 
-__all__ = [
-    "RunRow",
-    "artifacts_of",
-    "baseline",
-    "blocks_of",
-    "compare",
-    "delta_text",
-    "headline",
-    "known_text",
-    "quality",
-    "row_cells",
-    "verdict",
-    "whole_bytes",
-]
-
 TOLERANCE: Final = 0.002
 """Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
 

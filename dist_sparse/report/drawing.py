@@ -25,8 +25,6 @@ from dist_sparse.report.figures import (
 from dist_sparse.report.rendering import render
 from dist_sparse.text import amount, count, percent, size
 
-__all__ = ["HEIGHT", "WIDTH", "Plot", "Spot", "Tip", "log_ticks", "plot_of", "svg_of", "ticks"]
-
 WIDTH, HEIGHT = 1000, 400
 
 _COLORS = 9

@@ -8,19 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Bar",
-    "BarChart",
-    "Bin",
-    "Chart",
-    "DotChart",
-    "Dots",
-    "Line",
-    "LineChart",
-    "Point",
-    "ScoreChart",
-]
-
 Point = tuple[float, float | None]
 
 

@@ -33,21 +33,6 @@ from weakref import WeakValueDictionary
 import dist_sparse
 from dist_sparse.text import shortened
 
-__all__ = [
-    "FORMAT",
-    "LATEST",
-    "LINES",
-    "LOCK",
-    "RUN",
-    "LogFile",
-    "check_config",
-    "check_log",
-    "open_log",
-    "read_about",
-    "read_lines",
-    "write_whole",
-]
-
 FORMAT: Final = 2
 """Version of the folder's layout; a reader refuses others."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from dist_sparse.records import MaskChange
 
-__all__ = ["Scored", "replaces"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:

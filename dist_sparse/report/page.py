@@ -38,8 +38,6 @@ from dist_sparse.report.summary import (
 )
 from dist_sparse.report.table_charts import MOST_TABLES
 
-__all__ = ["page", "write_report"]
-
 _REPORT: Final = "report.html"
 _SECTIONS: Final = {
     "auc": "Quality and bytes",

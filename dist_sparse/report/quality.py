@@ -11,8 +11,6 @@ from torch import Tensor
 from dist_sparse.checks import integer
 from dist_sparse.groups import group_over, world_ranks
 
-__all__ = ["Quality"]
-
 
 class Quality:
     """AUC and NE of the predictions since the last result. Collective every ``every`` steps: every

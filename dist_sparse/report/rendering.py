@@ -15,8 +15,6 @@ from dist_sparse.text import amount, block_shape_text, count, number_of, percent
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["environment", "part", "render"]
-
 _FOLDER: Final = Path(__file__).parent
 
 

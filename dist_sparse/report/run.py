@@ -24,19 +24,6 @@ from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
 from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.text import shortened
 
-__all__ = [
-    "DueStep",
-    "RowTraffic",
-    "Run",
-    "Series",
-    "Spent",
-    "flat",
-    "read_run",
-    "read_runs",
-    "share_of",
-    "total",
-]
-
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
 

@@ -41,7 +41,7 @@ from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import MaskChange, StepRecord
-from dist_sparse.report.folder import RUN, LogFile, check_config, check_log, open_log
+from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
@@ -50,8 +50,6 @@ from dist_sparse.sparsifiers.lookups import counted_rows, removed_lookups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
-
-__all__ = ["RUN", "RunLog", "Sink"]
 
 _NOTED = tuple(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores")
 _COSTS = ("number", "seconds", "collectives", "bytes")

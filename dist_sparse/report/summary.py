@@ -37,19 +37,6 @@ from dist_sparse.text import (
     table_lines,
 )
 
-__all__ = [
-    "against",
-    "bytes_of",
-    "inspect_text",
-    "numbers",
-    "status",
-    "summary",
-    "table_json",
-    "target_of",
-    "target_text",
-    "time_text",
-]
-
 _HEAD = (
     *("table", "shape", "dtype", "sharding", "block", "blocks", "target", "sparsity"),
     *("dead rows", "MiB", "kept MiB", "mask MiB"),

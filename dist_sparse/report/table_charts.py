@@ -11,8 +11,6 @@ from dist_sparse.report.histograms import Scored
 from dist_sparse.report.run import RowTraffic, Run, share_of, total
 from dist_sparse.text import amount, count, number_of, percent, size
 
-__all__ = ["MOST_TABLES", "table_charts"]
-
 MOST_TABLES = 30
 """Per chart: the largest."""
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dist_sparse.report.figures import Line, Point
 from dist_sparse.report.run import Series
 
-__all__ = ["smoothed", "thinned"]
-
 _MOST_POINTS = 400
 
 _SMOOTHED = 30

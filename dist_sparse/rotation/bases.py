@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["bases_of", "common_basis", "paired_bases"]
-
 # Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
 # inverted.
 _LEAST = 1e-10

@@ -12,8 +12,6 @@ from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Lookup", "find_lookup"]
-
 # What may be between tables that are rotated together and their dot products.
 _HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 

@@ -19,16 +19,6 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = [
-    "bases_of_outputs",
-    "expect_bases",
-    "follow",
-    "has_basis",
-    "is_turned",
-    "move_bases",
-    "turn_back",
-]
-
 _BASIS = "rotation_of_"
 
 

@@ -17,8 +17,6 @@ from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, share_, 
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import COL, ShardedData
 
-__all__ = ["Rotate", "check_group", "rotate", "rotation_groups"]
-
 # `"table"`: each table by itself. Otherwise groups of names.
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.tables.shards import Rect, ShardedData
 
-__all__ = ["change_rows_", "cut_by_columns", "gram_matrices", "share_", "turn_"]
-
 # Elements taken at a time: 8 MiB of float64.
 _CHUNK = 1 << 20
 

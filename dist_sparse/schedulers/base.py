@@ -20,8 +20,6 @@ from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
-__all__ = ["BaseDataScheduler"]
-
 _WIRE: Final = "the values of get_schedule_param()"
 
 _LEAST = {"last_epoch": -1, "_step_count": 0}

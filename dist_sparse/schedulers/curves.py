@@ -13,17 +13,6 @@ from dataclasses import dataclass
 
 from dist_sparse.checks import integer
 
-__all__ = [
-    "Curve",
-    "Window",
-    "constant",
-    "cosine",
-    "cubic",
-    "exponential",
-    "linear",
-    "progress",
-]
-
 Curve = Callable[[int, float, float, int, int | None], float]
 """``curve(step, initial, final, begin, end) -> value``."""
 

@@ -21,19 +21,6 @@ from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.curves import Curve, Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
-__all__ = [
-    "ConstantDataScheduler",
-    "CosineDataScheduler",
-    "CubicDataScheduler",
-    "CurveDataScheduler",
-    "ExponentialDataScheduler",
-    "LambdaDataScheduler",
-    "LinearDataScheduler",
-    "OneShotDataScheduler",
-    "ReadyDataScheduler",
-    "by_name",
-]
-
 T = TypeVar("T")
 Finals: TypeAlias = float | str | Mapping[str, float | str]
 

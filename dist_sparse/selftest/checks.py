@@ -31,8 +31,6 @@ from dist_sparse.torchrec.trial import (
     trial_model,
 )
 
-__all__ = ["CHECKS", "Difference", "Found", "Machine", "NotRun"]
-
 BLOCKS: Final[Mapping[str, tuple[int, int | str]]] = {
     "row": (1, ROW),
     "1x4": (1, 4),

@@ -10,8 +10,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 from dist_sparse.text import duration, printable
 
-__all__ = ["Outcome", "Results", "Status"]
-
 Status: TypeAlias = Literal["ok", "differs", "failed", "not run"]
 
 _WIDTH: Final = 80

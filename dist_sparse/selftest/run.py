@@ -21,8 +21,6 @@ import torch
 
 from dist_sparse.selftest.results import Outcome, Results
 
-__all__ = ["NAMES", "WORKER", "selftest"]
-
 WORKER: Final = ("-m", "dist_sparse.selftest.worker")
 """What Python runs in each process."""
 

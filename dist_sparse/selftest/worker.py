@@ -15,8 +15,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-__all__ = ["main"]
-
 _COLLECTIVES: Final = timedelta(seconds=120)
 
 

@@ -33,17 +33,6 @@ from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.delta import Delta
 from dist_sparse.serving.manifest import TABLES, Described, Layout, Manifest, layout_of, size_of
 
-__all__ = [
-    "ArtifactWriter",
-    "VerifiedArtifact",
-    "VerifiedDelta",
-    "bytes_of",
-    "check_new",
-    "memory_of",
-    "open_artifact",
-    "open_delta",
-]
-
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
 PARTIAL: Final = ".partial"

@@ -34,8 +34,6 @@ from dist_sparse.serving.codes import BITS, Rows, chunks, decode, encode
 from dist_sparse.serving.delta import PER_ROW, hash_of, step_of
 from dist_sparse.serving.manifest import Manifest, Table
 
-__all__ = ["Chain", "MappedTable", "TableCheck", "check_artifact", "merge", "open_chain"]
-
 # Ids that are looked up together.
 _SPAN = 1 << 18
 

@@ -19,8 +19,6 @@ from dist_sparse.codes.books import decode_books
 from dist_sparse.serving.column_grid import books_of, encode_columns
 from dist_sparse.serving.manifest import Dtype
 
-__all__ = ["BITS", "LARGEST", "Rows", "chunks", "decode", "encode", "half_grid", "out_of_range"]
-
 # The largest magnitude of a weight that each dtype holds.
 LARGEST: Final[dict[Dtype, float]] = {
     "fp32": torch.finfo(torch.float32).max,

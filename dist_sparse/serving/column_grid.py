@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from dist_sparse.codes.books import ENTRIES
 
-__all__ = ["ColumnSpread", "books_of", "encode_columns"]
-
 # Steps of a grid: from -8 to 7.
 _LEAST_STEP, _LAST_STEP = -8, 7
 # A float32 without its sign, cut after 6 bits of its fraction: bins 1/64 apart.

@@ -23,17 +23,6 @@ from dist_sparse.files import sealed, unsealed
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table
 from dist_sparse.text import count, percent, size, table_lines
 
-__all__ = [
-    "PER_ROW",
-    "Delta",
-    "Step",
-    "TableDelta",
-    "delta_summary",
-    "hash_of",
-    "refuse_changed",
-    "step_of",
-]
-
 FORMAT: Final = "dist_sparse.serving.delta"
 VERSION: Final = 1
 

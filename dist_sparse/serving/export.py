@@ -47,8 +47,6 @@ from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.text import size
 from dist_sparse.training.sparsify import SparseTraining
 
-__all__ = ["Exported", "export"]
-
 Consume = Callable[[Iterator[Tensor]], object]
 
 

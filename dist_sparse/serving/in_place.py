@@ -18,8 +18,6 @@ from torch import Tensor
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.delta import Step
 
-__all__ = ["Gate", "Move"]
-
 _SPAN: Final = 1 << 16  # rows that are moved at once
 
 

@@ -22,14 +22,6 @@ from dist_sparse.serving.column_grid import books_of
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
-__all__ = [
-    "FbgemmLookup",
-    "LibtorchLookup",
-    "RowLookup",
-    "StoredTable",
-    "TurnedLookup",
-]
-
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
 _ALIGNMENT: Final = 128
 

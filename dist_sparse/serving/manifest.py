@@ -20,24 +20,6 @@ from dist_sparse.codes.books import ENTRIES
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.text import count, percent, size, table_lines
 
-__all__ = [
-    "TABLES",
-    "Collection",
-    "Described",
-    "Dtype",
-    "Feature",
-    "Kind",
-    "Layout",
-    "Manifest",
-    "Pooling",
-    "Scale",
-    "Table",
-    "TableBytes",
-    "layout_of",
-    "size_of",
-    "summary",
-]
-
 FORMAT: Final = "dist_sparse.serving"
 VERSION: Final = 2
 TABLES: Final = "tables.safetensors"

@@ -45,8 +45,6 @@ from dist_sparse.serving.manifest import Collection
 from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
-__all__ = ["Served", "load_served"]
-
 
 class _Lookup(nn.Module):
     """Find the rows of ids and read them: base class of the modules that are exported.

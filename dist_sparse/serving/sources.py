@@ -27,16 +27,6 @@ from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
-__all__ = [
-    "Lookups",
-    "ServedTable",
-    "check_range",
-    "check_zero",
-    "lookups_of",
-    "registered_tables",
-    "served_tables",
-]
-
 
 @dataclass
 class Lookups:

@@ -20,8 +20,6 @@ from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.lookup import StoredTable
 from dist_sparse.serving.manifest import Collection
 
-__all__ = ["QuantizedCollection", "to_fbgemm", "to_torchrec"]
-
 _FEW: Final = 0.01
 """Share of kept ids below which FBGEMM's hash map of them (45 bytes each) is used in the place of
 its array of all ids (4 bytes each)."""

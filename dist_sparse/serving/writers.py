@@ -32,8 +32,6 @@ from dist_sparse.serving.delta import PER_ROW, Delta, TableDelta, hash_of
 from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.serving.sources import ServedTable
 
-__all__ = ["DeltaWriter", "WholeWriter"]
-
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
 
 

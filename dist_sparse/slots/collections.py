@@ -28,15 +28,6 @@ from dist_sparse.tables.port import torchrec_port
 from dist_sparse.torchrec.collections import configs_of
 from dist_sparse.torchrec.types import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = [
-    "Fates",
-    "FollowingCollection",
-    "FollowingEmbeddingBagCollection",
-    "FollowingEmbeddingCollection",
-    "FollowingIds",
-    "following",
-]
-
 _NOTED: Final = 1 << 22
 """Ids of a table that are noted one by one; then they are counted, id by id."""
 

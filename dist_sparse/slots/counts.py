@@ -12,8 +12,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["MOST", "LookupCounts", "Weight"]
-
 MOST: Final = 1 << 30
 """Counts stop there: that of more lookups than any other id needs no order."""
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
 
-__all__ = ["MAPPED_IDS", "MOST_IDS", "VACANT", "SlotIndex"]
-
 VACANT: Final = -1
 """In the place of an id: none holds the slot, or comes into it."""
 

@@ -19,8 +19,6 @@ from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.tables.shards import Rect
 
-__all__ = ["NewRows", "Stored", "stored_parts", "write_rows"]
-
 _ELEMENTS: Final = 1 << 20
 """Elements that are made together: each takes 24 bytes meanwhile."""
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from dist_sparse.groups import Group
 from dist_sparse.slots.counts import MOST
 
-__all__ = ["Contest", "Holders", "holders_here", "keys_of", "winners"]
-
 PROTECTED: Final = 2 * MOST + 2
 """The key of protected ids: above all counts."""
 

@@ -34,8 +34,6 @@ from dist_sparse.slots.selection import Contest, Holders, holders_here, keys_of,
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.text import count, percent, table_lines
 
-__all__ = ["FollowingTables"]
-
 _KINDS = (FollowingEmbeddingBagCollection, FollowingEmbeddingCollection)
 
 

@@ -33,8 +33,6 @@ from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Block, ShardedData, Source, check_cached
 from dist_sparse.tables.tensors import TensorSource, is_sharded
 
-__all__ = ["BaseDataSparsifier"]
-
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}

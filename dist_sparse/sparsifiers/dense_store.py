@@ -18,8 +18,6 @@ from torch.nn.utils import parametrize
 
 from dist_sparse.tables.shards import check_memory
 
-__all__ = ["DenseStore", "Masked", "as_matrix", "check_name"]
-
 
 class Masked(nn.Module):
     """The default parametrization: ``mask * x``, and exactly 0 where the mask is 0 (``mask * NaN``

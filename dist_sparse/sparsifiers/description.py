@@ -11,8 +11,6 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import block_shape_text, block_text, shape_text, table_lines
 
-__all__ = ["describe"]
-
 _HEAD = (
     *("name", "shape", "dtype", "sharding", "shards (here)"),
     *("block", "zeros/block", "level", "mask bytes (here)"),

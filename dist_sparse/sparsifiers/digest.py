@@ -19,15 +19,6 @@ from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
-__all__ = [
-    "element_counts",
-    "hash_tensor",
-    "mask_hash",
-    "shape_hash",
-    "shared_bits",
-    "shared_weights",
-]
-
 _ROWS, _COLS = 0x51, 0xC3
 # Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
 _MIX = 0x1E3779B97F4A7C15

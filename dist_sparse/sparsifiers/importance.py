@@ -24,8 +24,6 @@ from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
 from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
 
-__all__ = ["SCORES", "ImportanceSparsifier", "Score"]
-
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
 

@@ -18,8 +18,6 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import CACHED, Block, Rect, ShardedData
 
-__all__ = ["FUSED", "Lookups", "counted_rows", "lookups_here", "removed_lookups"]
-
 Lookups = tuple[int, int]
 """All lookups of a table, and lookups of its removed rows."""
 

@@ -15,8 +15,6 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Enforcer", "Masks", "Rotation", "Undo"]
-
 
 class Enforcer(Protocol):
     """The methods of an attached enforcer that a sparsifier calls. None of them communicates."""

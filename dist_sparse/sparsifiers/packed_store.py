@@ -47,8 +47,6 @@ from dist_sparse.tables.shards import (
     owners,
 )
 
-__all__ = ["Loaded", "PackedStore"]
-
 Ranks = tuple[int, ...] | None
 
 

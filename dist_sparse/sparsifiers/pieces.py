@@ -23,23 +23,6 @@ from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, owners
 
-__all__ = [
-    "MOST_COUNTED",
-    "Tiling",
-    "assembled",
-    "block_of",
-    "counts_from",
-    "entries_of",
-    "masks_from",
-    "new_counts",
-    "saved_counts",
-    "saved_mask",
-    "send_counts",
-    "send_masks",
-    "tables_of",
-    "written",
-]
-
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
 

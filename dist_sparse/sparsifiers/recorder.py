@@ -26,8 +26,6 @@ from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
 from dist_sparse.sparsifiers.lookups import Lookups
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
-__all__ = ["Recorder", "configured_level"]
-
 Ranks = tuple[int, ...] | None
 
 

@@ -18,8 +18,6 @@ from dist_sparse.sparsifiers.pieces import entries_of, tables_of
 from dist_sparse.sparsifiers.stats import count_removed
 from dist_sparse.sparsifiers.step import MaskMaker
 
-__all__ = ["prepare_load", "save", "saved_configs"]
-
 
 def save(sparsifier: MaskMaker) -> dict[str, Any]:
     """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""

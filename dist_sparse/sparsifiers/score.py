@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import UNTOUCHED, choice, integer, number
+from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
@@ -34,19 +34,8 @@ from dist_sparse.tables.shards import (
     ShardedData,
     check_cached,
     grid_of,
-    parse_block,
     resolve_block,
 )
-
-__all__ = [
-    "SCOPES",
-    "BlockShape",
-    "DataNormSparsifier",
-    "Norm",
-    "Scope",
-    "ScoreSparsifier",
-    "Scored",
-]
 
 BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4"] | str
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]

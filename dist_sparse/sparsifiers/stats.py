@@ -25,16 +25,6 @@ from dist_sparse.sparsifiers.pieces import Tiling, assembled, send_masks
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.tables.shards import Rect, ShardedData, grid_of
 
-__all__ = [
-    "audit",
-    "count_removed",
-    "count_revived",
-    "dead_rows",
-    "fingerprints",
-    "full_mask",
-    "table_stats",
-]
-
 Configs = Mapping[str, Mapping[str, Any]]
 
 

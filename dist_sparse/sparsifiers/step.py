@@ -25,8 +25,6 @@ from dist_sparse.sparsifiers.pieces import Tiling, send_masks
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import CACHED, ShardedData, check_writable, owners
 
-__all__ = ["MaskMaker", "make_masks", "masks_by_shard", "update_masks"]
-
 Ranks = tuple[int, ...] | None
 Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]

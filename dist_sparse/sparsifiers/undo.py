@@ -19,8 +19,6 @@ from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import Loaded
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["LastUpdate"]
-
 
 @dataclass(frozen=True)
 class _Removed:

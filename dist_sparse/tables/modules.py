@@ -24,8 +24,6 @@ from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, Source, check_data
 
-__all__ = ["ModelTables", "model_source", "modules_by_path"]
-
 Patterns = str | Sequence[str] | None
 
 # Where wrappers keep the user's module: DMP, torch.compile, FSDP, activation checkpointing. These

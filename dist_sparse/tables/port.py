@@ -8,8 +8,6 @@ from torch import nn
 
 from dist_sparse.tables.protocols import Collection, TorchRecPort
 
-__all__ = ["collection_of", "torchrec_port"]
-
 
 def torchrec_port() -> TorchRecPort | None:
     """Return what the package needs of TorchRec; None until the program has imported torchrec, as

@@ -15,17 +15,6 @@ from torch import Tensor, nn
 
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = [
-    "Collection",
-    "KeptOf",
-    "LookupKernel",
-    "Replacement",
-    "TableBatch",
-    "TableConfig",
-    "TorchRecPort",
-    "WholeRowWriter",
-]
-
 
 @dataclass(frozen=True)
 class TableConfig:

@@ -16,30 +16,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer, parse_block
-
-__all__ = [
-    "CACHED",
-    "COL",
-    "ROW",
-    "Block",
-    "Grid",
-    "Rect",
-    "Shard",
-    "ShardedData",
-    "Source",
-    "Span",
-    "check_cached",
-    "check_data",
-    "check_memory",
-    "check_tiling",
-    "check_writable",
-    "grid_of",
-    "overlapping",
-    "owners",
-    "parse_block",
-    "resolve_block",
-]
+from dist_sparse.checks import integer
 
 CACHED: Final = "fused_uvm_caching"
 """TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""

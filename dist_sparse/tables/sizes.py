@@ -3,8 +3,6 @@ budgets and plans."""
 
 from __future__ import annotations
 
-__all__ = ["basis_bytes", "index_bytes", "narrow_width"]
-
 
 def index_bytes(rows: int) -> int:
     """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a

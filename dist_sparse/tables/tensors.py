@@ -16,8 +16,6 @@ from torch import Tensor
 
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
 
-__all__ = ["TensorSource", "is_sharded", "steps_in_backward"]
-
 
 def is_sharded(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported

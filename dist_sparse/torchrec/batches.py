@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
 from dist_sparse.tables.shards import CACHED
 
-__all__ = ["ROW_WRITERS", "WHOLE_WRITERS", "FbgemmBatch", "Kernel", "write_back"]
-
 ROW_WRITERS: Final = {
     "SGD",
     "EXACT_SGD",

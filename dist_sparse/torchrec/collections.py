@@ -41,19 +41,6 @@ from dist_sparse.torchrec.types import (
     get_embedding_names_by_table,
 )
 
-__all__ = [
-    "ShardedTables",
-    "UnshardedTables",
-    "averages",
-    "collection",
-    "configs_of",
-    "is_sharded",
-    "lookups",
-    "processes_features",
-    "refusal",
-    "table_configs",
-]
-
 _FUSED: Final = ("fused", "fused_uvm", CACHED)
 _KERNELS: Final = ("dense", *_FUSED)
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)

@@ -20,8 +20,6 @@ import torchrec
 
 from dist_sparse.torchrec.versions import check_versions
 
-__all__ = ["NAMES", "REFUSED", "check_contract", "missing_names"]
-
 _KERNEL: Final = "_config _feature_table_map emb_module"
 _FUSED_KERNEL: Final = f"{_KERNEL} fused_optimizer"
 _GROUPS: Final = "_grouped_embedding_configs_per_rank"

@@ -13,8 +13,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
 )
 from torch import Tensor, nn
 
-__all__ = ["StoredRows", "bag_collection", "table_batch"]
-
 _CPU = torch.device("cpu")
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["give", "keyed", "reordered", "take"]
-
 
 def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
     """Return some features of a KeyedJaggedTensor, in this order; one may come twice.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "POOLING", "SPARSE_TYPES", "available", "look_up_stored", "select_jagged"]
-
 HOST = 3
 """``EmbeddingLocation.HOST`` as a number."""
 

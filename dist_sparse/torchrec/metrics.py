@@ -7,8 +7,6 @@ from torch import Tensor
 from torchrec.metrics.auc import compute_auc
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-__all__ = ["auc_and_ne"]
-
 _ETA = 1e-12
 """Keeps logarithms finite."""
 

@@ -35,17 +35,6 @@ from dist_sparse.torchrec.types import (
     get_module,
 )
 
-__all__ = [
-    "compact_plan",
-    "compact_refusal",
-    "dense_layers",
-    "is_sharded_model",
-    "reshard",
-    "row_shards",
-    "unwrapped",
-    "wrap_layers",
-]
-
 
 def is_sharded_model(model: nn.Module) -> bool:
     """Return whether a model is a DistributedModelParallel."""

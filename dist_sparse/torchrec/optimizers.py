@@ -6,8 +6,6 @@ from typing import Any
 
 from dist_sparse.torchrec.types import CombinedOptimizer, FusedOptimizer, KeyedOptimizer
 
-__all__ = ["combined", "is_fused", "named_parameters"]
-
 
 def combined(optimizer: object) -> list[Any] | None:
     """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""

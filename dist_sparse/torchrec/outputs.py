@@ -11,8 +11,6 @@ from torch import Tensor
 from dist_sparse.torchrec.kernels import select_jagged
 from dist_sparse.torchrec.types import JaggedTensor, KeyedJaggedTensor, KeyedTensor, LazyAwaitable
 
-__all__ = ["among", "with_outputs"]
-
 
 def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
     """Return a KeyedJaggedTensor of the ids that are ``chosen``, bool ``(n,)``, and their weights,

@@ -22,8 +22,6 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-__all__ = ["Shapes", "TrialModel", "layers_optimizer", "pipeline_of", "trial_batch", "trial_model"]
-
 Shapes = Mapping[str, tuple[int, int]]
 """Rows and columns by table."""
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["advised", "check_versions", "fitting"]
-
 _TESTED: Final = ((1, 7), (1, 8))
 
 

@@ -31,27 +31,10 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
     ReadyDataScheduler,
 )
-from dist_sparse.sparsifiers.importance import SCORES, Score
-from dist_sparse.sparsifiers.score import SCOPES, BlockShape, Norm, Scope
+from dist_sparse.sparsifiers.importance import SCORES
+from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.shards import ROW, Rect, ShardedData, grid_of, resolve_block
 from dist_sparse.training.budget import budget_levels, parse_budget
-
-__all__ = [
-    "BlockShape",
-    "Level",
-    "Levels",
-    "Norm",
-    "OptimizerState",
-    "Schedule",
-    "ScheduleName",
-    "Scope",
-    "Score",
-    "SparsifyArgs",
-    "final_levels",
-    "left_dense",
-    "protected",
-    "table_floors",
-]
 
 Level: TypeAlias = float | Literal["untouched", "auto"]
 Levels: TypeAlias = Level | Mapping[str, Level]

@@ -19,8 +19,6 @@ from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, resolve_block
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 
-__all__ = ["Budget", "budget_levels", "parse_budget"]
-
 Budget = int | float
 """Bytes, or, as a float, a fraction of the tables' bytes."""
 

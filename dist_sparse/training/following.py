@@ -14,8 +14,6 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines, leaves
 from dist_sparse.tables.port import torchrec_port
 
-__all__ = ["Following", "steppers"]
-
 
 class Following:
     """Follows the steps of the last optimizer, and the forwards of unsharded collections, until

@@ -21,8 +21,6 @@ from dist_sparse.schedulers.ready import CurveDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.undo import LastUpdate
 
-__all__ = ["MODES", "Guard", "GuardState", "Mode"]
-
 Mode: TypeAlias = Literal["max", "min"]
 MODES = ("max", "min")
 

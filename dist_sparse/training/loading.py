@@ -23,8 +23,6 @@ from dist_sparse.sparsifiers.saving import saved_configs
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.training.guard import Guard, GuardState
 
-__all__ = ["prepare_load", "save"]
-
 _ACTION = "load_state_dict()"
 
 

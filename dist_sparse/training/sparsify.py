@@ -18,8 +18,9 @@ from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers.ready import ReadyDataScheduler
-from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Score
 from dist_sparse.sparsifiers.lookups import removed_lookups
+from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, ShardedData, Source
 from dist_sparse.text import (
@@ -32,14 +33,10 @@ from dist_sparse.text import (
     table_lines,
 )
 from dist_sparse.training.arguments import (
-    BlockShape,
     Level,
     Levels,
-    Norm,
     OptimizerState,
     Schedule,
-    Scope,
-    Score,
     SparsifyArgs,
     final_levels,
     left_dense,
@@ -49,8 +46,6 @@ from dist_sparse.training.following import Following
 from dist_sparse.training.guard import Guard, Mode
 from dist_sparse.training.loading import prepare_load, save
 from dist_sparse.training.unwrapped import Unwrapped
-
-__all__ = ["SparseTraining", "sparsify"]
 
 
 class SparseTraining:

@@ -18,8 +18,6 @@ from dist_sparse.sparsifiers.digest import hash_tensor, shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.shards import ShardedData
 
-__all__ = ["Unwrapped"]
-
 
 class Unwrapped:
     """The registered tables that no DistributedDataParallel or DistributedModelParallel holds.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dist_sparse import ROW
 from dist_sparse.checks import parse_block
-from dist_sparse.report.run_log import RUN
+from dist_sparse.report.folder import RUN
 from dist_sparse.sparsifiers.importance import SCORES
 from dlrm.model import DIM, NARROWEST, SHARDINGS
 

@@ -16,7 +16,7 @@ from dist_sparse.checkpoint.folders import MARKER
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
-from dist_sparse.report.run_log import RUN
+from dist_sparse.report.folder import RUN
 from tests.report.test_run_log import train
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -38,7 +38,7 @@ from tests.dist.harness import LOCAL
 
 __all__ = ["IDS", "SLOTS", "Net", "batch", "build", "kinds"]
 
-IDS: Final = {"item": 50, "user": 33, "word": 9}
+IDS: Final = {"item": 50, "user": 33, "word": 10}
 """Ids of each table; `word` keeps a row for each."""
 
 SLOTS: Final = {"item": 9, "user": 7}

@@ -16,8 +16,6 @@ from torch import Tensor
 from dist_sparse.masking.segments import bucket_counts, first_histogram
 from dist_sparse.records import LEADING_SHIFT
 
-__all__ = ["IndexedScores"]
-
 # Scores read at a time: they stay in the cache.
 _CHUNK: Final = 1 << 18
 

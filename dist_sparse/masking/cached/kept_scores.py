@@ -22,8 +22,6 @@ from dist_sparse.masking.segments import NOT_FINITE, Segment
 from dist_sparse.masking.selection import DirtyRule, NewMask, Threshold, mask_of_blocks
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
-__all__ = ["LARGE", "Keeping", "KeptScores", "RowMeasure", "Written"]
-
 # How an element is scored. A callable takes some rows of a shard, `(n, columns)`, and their
 # numbers in it, int64 `(n,)`, and returns element scores, float64 of the same shape.
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
