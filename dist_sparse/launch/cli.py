@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import shlex
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dist_sparse.launch import kubeflow, sbatch
 from dist_sparse.launch.command import additions, argv
 from dist_sparse.launch.parsing import refuse_option
 from dist_sparse.launch.run import run
-from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
+from dist_sparse.launch.spec import LaunchSpec
 
 _COMMANDS = {
     "local": "run a job on this machine (the command when none is given)",
@@ -26,26 +26,16 @@ _COMMANDS = {
     "kubeflow": "write a TrainJob for Kubeflow Trainer v2",
 }
 
-_TYPED = {
-    "script": "SCRIPT",
-    "nproc_per_node": "--nproc",
-    "rank": "--ranks",
-    "walltime": "--time",
-    "rendezvous.endpoint": "--rdzv-endpoint",
-    "rendezvous.id": "--rdzv-id",
-}
+_TYPED = {"script": "SCRIPT", "nproc_per_node": "--nproc", "rank": "--ranks"}
 """What a user types for a field that a message names, where the option has another name."""
 
 _EXAMPLES = """\
   {prog} --nproc 2 train.py -- --epochs 1
   {prog} --nproc gpu -m my.training -- --lr 0.1
-  {prog} --print --nproc 2 train.py
   {prog} torchrun --nnodes 2 --nproc 8 \\
       --rdzv-endpoint node1:29400 --rdzv-id ID train.py
   {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
       --time 02:00:00 train.py > job.sh
-  {prog} kubeflow --nnodes 2 --nproc 8 --gpus 8 \\
-      --image registry/me/train:1 train.py > job.json
 """
 
 
@@ -65,7 +55,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     try:
         return _do(options)
     except ValueError as error:
-        message = re.sub(r"(?<=^Invalid )[a-z_.]+(?==)", _typed, str(error))
+        message = re.sub(r"(?<=^Invalid )[a-z_]+(?==)", _typed, str(error))
         of_command[options.command].error(message)
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -74,26 +64,26 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
 
 def _do(options: argparse.Namespace) -> int:
     spec = _spec(options)
-    if options.command in ("local", "torchrun"):
-        if not options.print:
-            return run(spec, ranks=options.ranks)
+    if options.command == "sbatch":
+        _write(sbatch.render(spec, port=options.rdzv_port), options.output)
+    elif options.command == "kubeflow":
+        _write(kubeflow.render(spec, runtime=options.runtime), options.output)
+    elif options.print:
         added = additions(spec, os.environ)
         assignments = [f"{key}={shlex.quote(value)}" for key, value in added.items()]
-        print(" ".join([*assignments, shlex.join(argv(spec))]), flush=True)
-        return 0
-    if options.command == "sbatch":
-        text = sbatch.render(spec, port=options.rdzv_port)
+        _write(" ".join([*assignments, shlex.join(argv(spec))]) + "\n", None)
     else:
-        text = kubeflow.render(spec, runtime=options.runtime)
-    if options.output is None:
-        print(text, end="", flush=True)
-    else:
-        # A new file is for its owner alone: it may hold secrets of --env.
-        with open(
-            options.output, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)
-        ) as out:
-            out.write(text)
+        return run(spec, ranks=options.ranks)
     return 0
+
+
+def _write(text: str, path: Path | None) -> None:
+    if path is None:
+        print(text, end="", flush=True)
+        return
+    # A new file is for its owner alone: it may hold secrets of --env.
+    with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as out:
+        out.write(text)
 
 
 def _typed(field: re.Match[str]) -> str:
@@ -101,51 +91,41 @@ def _typed(field: re.Match[str]) -> str:
 
 
 def _spec(options: argparse.Namespace) -> LaunchSpec:
-    # Options that a command does not have are as if they were not given.
-    given = defaultdict(lambda: None, vars(options))
-    args = options.args[1:] if options.args[:1] == ["--"] else options.args
-    this = "python" if options.command == "kubeflow" else sys.executable
-    needs = ("cpu", "gpu", "memory_gib", "walltime", "image")
-    return LaunchSpec(
-        **{"module" if options.module else "script": options.script},
-        args=tuple(args),
-        name=options.name or _name(options.script),
-        nnodes=given["nnodes"] or "1",
-        nproc_per_node=int(options.nproc) if options.nproc.isdecimal() else options.nproc,
-        rendezvous=Rendezvous(
-            endpoint=_endpoint(given), id=given["rdzv_id"], local_addr=given["local_addr"]
-        ),
-        env=_env(options.env),
-        max_restarts=options.max_restarts,
-        grace=options.grace,
-        resources=Resources(**{name: given[name] for name in needs}),
-        python=options.python or this,
-    )
-
-
-def _endpoint(given: Mapping[str, Any]) -> str | None:
-    variable = given["rdzv_host_env"]
-    if variable is None:
-        endpoint: str | None = given["rdzv_endpoint"]
-        return endpoint
-    # Some schedulers leave the variable out on the very node that it would name.
-    return f"{os.environ.get(variable) or 'localhost'}:{given['rdzv_port']}"
+    # Options that were not given, or that the command lacks, have the defaults of LaunchSpec.
+    names = {field.name for field in dataclasses.fields(LaunchSpec)} - {"module"}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given.setdefault("name", _name(options.script))
+    if options.module:
+        given["module"] = given.pop("script")
+    if options.args[:1] == ["--"]:
+        given["args"] = options.args[1:]
+    if hasattr(options, "rdzv_host_env"):
+        # Some schedulers leave the variable out on the very node that it would name.
+        host = os.environ.get(options.rdzv_host_env) or "localhost"
+        given["rdzv_endpoint"] = f"{host}:{options.rdzv_port}"
+    if options.command == "kubeflow":
+        given.setdefault("python", "python")
+    return LaunchSpec(**{**given, "env": dict(options.env)})
 
 
 def _name(target: str) -> str:
     """A job's name from its script or module."""
-    stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
+    stem = target.removesuffix(".py").rpartition("/" if target.endswith(".py") else ".")[2]
     # A name begins with a letter.
     name = re.sub("[^a-z0-9]+", "-", stem.lower()).lstrip("0123456789-")
     return name[:53].rstrip("-") or "train"
 
 
-def _env(pairs: Sequence[str]) -> dict[str, str]:
+def _count(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _variable(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
     # The value may be a secret, but without a = nothing is known of it.
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"Invalid --env {pair!r}: must be KEY=VALUE.")
-    return dict(pair.split("=", 1) for pair in pairs)
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE")
+    return key, value
 
 
 def _ranks(text: str) -> list[int]:
@@ -155,6 +135,88 @@ def _ranks(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be local ranks, such as 0 or 0,1"
         ) from None
+
+
+def _option(flag: str, meaning: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+    return flag, {"help": meaning, **settings}
+
+
+def _number(flag: str, meaning: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+    return _option(flag, meaning, type=int, metavar="N", **settings)
+
+
+def _switch(flag: str, meaning: str) -> tuple[str, dict[str, Any]]:
+    return _option(flag, meaning, action="store_true", default=False)
+
+
+_RUNS = {"local", "torchrun"}
+_FILES = {"sbatch", "kubeflow"}
+_MODULE = "SCRIPT is the name of a module, as in `python -m`"
+_NPROC = "processes on each node: a number, or gpu, cpu, auto (default: 1)"
+_SHOWN = "local ranks whose output is shown, such as 0 or 0,1 (default: all); one has no prefix"
+_PORT = "where nodes meet; for torchrun with --rdzv-host-env (default: 29400)"
+_RUNTIME = "ClusterTrainingRuntime (default: torch-distributed)"
+
+# The options of sets of commands. One that is not given has no value, unless it has a default here.
+_OPTIONS = [
+    (
+        set(_COMMANDS),
+        [
+            _option("--nproc", _NPROC, dest="nproc_per_node", type=_count, metavar="N"),
+            _option(
+                "--env",
+                "variable for the ranks; may be repeated",
+                type=_variable,
+                action="append",
+                default=[],
+                metavar="KEY=VALUE",
+            ),
+            _number("--max-restarts", "restarts after a rank has failed (default: 0)"),
+            _number("--grace", "seconds between a signal and SIGKILL (default: 30)"),
+            _option("--name", "name of the job, of a-z 0-9 - (default: from SCRIPT)"),
+            _option("--python", "the interpreter (default: this one; for kubeflow `python`)"),
+        ],
+    ),
+    (_FILES | {"torchrun"}, [_option("--nnodes", "nodes (default: 1)", metavar="N|MIN:MAX")]),
+    (
+        _RUNS,
+        [
+            _option("--ranks", _SHOWN, type=_ranks, default=[], metavar="LIST"),
+            _switch("--print", "only print the torchrun command; see docs/launching.md"),
+        ],
+    ),
+    (
+        {"torchrun"},
+        [
+            _option("--rdzv-id", "id of this job, the same on all nodes; long and random is best"),
+            _option("--local-addr", "address of this node for the others (default: its host name)"),
+        ],
+    ),
+    ({"torchrun", "sbatch"}, [_number("--rdzv-port", _PORT, default=29400)]),
+    (
+        _FILES,
+        [
+            _number("--cpus", "cores of a node"),
+            _number("--gpus", "GPUs of a node"),
+            _number("--memory-gib", "memory of a node"),
+            _option(
+                "--output", "file to write (default: standard output)", type=Path, default=None
+            ),
+        ],
+    ),
+    ({"sbatch"}, [_option("--time", "time limit of the job", metavar="[D-]HH:MM:SS")]),
+    (
+        {"kubeflow"},
+        [
+            _option("--image", "the container image (default: the runtime's)"),
+            _option("--runtime", _RUNTIME, default="torch-distributed"),
+        ],
+    ),
+]
+_MEETINGS = [
+    _option("--rdzv-endpoint", "where the nodes meet: HOST:PORT of one of them"),
+    _option("--rdzv-host-env", "instead: the variable that holds HOST; localhost if it is empty"),
+]
 
 
 class _Command(argparse.ArgumentParser):
@@ -195,111 +257,24 @@ def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"{prog} {command} [OPTIONS] SCRIPT [-- ARGS]",
             allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
         )
-        add_options(of_command[command], command)
+        _add_options(of_command[command], command)
     return parser, of_command
 
 
-def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the options of a command to its parser."""
+def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
     add = parser.add_argument
-    add(
-        "script",
-        metavar="SCRIPT",
-        help="what every rank runs; its ARGS follow it, optionally after `--`",
-    )
-    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS).required = False
-    add(
-        "-m",
-        "--module",
-        action="store_true",
-        help="SCRIPT is the name of a module, as in `python -m`",
-    )
-    add(
-        "--nproc",
-        default="1",
-        metavar="N",
-        help="processes on each node: a number, or gpu, cpu, auto (default: 1)",
-    )
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="variable for the ranks; may be repeated",
-    )
-    add(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="restarts after a rank has failed (default: 0)",
-    )
-    add(
-        "--grace",
-        type=int,
-        default=30,
-        metavar="S",
-        help="seconds between a signal and SIGKILL (default: 30)",
-    )
-    add("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)")
-    add(
-        "--python",
-        metavar="PATH",
-        help="the interpreter (default: this one; for kubeflow `python`)",
-    )
-    if command != "local":
-        add("--nnodes", default="1", metavar="N|MIN:MAX", help="nodes (default: 1)")
-    # What runs here, and can show or print something.
-    if command in ("local", "torchrun"):
-        shown = (
-            "local ranks whose output is shown, such as 0 or 0,1 (default: all); a single one is"
-            " not prefixed"
-        )
-        add("--ranks", type=_ranks, default=[], metavar="LIST", help=shown)
-        add(
-            "--print",
-            action="store_true",
-            help="only print the torchrun command; see docs/launching.md",
-        )
+    script = "what every rank runs; its ARGS follow it, optionally after `--`"
+    add("script", metavar="SCRIPT", help=script)
+    add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
+    # Not in the table: its short form is Python's own.
+    add("-m", "--module", action="store_true", default=False, help=_MODULE)
+    for commands, options in _OPTIONS:
+        if command in commands:
+            for flag, settings in options:
+                add(flag, **settings)
     if command == "torchrun":
-        meet = parser.add_mutually_exclusive_group().add_argument
-        meet(
-            "--rdzv-endpoint",
-            metavar="HOST:PORT",
-            help="where the nodes meet: one of them, and a free port there",
-        )
-        meet(
-            "--rdzv-host-env",
-            metavar="KEY",
-            help="instead: the variable that holds HOST; localhost if it is empty",
-        )
-        add(
-            "--rdzv-id",
-            metavar="ID",
-            help="id of this job, the same on all nodes; long and random is best",
-        )
-        add(
-            "--local-addr",
-            metavar="ADDRESS",
-            help="address of this node for the others (default: its host name)",
-        )
-    if command in ("torchrun", "sbatch"):
-        where = "where nodes meet" + (", with --rdzv-host-env" if command == "torchrun" else "")
-        add(
-            "--rdzv-port", type=int, default=29400, metavar="PORT", help=f"{where} (default: 29400)"
-        )
-    if command in ("sbatch", "kubeflow"):
-        add("--cpus", dest="cpu", type=int, metavar="N", help="cores of a node")
-        add("--gpus", dest="gpu", type=int, metavar="N", help="GPUs of a node")
-        add("--memory-gib", type=int, metavar="N", help="memory of a node")
-        add("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
-    if command == "sbatch":
-        add("--time", dest="walltime", metavar="[D-]HH:MM:SS", help="time limit of the job")
-    if command == "kubeflow":
-        add("--image", help="the container image (default: the runtime's)")
-        add(
-            "--runtime",
-            default="torch-distributed",
-            help="ClusterTrainingRuntime (default: torch-distributed)",
-        )
+        either = parser.add_mutually_exclusive_group()
+        for flag, settings in _MEETINGS:
+            either.add_argument(flag, **settings)

@@ -9,7 +9,6 @@ overrides both.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from string import Template
@@ -22,7 +21,7 @@ _LOOPBACK = "127.0.0.1"
 def new_id(spec: LaunchSpec) -> str:
     """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if
     it has none."""
-    return spec.rendezvous.id or f"{spec.name}-{secrets.token_hex(16)}"
+    return spec.rdzv_id or f"{spec.name}-{secrets.token_hex(16)}"
 
 
 def argv(
@@ -68,66 +67,57 @@ def _literal(word: str) -> str:
 
 
 def _rendezvous(spec: LaunchSpec) -> list[str]:
-    meeting = spec.rendezvous
-    endpoint, local_addr = meeting.endpoint, meeting.local_addr
+    endpoint, local_addr = spec.rdzv_endpoint, spec.local_addr
     if spec.max_nodes == 1:
         endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
-    else:
-        for name in ("endpoint", "id"):
-            if getattr(meeting, name) is None:
-                rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
-                raise ValueError(f"Invalid rendezvous.{name}=None: {rule}.")
+    elif missing := [name for name in ("rdzv_endpoint", "rdzv_id") if not getattr(spec, name)]:
+        rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
+        raise ValueError(f"Invalid {missing[0]}={getattr(spec, missing[0])!r}: {rule}.")
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
     words += ["--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
-    return words if local_addr is None else [*words, "--local-addr", local_addr]
+    return [*words, "--local-addr", local_addr] if local_addr else words
 
 
-def threads(spec: LaunchSpec, cores: int | None) -> int | None:
-    """Return the OpenMP threads of a rank on a node with `cores`, at least 1; None if cores or
-    ranks are unknown."""
-    if not cores or not isinstance(spec.nproc_per_node, int):
-        return None
-    return max(1, cores // spec.nproc_per_node)
+def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
+    """Return the variables of torchrun and of the ranks of a job on any machine, and the threads
+    of a rank on a node with so many cores, at least 1.
+
+    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`.
+
+    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the
+    addresses of those in it, and gloo now and then connects to dead ranks. With
+    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`, rank 0 makes a new store each time.
+    """
+    found = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    # A change in the number of nodes restarts ranks too.
+    if spec.max_restarts > 0 or ":" in spec.nnodes:
+        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number of ranks.
+    if cores and isinstance(spec.nproc_per_node, int):
+        found["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
+    return found
 
 
 def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks get besides what they inherit: defaults for what is not set,
     and `spec.env`.
 
-    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`. `OMP_NUM_THREADS`:
-    this machine's cores over its ranks. `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where
-    the host name resolves to, otherwise.
+    `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where the host name resolves to, otherwise.
     """
-    defaults: dict[str, str | int | None] = {"OMP_NUM_THREADS": threads(spec, _cores())}
+    # macOS has no affinity.
+    here = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    added = defaults(spec, len(here))
     if spec.max_nodes == 1 and os.path.isdir("/sys/class/net/lo"):
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    added = plain_variables(spec)
+        added["GLOO_SOCKET_IFNAME"] = "lo"
+    kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
     # A rank with `random` hashes, or an invalid seed, could not talk to the others.
-    if not re.fullmatch("[0-9]+", inherited.get("PYTHONHASHSEED", "")):
-        added["PYTHONHASHSEED"] = "0"
-    for name, value in defaults.items():
-        if value is not None and name not in inherited:
-            added[name] = str(value)
+    if inherited.get("PYTHONHASHSEED", "").isdecimal():
+        kept.add("PYTHONHASHSEED")
+    for name in kept & inherited.keys() & added.keys():
+        del added[name]
     return added | dict(spec.env)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def plain_variables(spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables of torchrun itself.
-
-    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the
-    addresses of those in it, and gloo now and then connects to dead ranks. With the variable, rank
-    0 makes a new store each time.
-    """
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
-    # A change in the number of nodes restarts ranks too.
-    restarts = spec.max_restarts > 0 or ":" in spec.nnodes
-    return variables | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
 
 
 def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -1,10 +1,10 @@
 """A component for torchx.
 
-`torchx run -s local_cwd launch/components.py:train --script train.py --nproc 2 -- ARGS`, in the
-folder of the scripts. Each node runs this launcher, found by the interpreter and not by PATH:
-torchx's own `dist.ddp` fails silently where PATH has no torchrun. torchx parses this file and
+`torchx run -s local_cwd FILE:train --script train.py --nproc 2 -- ARGS`, where FILE is this file,
+in the folder of the scripts. Each node runs this launcher, found by the interpreter and not by
+PATH: torchx's own `dist.ddp` fails silently where PATH has no torchrun. torchx parses this file and
 executes it outside of any package, so it imports nothing of the launcher, which checks the
-arguments on the node, and `launch/components.py` of a clone is a link to it.
+arguments on the node.
 """
 
 import sys
@@ -57,11 +57,7 @@ def train(
     if nnodes > 1:
         words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
         words += ["--rdzv-id", specs.macros.app_id]
-    words += [
-        *(["--module"] if module is not None else []),
-        str(script if module is None else module),
-        "--",
-    ]
+    words += [str(script), "--"] if module is None else ["--module", module, "--"]
     # torchx fills in ${...} in all words and values, and makes one $ of two.
     words += [word.replace("$", "$$") for word in args]
     role = specs.Role(

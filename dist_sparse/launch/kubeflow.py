@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dist_sparse.launch.command import argv, new_id, plain_variables, threads
+from dist_sparse.launch.command import argv, defaults, new_id
 from dist_sparse.launch.spec import LaunchSpec
 
 
@@ -34,7 +34,7 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> dict[st
         raise ValueError(f"Invalid nnodes={spec.nnodes!r}: a TrainJob has a fixed number of nodes.")
     if spec.max_restarts and spec.max_nodes > 1:
         # torch's static rendezvous gives restarted ranks the store of the ranks before them; see
-        # `plain_variables`.
+        # `defaults`.
         raise ValueError(
             f"Invalid max_restarts={spec.max_restarts}: torchrun can't restart ranks on several"
             " nodes here; let the runtime's failurePolicy restart the job."
@@ -42,14 +42,15 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> dict[st
     args = len(spec.args)
     meeting = _meeting(spec) if spec.max_nodes > 1 else []
     words = argv(spec, rendezvous=meeting, quote=_escaped)
+    variables = defaults(spec, spec.cpus) | dict(spec.env)
     trainer: dict[str, Any] = {
-        "image": spec.resources.image,
+        "image": spec.image,
         "numNodes": spec.max_nodes,
         # Trainers from v2.2 on accept only numbers here; the command has it anyway.
         "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
         "command": words[: len(words) - args],
         "args": words[len(words) - args :],
-        "env": [{"name": key, "value": _escaped(value)} for key, value in _variables(spec).items()],
+        "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],
         "resourcesPerNode": _resources(spec),
     }
     api, kind = "trainer.kubeflow.org", "ClusterTrainingRuntime"
@@ -74,19 +75,9 @@ def _meeting(spec: LaunchSpec) -> list[str]:
     return [*words, "--master-port", "$(PET_MASTER_PORT)", "--node-rank", "$(PET_NODE_RANK)"]
 
 
-def _variables(spec: LaunchSpec) -> dict[str, str]:
-    count = threads(spec, spec.resources.cpu)
-    omp = {} if count is None else {"OMP_NUM_THREADS": str(count)}
-    return {"PYTHONHASHSEED": "0"} | plain_variables(spec) | omp | dict(spec.env)
-
-
 def _resources(spec: LaunchSpec) -> dict[str, dict[str, int | str]]:
-    needs = spec.resources
-    wanted = {
-        "cpu": needs.cpu,
-        "memory": needs.memory_gib and f"{needs.memory_gib}Gi",
-        "nvidia.com/gpu": needs.gpu,
-    }
+    memory = spec.memory_gib and f"{spec.memory_gib}Gi"
+    wanted = {"cpu": spec.cpus, "memory": memory, "nvidia.com/gpu": spec.gpus}
     amounts = {name: amount for name, amount in wanted.items() if amount}
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from dist_sparse.launch.command import argv, new_id, plain_variables, threads
+from dist_sparse.launch.command import argv, defaults, new_id
 from dist_sparse.launch.spec import LaunchSpec
 
 _HEADER = """\
@@ -32,7 +32,7 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
     """Return the text of the script.
 
     Args:
-        spec: its rendezvous.endpoint and local_addr are not used: Slurm knows the nodes.
+        spec: its rdzv_endpoint and local_addr are not used: Slurm knows the nodes.
         port: on the first node; free there when the job starts.
     """
     meeting = _meeting(spec, port) if spec.max_nodes > 1 else []
@@ -52,26 +52,24 @@ def _meeting(spec: LaunchSpec, port: int) -> list[str]:
 
 
 def _exports(spec: LaunchSpec) -> dict[str, str]:
-    count = threads(spec, spec.resources.cpu)
-    exports = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(count or '"${OMP_NUM_THREADS:-1}"')}
-    for key, value in (plain_variables(spec) | dict(spec.env)).items():
+    exports = {"OMP_NUM_THREADS": '"${OMP_NUM_THREADS:-1}"'}
+    for key, value in (defaults(spec, spec.cpus) | dict(spec.env)).items():
         exports[key] = shlex.quote(value)
-    if spec.resources.cpu is not None:
+    if spec.cpus is not None:
         # srun does not take it over from sbatch.
-        exports["SRUN_CPUS_PER_TASK"] = str(spec.resources.cpu)
+        exports["SRUN_CPUS_PER_TASK"] = str(spec.cpus)
     return exports
 
 
 def _directives(spec: LaunchSpec) -> list[str]:
-    needs = spec.resources
     given = {
         "job-name": spec.name,
         "nodes": spec.nnodes.replace(":", "-"),
         "ntasks-per-node": 1,  # one torchrun on each node; it starts the ranks
-        "cpus-per-task": needs.cpu,
-        "gpus-per-node": needs.gpu,
-        "mem": None if needs.memory_gib is None else f"{needs.memory_gib}G",
-        "time": needs.walltime,
+        "cpus-per-task": spec.cpus,
+        "gpus-per-node": spec.gpus,
+        "mem": spec.memory_gib and f"{spec.memory_gib}G",
+        "time": spec.time,
         "output": "%x-%j.log",
     }
     return [f"--{key}={value}" for key, value in given.items() if value is not None]

@@ -1,7 +1,7 @@
 """The description of a job: what runs, where, and with which environment.
 
-A `LaunchSpec` is frozen. What reaches a shell script or a directive matches a pattern below, or is
-quoted where it is written; what torchrun checks itself is left to it.
+A `LaunchSpec` is frozen. What reaches a shell script or a directive matches a pattern in `_RULES`,
+or is quoted where it is written; what torchrun checks itself is left to it.
 """
 
 from __future__ import annotations
@@ -11,53 +11,23 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final
 
-# As Kubernetes names pods, with room for its suffixes.
-_NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,51}[a-z0-9])?")
-_ENV_KEY = re.compile(r"[A-Z_][A-Z0-9_]*")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_NNODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
-_WALLTIME = re.compile(r"(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """Resources of one node. None means the scheduler's default.
-
-    Args:
-        cpu: cores. gpu: GPUs. memory_gib: memory in GiB.
-        walltime: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`, for Slurm.
-        image: the container image, for Kubernetes.
-
-    Raises:
-        ValueError: names the field, its value and its rule.
-    """
-
-    cpu: int | None = None
-    gpu: int | None = None
-    memory_gib: int | None = None
-    walltime: str | None = None
-    image: str | None = None
-
-    def __post_init__(self) -> None:
-        _match_given("walltime", self.walltime, _WALLTIME, "HH:MM:SS or DAYS-HH:MM:SS")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where and under which name the nodes of a job meet. A job on one node needs none of it.
-
-    Args:
-        endpoint: `HOST:PORT` of the store, the same from every node; HOST is the node that holds
-            it.
-        id: the same on all nodes and different for every job.
-        local_addr: the address under which other nodes reach this one; None for what its host name
-            resolves to.
-    """
-
-    endpoint: str | None = None
-    id: str | None = None
-    local_addr: str | None = None
+_RULES: Final = {
+    "module": (r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "a dotted Python name"),
+    # As Kubernetes names pods, with room for its suffixes.
+    "name": (
+        "[a-z](?:[a-z0-9-]{0,51}[a-z0-9])?",
+        "1 to 53 of a-z, 0-9 and -, beginning with a letter, not ending with -",
+    ),
+    "nnodes": ("[1-9][0-9]*(:[1-9][0-9]*)?", 'a number from 1 on, or "MIN:MAX"'),
+    "nproc_per_node": (
+        "[1-9][0-9]*|gpu|cpu|auto",
+        "a whole number, at least 1, or one of 'gpu', 'cpu', 'auto'",
+    ),
+    "time": ("(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "HH:MM:SS or DAYS-HH:MM:SS"),
+}
+"""What a field must match, and how an error says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +43,17 @@ class LaunchSpec:
         nnodes: `"N"`, or `"MIN:MAX"` for a job that continues with fewer nodes.
         nproc_per_node: processes on each node, or torchrun's `"gpu"`, `"cpu"`, `"auto"`: one for
             each device.
-        rendezvous: for several nodes.
+        rdzv_endpoint: for several nodes, `HOST:PORT` of the store, the same from every node; HOST
+            is the node that holds it.
+        rdzv_id: for several nodes, the same on all of them and different for every job.
+        local_addr: the address under which other nodes reach this one; None for what its host name
+            resolves to.
         env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`.
         max_restarts: how often torchrun restarts all ranks after one of them has failed.
         grace: seconds that ranks have to exit after a signal before they are killed.
-        resources: for schedulers.
+        cpus, gpus, memory_gib: of a node, for schedulers; None is the scheduler's default.
+        time: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`, for Slurm.
+        image: the container image, for Kubernetes.
         python: the interpreter.
 
     Raises:
@@ -90,36 +66,31 @@ class LaunchSpec:
     name: str = "train"
     nnodes: str = "1"
     nproc_per_node: int | str = 1
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    local_addr: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     grace: int = 30
-    resources: Resources = field(default_factory=Resources)
+    cpus: int | None = None
+    gpus: int | None = None
+    memory_gib: int | None = None
+    time: str | None = None
+    image: str | None = None
     python: str = sys.executable
 
     def __post_init__(self) -> None:
         if (self.script is None) == (self.module is None):
             given = f"script={self.script!r}, module={self.module!r}"
             raise ValueError(f"Invalid {given}: must be exactly one of them.")
-        _match_given("module", self.module, _MODULE, "a dotted Python name")
-        rule = "1 to 53 of a-z, 0-9 and -, beginning with a letter, not ending with -"
-        _match("name", self.name, _NAME, rule)
-        self._check_sizes()
+        for name, (pattern, rule) in _RULES.items():
+            if (value := getattr(self, name)) is not None:
+                _match(name, value, pattern, rule)
         for key in self.env:
-            _match("env", key, _ENV_KEY, "keys of A-Z, 0-9 and _, not beginning with a digit")
+            _match("env", key, "[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
         # Copies: a spec stays as it was checked.
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
-
-    def _check_sizes(self) -> None:
-        found = _match("nnodes", self.nnodes, _NNODES, 'a number from 1 on, or "MIN:MAX"')
-        least, most = found.groups(default=found[1])
-        if int(least) > int(most):
-            raise ValueError(f"Invalid nnodes={self.nnodes!r}: MIN must not be greater than MAX.")
-        count = self.nproc_per_node
-        if count not in ("gpu", "cpu", "auto") and (not isinstance(count, int) or count < 1):
-            rule = "a whole number, at least 1, or one of 'gpu', 'cpu', 'auto'"
-            raise ValueError(f"Invalid nproc_per_node={count!r}: must be {rule}.")
 
     @property
     def max_nodes(self) -> int:
@@ -127,13 +98,6 @@ class LaunchSpec:
         return int(self.nnodes.rpartition(":")[2])
 
 
-def _match(name: str, value: object, pattern: re.Pattern[str], rule: str) -> re.Match[str]:
-    found = pattern.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+def _match(name: str, value: object, pattern: str, rule: str) -> None:
+    if not re.fullmatch(pattern, str(value)):
         raise ValueError(f"Invalid {name}={value!r}: must be {rule}.")
-    return found
-
-
-def _match_given(name: str, value: object, pattern: re.Pattern[str], rule: str) -> None:
-    if value is not None:
-        _match(name, value, pattern, rule)

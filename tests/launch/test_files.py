@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from dist_sparse.launch import kubeflow, sbatch
 from dist_sparse.launch.command import argv
-from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
+from dist_sparse.launch.spec import LaunchSpec
 
 from .jobs import finish, job, script
 
@@ -46,7 +47,7 @@ ONE = LaunchSpec(
     name="dlrm",
     nproc_per_node=2,
     max_restarts=3,
-    rendezvous=Rendezvous(id="dlrm-0123456789abcdef"),
+    rdzv_id="dlrm-0123456789abcdef",
     python="python",
 )
 TWO = LaunchSpec(
@@ -55,16 +56,14 @@ TWO = LaunchSpec(
     name="two-tower",
     nnodes="2",
     nproc_per_node=8,
-    rendezvous=Rendezvous(id="two-tower-0123456789abcdef"),
+    rdzv_id="two-tower-0123456789abcdef",
     env={"NOTE": 'it\'s $5 & "more"', "NCCL_DEBUG": "INFO"},
     grace=120,
-    resources=Resources(
-        cpu=64,
-        gpu=8,
-        memory_gib=512,
-        walltime="1-02:00:00",
-        image="registry.example/t:1",
-    ),
+    cpus=64,
+    gpus=8,
+    memory_gib=512,
+    time="1-02:00:00",
+    image="registry.example/t:1",
     python="python",
 )
 SPECS = {"one": ONE, "two": TWO}
@@ -141,8 +140,9 @@ def test_sbatch_scripts_run_torchrun_word_for_word(name: str, tmp_path: Path) ->
         ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
     words, inherited = json.loads(done.stdout)
-    meeting = Rendezvous(endpoint="n1:31000", id=f"{spec.rendezvous.id}-77")
-    expected = spec if spec.max_nodes == 1 else LaunchSpec(**{**vars(spec), "rendezvous": meeting})
+    expected = spec
+    if spec.max_nodes > 1:
+        expected = replace(spec, rdzv_endpoint="n1:31000", rdzv_id=f"{spec.rdzv_id}-77")
     assert ["python", *words] == argv(expected)
     assert spec.env.items() <= inherited.items()
     assert inherited["PYTHONHASHSEED"] == "0"
@@ -202,10 +202,8 @@ def test_trainjobs_are_the_golden_ones(name: str) -> None:
     found = json.loads(text)
     assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     words, variables = as_kubernetes(found["spec"]["trainer"], {})
-    meeting = Rendezvous(endpoint="any:1", id="any")
-    assert without_meeting(words) == without_meeting(
-        argv(LaunchSpec(**{**vars(spec), "rendezvous": meeting}))
-    )
+    anywhere = replace(spec, rdzv_endpoint="any:1", rdzv_id="any")
+    assert without_meeting(words) == without_meeting(argv(anywhere))
     assert spec.env.items() <= variables.items()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import parse_args
 
-from dist_sparse.launch.command import additions, argv, environment, threads
-from dist_sparse.launch.spec import LaunchSpec, Rendezvous, Resources
+from dist_sparse.launch.command import additions, argv, defaults, environment
+from dist_sparse.launch.spec import LaunchSpec
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"script": None}, "script=None, module=None: must be exactly one"),
@@ -23,12 +23,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"name": "1x"}, "beginning with a letter"),
     ({"name": "x-"}, "not ending with -"),
     ({"nnodes": "0"}, "nnodes='0'"),
-    ({"nnodes": "3:2"}, "MIN must not be greater than MAX"),
-    ({"nnodes": 2}, "nnodes=2"),
     ({"nproc_per_node": 0}, "nproc_per_node=0: must be a whole number, at least 1, or one of"),
     ({"nproc_per_node": "tpu"}, "nproc_per_node='tpu'"),
     ({"env": {"key": "x"}}, "env='key'"),
     ({"env": {"A B": "x"}}, "env='A B'"),
+    ({"time": "2 hours"}, "time='2 hours'"),
+    ({"time": "00:61:00"}, "time='00:61:00'"),
+    ({"time": "1:00:00\n#SBATCH --x"}, "time="),
 ]
 
 
@@ -36,21 +37,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_bad_values_are_refused_with_their_rule(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         LaunchSpec(**{"script": "train.py", **change})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"walltime": "2 hours"},
-        {"walltime": "00:61:00"},
-        {"walltime": "1:00:00\n#SBATCH --x"},
-    ],
-    ids=str,
-)
-def test_bad_resources(change: dict[str, Any]) -> None:
-    (name,) = change
-    with pytest.raises(ValueError, match=f"^Invalid {name}="):
-        Resources(**change)
 
 
 def test_a_spec_is_frozen_with_all_it_holds() -> None:
@@ -82,10 +68,15 @@ def test_torchrun_understands_one_node() -> None:
 
 
 def test_torchrun_understands_several_nodes_and_a_module() -> None:
-    meeting = Rendezvous(endpoint="[fe80::1]:29400", id="x1", local_addr="10.0.0.2")
     words = argv(
         LaunchSpec(
-            module="a.b", args=("--n", "1"), nnodes="2:4", nproc_per_node=8, rendezvous=meeting
+            module="a.b",
+            args=("--n", "1"),
+            nnodes="2:4",
+            nproc_per_node=8,
+            rdzv_endpoint="[fe80::1]:29400",
+            rdzv_id="x1",
+            local_addr="10.0.0.2",
         )
     )
     options = parse_args(words[3:])
@@ -107,13 +98,13 @@ def test_ids_are_random_and_never_the_same() -> None:
 @pytest.mark.parametrize(
     ("meeting", "message"),
     [
-        (Rendezvous(id="x"), "rendezvous.endpoint=None: must be given for nnodes='2'"),
-        (Rendezvous(endpoint="a:1"), "rendezvous.id=None: must be given for nnodes='2', the same"),
+        ({"rdzv_id": "x"}, "rdzv_endpoint=None: must be given for nnodes='2'"),
+        ({"rdzv_endpoint": "a:1"}, "rdzv_id=None: must be given for nnodes='2', the same"),
     ],
 )
-def test_several_nodes_must_know_where_to_meet(meeting: Rendezvous, message: str) -> None:
+def test_several_nodes_must_know_where_to_meet(meeting: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        argv(LaunchSpec(script="train.py", nnodes="2", rendezvous=meeting))
+        argv(LaunchSpec(script="train.py", nnodes="2", **meeting))  # type: ignore[arg-type]
 
 
 def test_variables_that_are_set_stay() -> None:
@@ -135,6 +126,6 @@ def test_variables_that_are_set_stay() -> None:
 
 def test_threads_share_the_cores() -> None:
     spec = LaunchSpec(script="train.py", nproc_per_node=3)
-    assert [threads(spec, cores) for cores in (1, 3, 8)] == [1, 1, 2]
-    assert threads(LaunchSpec(script="train.py", nproc_per_node="gpu"), 8) is None
+    assert [defaults(spec, cores)["OMP_NUM_THREADS"] for cores in (1, 3, 8)] == ["1", "1", "2"]
+    assert "OMP_NUM_THREADS" not in defaults(LaunchSpec(script="a.py", nproc_per_node="gpu"), 8)
     assert "GLOO_SOCKET_IFNAME" not in additions(LaunchSpec(script="train.py", nnodes="2"), {})

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 GOLDEN = Path(__file__).with_name("golden")
 TORCHX = (sys.executable, "-c", "from torchx.cli.main import main; main()")
-COMPONENT = "launch/components.py:train"
+COMPONENT = "dist_sparse/launch/components.py:train"
 NASTY = ("a b", "$HOME", '"', "'", "--no", "$$", "`id`", "")
 TALK = """
 import json

@@ -1,1 +1,0 @@
-../dist_sparse/launch/components.py
