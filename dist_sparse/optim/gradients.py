@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.config import Gradients, Owned, Wiring
+from dist_sparse.optim.parameters import Gradients, Owned, Wiring
 
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 """Leaves losses and gradients as they are, and always steps."""
@@ -44,9 +44,7 @@ def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
     if _of_one_loss(claims):
         return
-    if wiring.fused:
-        reason = "whose fused tables are updated inside every backward"
-    elif wiring.hooked:
+    if wiring.hooked:
         reason = "with sharded tables, which need one backward per forward"
     elif wiring.replicating:
         reason = "in DDP, which averages the gradients of one backward per forward"

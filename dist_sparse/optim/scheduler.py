@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer, number
+from dist_sparse.checks import integer, name_list, number
 from dist_sparse.enforcer.optimizers import optimizer_class
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.optim.config import Gradients, OptimConfig, owned_by, wiring_of
 from dist_sparse.optim.gradients import (
     NO_SCALER,
     Claim,
@@ -34,6 +33,7 @@ from dist_sparse.optim.gradients import (
     take_gradients,
     update_weights,
 )
+from dist_sparse.optim.parameters import Gradients, owned_by, wiring_of
 from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -42,11 +42,6 @@ Clock = Callable[[list[str]], AbstractContextManager[Any]]
 
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
 """The OptimSchedulers of each model by id, in the order of construction, the same on every rank."""
-
-
-def _argument(name: str) -> Any:
-    """Return a property that reads an argument from ``config``, under its name in SpeeChain."""
-    return property(lambda self: getattr(self.config, name), doc=f"``config.{name}``.")
 
 
 class OptimScheduler(abc.ABC):
@@ -75,7 +70,6 @@ class OptimScheduler(abc.ABC):
         **sche_conf: arguments of :meth:`sche_init`.
 
     Attributes:
-        config: the arguments, as an immutable :class:`~dist_sparse.optim.OptimConfig`.
         optimizer: the ``torch.optim.Optimizer``. Fused tables, which TorchRec updates inside the
             backward, are not in it: they take a learning rate only, in :meth:`forward_context`.
         scaler: the ``GradScaler``, or None.
@@ -105,16 +99,6 @@ class OptimScheduler(abc.ABC):
         Steady(optimizer=SGD, optim_loss=None, updated_modules=None)
     """
 
-    distributed = _argument("distributed")
-    optim_loss = _argument("optim_loss")
-    updated_modules = _argument("updated_modules")
-    step_per_update = _argument("step_per_update")
-    use_amp = _argument("use_amp")
-    accum_grad = _argument("accum_grad")
-    ft_factor = _argument("ft_factor")
-    grad_clip = _argument("grad_clip")
-    grad_norm_type = _argument("grad_norm_type")
-
     def __init__(
         self,
         optim_type: str | type[torch.optim.Optimizer],
@@ -135,41 +119,44 @@ class OptimScheduler(abc.ABC):
         amp_dtype: torch.dtype = torch.float16,
         **sche_conf: Any,
     ) -> None:
-        self.config = OptimConfig(
-            distributed=distributed,
-            optim_loss=optim_loss,
-            updated_modules=updated_modules,
-            step_per_update=step_per_update,
-            use_amp=use_amp,
-            accum_grad=accum_grad,
-            ft_factor=ft_factor,
-            grad_clip=grad_clip,
-            grad_norm_type=grad_norm_type,
-            amp_dtype=amp_dtype,
-        )
-        self.model = model
-        self.data_sparsifier = data_sparsifier
-        self.data_scheduler = data_scheduler
+        self._set_intervals(step_per_update, accum_grad)
+        if not isinstance(optim_loss, str | None):
+            raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None.")
+        if amp_dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
         if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
             raise ValueError(
                 "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
             )
+        self.model, self.distributed = model, distributed
+        self.optim_loss, self.use_amp = optim_loss, use_amp
+        self.updated_modules = updated_modules
+        if updated_modules is not None:
+            self.updated_modules = list(name_list("updated_modules", updated_modules))
+        self.ft_factor = float(number("ft_factor", ft_factor, least=0))
+        self.grad_clip = None if grad_clip is None else _positive("grad_clip", grad_clip)
+        self.grad_norm_type = _positive("grad_norm_type", grad_norm_type)
+        self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
+        # The dtype of the forward under autocast.
+        self._autocast = amp_dtype if use_amp else None
+        # Float16 needs a scale, bfloat16 has the range of float32.
+        scaled = self._autocast == torch.float16
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
         self._refuse_missing_averaging()
-        self._owned = owned_by(self._wiring, self.config.updated_modules)
+        self._owned = owned_by(self._wiring, self.updated_modules)
         if self._wiring.fused:
-            self.config.check_fused(owns_them=bool(self._owned.fused))
+            self._refuse_for_fused(scaled)
         # With fused tables alone: a group without parameters still holds the learning rate.
         parameters: Any = self._owned.parameters or [{"params": []}]
         self.optimizer = optimizer_class(optim_type)(parameters, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
-        self.scaler = torch.amp.GradScaler(self._device) if self.config.scaled else None
+        self.scaler = torch.amp.GradScaler(self._device) if scaled else None
         self.sche_init(**sche_conf)
         # Older schedules take no epoch_num.
         self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
         # A loss and its gradients, which step() has yet to use.
-        self._taken: tuple[Tensor, Gradients] | None = None
+        self._taken: tuple[Tensor | None, Gradients] = None, {}
         # Whether a backward has run.
         self._has_run = False
         # Number of steps whose gradients are in .grad and wait for the update.
@@ -210,12 +197,11 @@ class OptimScheduler(abc.ABC):
         if epoch_num is not None:
             epoch_num = integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
-        # Fused kernels read the learning rate in this forward, before any step().
         for peer in sharing:
-            peer._set_fused_lr(step_num, epoch_num)
-        # All with mixed precision have the same dtype.
-        dtype = next(filter(None, (peer.config.autocast for peer in sharing)), None)
-        # With no dtype, an outer autocast of the user's stays on.
+            if peer._owned.fused and peer._due(step_num):
+                peer._set_fused_lr(step_num, epoch_num)
+        # All with mixed precision have the same dtype. With none, an outer autocast stays on.
+        dtype = next(filter(None, (peer._autocast for peer in sharing)), None)
         autocast = torch.autocast(self._device, dtype) if dtype else nullcontext()
         with self._unsynchronized(step_num), autocast:
             yield
@@ -259,10 +245,10 @@ class OptimScheduler(abc.ABC):
         epoch_num = integer("epoch_num", epoch_num, least=1)
         clock = time_func or nullcontext
         with clock(["loss_backward_time", optim_name]):
-            if self.config.due(step_num):
+            if self._due(step_num):
                 self._accumulate(losses, step_num, epoch_num)
         with clock(["optim_time", optim_name]):
-            if self.config.updates(step_num):
+            if self._updates(step_num):
                 self._update(step_num, logger)
 
     def get_lr(self) -> float:
@@ -315,8 +301,8 @@ class OptimScheduler(abc.ABC):
     def __repr__(self) -> str:
         parts = [
             f"optimizer={type(self.optimizer).__name__}",
-            f"optim_loss={self.config.optim_loss}",
-            f"updated_modules={self.config.updated_modules}",
+            f"optim_loss={self.optim_loss}",
+            f"updated_modules={self.updated_modules}",
             self.extra_repr_fn(),
         ]
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
@@ -326,42 +312,83 @@ class OptimScheduler(abc.ABC):
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def _set_intervals(self, step_per_update: object, accum_grad: object) -> None:
+        try:
+            self.step_per_update = integer("step_per_update", step_per_update, least=1)
+            self.accum_grad = integer("accum_grad", accum_grad, least=1)
+        except ValueError as error:
+            # SpeeChain's callers expect it of intervals.
+            raise AssertionError(str(error)) from None
+
     def _refuse_missing_averaging(self) -> None:
         """Raise a ValueError if no module averages the gradients of a ``distributed`` model."""
-        if not self.config.distributed or self._wiring.replicating:
-            return
         # A single process without micro-steps has no averaging to run or to delay.
-        if world_ranks() is not None or self.config.accum_grad > 1:
+        matters = world_ranks() is not None or self.accum_grad > 1
+        if self.distributed and matters and not self._wiring.replicating:
             raise ValueError(
                 f"Invalid distributed=True: {type(self.model).__name__} does not average gradients "
                 "over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
             )
 
+    def _refuse_for_fused(self, scaled: bool) -> None:
+        """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
+        to be scaled, accumulated, or clipped."""
+        # An infinite norm clips nothing.
+        clips = self._owned.fused and self.grad_clip not in (None, math.inf)
+        refused = {
+            "use_amp=True with float16": scaled,
+            f"accum_grad={self.accum_grad}": self.accum_grad > 1,
+            f"grad_clip={self.grad_clip}": clips,
+        }
+        for argument in filter(refused.get, refused):
+            raise ValueError(
+                f"Invalid {argument}: the model has fused tables, which are updated inside every"
+                " backward, before gradients can be scaled, accumulated or clipped. Use"
+                " amp_dtype=torch.bfloat16, larger batches, grad_clip=None with the fused"
+                " optimizer's own gradient_clipping, or tables with a dense kernel."
+            )
+
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
-        for peer in self._sharing():
-            if peer is not self:
-                self._refuse_shared_parts(peer)
-                self._refuse_other_dtype(peer)
+        for peer in self._sharing()[1:]:
+            self._refuse_beside(peer)
         self._peers[id(self)] = self
         # Gradients of an earlier run are not part of the first update.
         for peer in [self, *self._overlapping()]:
             peer._drop_gradients()
 
-    def _refuse_shared_parts(self, peer: OptimScheduler) -> None:
+    def _refuse_beside(self, peer: OptimScheduler) -> None:
         for name, part in self._sparsity.items():
             if part is getattr(peer, name):
                 raise ValueError(
                     f"Invalid {name}: another OptimScheduler of the model steps it at each update."
                 )
-
-    def _refuse_other_dtype(self, peer: OptimScheduler) -> None:
-        if len({self.config.autocast, peer.config.autocast} - {None}) > 1:
+        if len({self._autocast, peer._autocast} - {None}) > 1:
             raise ValueError(
-                f"Invalid amp_dtype={self.config.amp_dtype}: another OptimScheduler "
-                f"of the model has {peer.config.amp_dtype}, and they share its forward."
+                f"Invalid amp_dtype={self._autocast}: another OptimScheduler "
+                f"of the model has {peer._autocast}, and they share its forward."
             )
+
+    def _real_step(self, step_num: int) -> int:
+        """Return the number of the real step, from 1, to which a micro-step belongs."""
+        return (step_num - 1) // self.accum_grad + 1
+
+    def _due(self, step_num: int) -> bool:
+        """Whether a micro-step contributes gradients to an update."""
+        return self._real_step(step_num) % self.step_per_update == 0
+
+    def _updates(self, step_num: int) -> bool:
+        """Whether an update follows a micro-step: it is the last of its real step."""
+        return self._due(step_num) and step_num % self.accum_grad == 0
+
+    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
+        if self.optim_loss is None and "loss" not in losses:
+            raise AssertionError(
+                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
+            )
+        # A KeyError names a loss that is missing.
+        return losses[self.optim_loss or "loss"]
 
     def _sharing(self) -> list[OptimScheduler]:
         """Return this OptimScheduler, then the model's others that share its forward, newest first.
@@ -382,7 +409,7 @@ class OptimScheduler(abc.ABC):
 
     def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
         """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
-        loss = self.config.loss_of(losses)
+        loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
         if any(peer._accumulated for peer in self._overlapping()):
             raise ValueError(
@@ -391,24 +418,27 @@ class OptimScheduler(abc.ABC):
                 "stepped."
             )
         # Another OptimScheduler may have taken the gradients of this loss already.
-        if self._taken is None or self._taken[0] is not loss:
-            self._taken = loss, self._run_backward(losses, step_num, epoch_num)
+        if self._taken[0] is not loss:
+            self._run_backward(losses, step_num, epoch_num)
         for parameter, grad in self._taken[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # The next step has another loss.
-        self._taken = None
+        self._taken = None, {}
         self._has_run = True
         self._accumulated += 1
 
-    def _run_backward(
-        self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int
-    ) -> Gradients:
-        """Take the gradients of all OptimSchedulers that are due with these losses; return those of
-        this one."""
-        due = [peer for peer in self._sharing() if peer.config.wants(losses, step_num)]
-        claims = [peer._claim(losses) for peer in due]
+    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Take the gradients of all OptimSchedulers that are due with these losses."""
+        due = []
+        for peer in self._sharing():
+            if peer._due(step_num) and (peer.optim_loss or "loss") in losses:
+                due.append(peer)
+        claims = []
+        for peer in due:
+            scaler = peer.scaler or NO_SCALER
+            claims.append(Claim(peer._owned, peer._loss(losses), peer.accum_grad, scaler))
         check_claims(self._wiring, claims)
         self._refuse_untimely_fused(due, step_num, epoch_num)
         try:
@@ -422,16 +452,6 @@ class OptimScheduler(abc.ABC):
         # The others use theirs when they are stepped with the same loss.
         for peer, claim, gradients in zip(due, claims, taken, strict=True):
             peer._taken = claim.loss, gradients
-        # _sharing() begins with this one.
-        return taken[0]
-
-    def _claim(self, losses: Mapping[str, Tensor]) -> Claim:
-        return Claim(
-            owned=self._owned,
-            loss=self.config.loss_of(losses),
-            parts=self.config.accum_grad,
-            scaler=self.scaler or NO_SCALER,
-        )
 
     def _refuse_untimely_fused(
         self, due: list[OptimScheduler], step_num: int, epoch_num: int
@@ -462,12 +482,12 @@ class OptimScheduler(abc.ABC):
             self.optimizer,
             self.scaler or NO_SCALER,
             self._owned,
-            grad_clip=self.config.grad_clip or math.inf,
-            norm_type=self.config.grad_norm_type,
+            grad_clip=self.grad_clip or math.inf,
+            norm_type=self.grad_norm_type,
         )
         if not math.isfinite(norm) and logger is not None:
-            real_step = self.config.real_step(step_num)
-            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
+            where = f"Real step {self._real_step(step_num)}"
+            logger.info(f"{where}: the norm of the gradients is {norm}; no update.")
         if updated:
             for part in self._sparsity.values():
                 part.step()
@@ -475,12 +495,12 @@ class OptimScheduler(abc.ABC):
     def _drop_gradients(self) -> None:
         """Drop the gradients of an unfinished real step."""
         self.optimizer.zero_grad()
-        self._taken = None
+        self._taken = None, {}
         self._accumulated = 0
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
         """Return the learning rate of a step, checked."""
-        arguments = {"real_step": self.config.real_step(step_num), "epoch_num": epoch_num}
+        arguments = {"real_step": self._real_step(step_num), "epoch_num": epoch_num}
         if self._lr_by_step:
             # As in older SpeeChain schedules.
             del arguments["epoch_num"]
@@ -489,17 +509,12 @@ class OptimScheduler(abc.ABC):
             lr = lr.item()
         # A rate that is not finite would turn weights into NaN.
         lr = number("learning rate", lr, least=0)
-        return float(number("learning rate times ft_factor", lr * self.config.ft_factor))
+        return float(number("learning rate times ft_factor", lr * self.ft_factor))
 
     def _set_fused_lr(self, step_num: int, epoch_num: int | None) -> None:
         """Set the learning rate of fused tables, which their kernels read in the forward."""
-        if not self._owned.fused or not self.config.due(step_num):
-            return
-        if epoch_num is None:
-            raise ValueError(
-                "Invalid epoch_num=None: the model has fused tables, which take the learning rate "
-                "of the epoch in forward_context(step_num, epoch_num)."
-            )
+        # Optional for callers without fused tables.
+        epoch_num = integer("epoch_num", epoch_num, least=1)
         self._owned.set_fused_lr(self._lr(step_num, epoch_num))
         self._forward = step_num, epoch_num
 
@@ -507,11 +522,18 @@ class OptimScheduler(abc.ABC):
         """Return a context without averaging of gradients, unless an update of an OptimScheduler
         follows this step."""
         stack = ExitStack()
-        updated = any(peer.config.updates(step_num) for peer in self._sharing())
-        if updated or not self.config.distributed:
+        if not self.distributed or any(peer._updates(step_num) for peer in self._sharing()):
             return stack
         for module in self._wiring.replicating:
             # DDP with static_graph learns the graph in the first backward, which must average.
             if self._has_run or not getattr(module, "static_graph", False):
                 stack.enter_context(module.no_sync())
         return stack
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a number > 0, or infinity."""
+    found = value if value == math.inf else number(name, value)
+    if found <= 0:
+        raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
+    return float(found)

@@ -3,6 +3,7 @@ real model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -163,3 +164,24 @@ def test_a_forward_outside_of_its_context_is_refused(
         pass
     steps(model, schedulers, 2, 2)
     assert same(before, weights(model)) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("conf", "names", "said"),
+    [
+        ({"use_amp": True}, "over", r"use_amp=True with float16.*amp_dtype=torch.bfloat16"),
+        ({"accum_grad": 2}, "over", r"Invalid accum_grad=2.*larger batches.*dense kernel"),
+        ({"grad_clip": 1.0}, "tables", r"Invalid grad_clip=1.0.*gradient_clipping"),
+    ],
+)
+def test_arguments_that_fused_tables_do_not_allow(
+    model: DistributedModelParallel, conf: dict[str, Any], names: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        made(model, names, **conf)
+    assert "updated inside every backward" in str(raised.value)
+
+
+def test_arguments_that_fused_tables_allow(model: DistributedModelParallel) -> None:
+    made(model, "tables", grad_clip=math.inf)
+    made(model, "tables", use_amp=True, amp_dtype=torch.bfloat16)

@@ -1,147 +1,21 @@
-"""The checked arguments of an OptimScheduler: its updates and its parameters."""
+"""How gradients reach the parameters of a model, and the parameters that an OptimScheduler
+updates."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.checks import integer, number
 from dist_sparse.tables.modules import modules_by_path
 from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.tensors import is_sharded, steps_in_backward
 
 Gradients = dict[nn.Parameter, Tensor | None]
 """The gradients of all parameters of an optimizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """Arguments of :class:`~dist_sparse.OptimScheduler`, where they are described. Immutable.
-
-    Raises:
-        AssertionError: an interval is not an integer >= 1, or ``optim_loss`` is not a string, as in
-            SpeeChain.
-        ValueError: another argument is invalid.
-
-    Example::
-
-        >>> from dist_sparse.optim import OptimConfig
-        >>> config = OptimConfig(accum_grad=2, step_per_update=3, use_amp=False)
-        >>> [step_num for step_num in range(1, 13) if config.due(step_num)]
-        [5, 6, 11, 12]
-        >>> [step_num for step_num in range(1, 13) if config.updates(step_num)]
-        [6, 12]
-    """
-
-    distributed: bool = False
-    optim_loss: str | None = None
-    updated_modules: str | Sequence[str] | None = None  # a list once it is checked
-    step_per_update: int = 1
-    use_amp: bool = True
-    accum_grad: int = 1
-    ft_factor: float = 1.0
-    grad_clip: float | None = 1.0
-    grad_norm_type: float = 2.0
-    amp_dtype: torch.dtype = torch.float16
-
-    def __post_init__(self) -> None:
-        try:
-            self._set("step_per_update", integer("step_per_update", self.step_per_update, least=1))
-            self._set("accum_grad", integer("accum_grad", self.accum_grad, least=1))
-        except ValueError as error:
-            # SpeeChain's callers expect it of intervals.
-            raise AssertionError(str(error)) from None
-        if not isinstance(self.optim_loss, str | None):
-            raise AssertionError(
-                f"Invalid optim_loss={self.optim_loss!r}: must be the name of a loss, or None."
-            )
-        names = self.updated_modules
-        if names is not None:
-            self._set("updated_modules", [names] if isinstance(names, str) else list(names))
-        if self.grad_clip is not None:
-            self._set("grad_clip", _positive("grad_clip", self.grad_clip))
-        self._set("grad_norm_type", _positive("grad_norm_type", self.grad_norm_type))
-        self._set("ft_factor", float(number("ft_factor", self.ft_factor, least=0)))
-        if self.amp_dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"Invalid amp_dtype={self.amp_dtype!r}: must be torch.float16 or torch.bfloat16."
-            )
-
-    def _set(self, name: str, value: object) -> None:
-        # The dataclass is frozen.
-        object.__setattr__(self, name, value)
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of the forward under autocast; None without mixed precision."""
-        return self.amp_dtype if self.use_amp else None
-
-    @property
-    def scaled(self) -> bool:
-        """Whether losses are scaled: float16 needs it, bfloat16 has the range of float32."""
-        return self.autocast == torch.float16
-
-    @property
-    def loss_name(self) -> str:
-        """The name of the loss to differentiate."""
-        return self.optim_loss or "loss"
-
-    def real_step(self, step_num: int) -> int:
-        """Return the number of the real step, from 1, to which a micro-step belongs."""
-        return (step_num - 1) // self.accum_grad + 1
-
-    def due(self, step_num: int) -> bool:
-        """Return whether a micro-step contributes gradients to an update."""
-        return self.real_step(step_num) % self.step_per_update == 0
-
-    def updates(self, step_num: int) -> bool:
-        """Return whether an update follows a micro-step: it is the last of its real step."""
-        return self.due(step_num) and step_num % self.accum_grad == 0
-
-    def wants(self, losses: Mapping[str, Tensor], step_num: int) -> bool:
-        """Return whether a micro-step differentiates one of these losses."""
-        return self.due(step_num) and self.loss_name in losses
-
-    def loss_of(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss to differentiate, itself; raises as ``OptimScheduler.step()``."""
-        if self.optim_loss is None and "loss" not in losses:
-            raise AssertionError(
-                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
-            )
-        # A KeyError names a loss that is missing.
-        return losses[self.loss_name]
-
-    def check_fused(self, *, owns_them: bool) -> None:
-        """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
-        to be scaled, accumulated, or (``owns_them``: some are in ``updated_modules``) clipped."""
-        refused = {
-            "use_amp=True with float16": self.scaled,
-            f"accum_grad={self.accum_grad}": self.accum_grad > 1,
-            # An infinite norm clips nothing.
-            f"grad_clip={self.grad_clip}": owns_them and self.grad_clip not in (None, math.inf),
-        }
-        for argument, is_set in refused.items():
-            if is_set:
-                raise ValueError(
-                    f"Invalid {argument}: the model has fused tables, which are updated inside"
-                    " every backward, before gradients can be scaled, accumulated or clipped. Use"
-                    " amp_dtype=torch.bfloat16, larger batches, grad_clip=None with the fused"
-                    " optimizer's own gradient_clipping, or tables with a dense kernel."
-                )
-
-
-def _positive(name: str, value: Any) -> float:
-    """Return a number > 0, or infinity."""
-    found = value if value == math.inf else number(name, value)
-    if found <= 0:
-        raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
-    return float(found)
 
 
 @dataclass(frozen=True, kw_only=True)
