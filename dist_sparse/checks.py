@@ -6,6 +6,7 @@ NumPy scalars are accepted, bools are not numbers. Every error reads
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import numbers
@@ -21,50 +22,48 @@ def integer(
     name: str,
     value: object,
     *,
-    least: int | None = None,
-    most: int | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
     of: str | None = None,
 ) -> int:
     """Return ``value`` as an int.
 
     Args:
         name: of the argument, for the message.
-        least, most: the bounds, themselves allowed; None is no bound.
+        least, most: the bounds, themselves allowed.
         of: the table whose configuration it is, for the message.
 
     Raises:
         ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
     """
-    found = None
-    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
-        found = int(value)
-    if found is None or not _is_within(found, least, most):
-        raise ValueError(_refusal(name, value, of, "an int", least, most))
-    return found
+    found = _finite(value)
+    if isinstance(found, int) and least <= found <= most:
+        return found
+    raise ValueError(_refusal(name, value, of, "an int", least, most))
 
 
 def number(
     name: str,
     value: object,
     *,
-    least: float | None = None,
-    most: float | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
     of: str | None = None,
 ) -> float:
     """Return ``value`` as an int if it is one, else as a float.
 
     Args:
         name: of the argument, for the message.
-        least, most: the bounds, themselves allowed; None is no bound.
+        least, most: the bounds, themselves allowed.
         of: the table whose configuration it is, for the message.
 
     Raises:
         ValueError: it is no real number, not finite as a float, or out of bounds.
     """
-    found = _finite(value)
-    if found is None or not _is_within(found, least, most):
-        raise ValueError(_refusal(name, value, of, "a finite number", least, most))
-    return found
+    found: float | None = _finite(value)
+    if found is not None and least <= found <= most:
+        return found
+    raise ValueError(_refusal(name, value, of, "a finite number", least, most))
 
 
 def level(name: str, value: object) -> float:
@@ -157,30 +156,20 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
     return "COL" if rows == "col" else int(rows), "ROW" if columns == "row" else int(columns)
 
 
-def _finite(value: object) -> float | None:
+def _finite(value: object) -> Any:
     """Return a real number as an int if it is one, else as a float; None if it is no real number,
     or not finite as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    try:
-        exact = float(value)
-    except OverflowError:
-        return None  # an int that no float can hold
-    if not math.isfinite(exact):
-        return None
-    return int(value) if isinstance(value, numbers.Integral) else exact
+    with contextlib.suppress(OverflowError):  # an int that no float can hold
+        if math.isfinite(value):
+            return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return None
 
 
-def _is_within(value: float, least: float | None, most: float | None) -> bool:
-    return (least is None or value >= least) and (most is None or value <= most)
-
-
-def _refusal(
-    name: str, value: object, of: str | None, kind: str, least: float | None, most: float | None
-) -> str:
+def _refusal(name: str, value: object, of: str | None, kind: str, least: float, most: float) -> str:
     table = "" if of is None else f" of {of!r}"
-    if most is None:
-        bounds = "" if least is None else f" >= {least}"
-    else:
-        bounds = f" <= {most}" if least is None else f" in [{least}, {most}]"
+    bounds = "" if least == -math.inf else f" >= {least}"
+    if most < math.inf:
+        bounds = f" in [{least}, {most}]"
     return f"Invalid {name}={value!r}{table}: must be {kind}{bounds}."

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Final
 
 Json = Any
@@ -105,10 +106,9 @@ def _with_tuples(value: Json) -> Json:
 
 def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
     """Return which ranks failed, and how: equal errors of several ranks once."""
-    by_text: dict[str, list[int]] = {}
-    for rank, report in zip(ranks, reports, strict=True):
-        if report["error"]:
-            by_text.setdefault(report["error"], []).append(rank)
+    by_text = _ranks_by(ranks, [report["error"] for report in reports])
+    # Of ranks without an error.
+    by_text.pop(None, None)
     # Several errors share the room of one.
     longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
     errors = list(by_text.items())
@@ -121,13 +121,9 @@ def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) 
 
 def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
     """Return which ranks are about to do something else than the lowest one."""
-    first = reports[0]["action"]
-    by_action: dict[str, list[int]] = {}
-    for rank, report in zip(ranks, reports, strict=True):
-        if report["action"] != first:
-            by_action.setdefault(report["action"], []).append(rank)
+    (first, _), *others = _ranks_by(ranks, [report["action"] for report in reports]).items()
     faults = []
-    for action, at in [*by_action.items()][:MOST_SHOWN]:
+    for action, at in others[:MOST_SHOWN]:
         verb = "is" if len(at) == 1 else "are"
         faults.append(
             f"{ranks_text(at)} {verb} at {action!r} while rank {ranks[0]} is at {first!r}"
@@ -150,42 +146,43 @@ def explain_facts(
         keys: the first of ``count`` keys that differ.
         values: for each rank, its values of those keys that it has.
     """
-    faults: dict[tuple[str, str, str], list[int]] = {}
-    for rank, theirs in zip(ranks[1:], values[1:], strict=True):
-        for key in keys:
-            path, other, mine = _first_difference(key, theirs, values[0])
-            if mine != other:
-                faults.setdefault((path, *_from_difference(other, mine)), []).append(rank)
+    shown = []
+    for key in keys:
+        differences = [_difference(key, theirs, values[0]) for theirs in values]
+        (_, *others) = _ranks_by(ranks, differences).items()
+        for (path, other, mine), at in others:
+            shown.append(f"{path} is {other} on {ranks_text(at)} and {mine} on rank {ranks[0]}")
     # A key may differ in two ways between ranks.
     most = 2 * MOST_SHOWN
-    shown = []
-    for (key, other, mine), at in [*faults.items()][:most]:
-        shown.append(f"{key} is {other} on {ranks_text(at)} and {mine} on rank {ranks[0]}")
-    if len(faults) > most or count > len(keys):
-        shown.append("...")
+    if len(shown) > most or count > len(keys):
+        shown[most:] = ["..."]
     return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown)
 
 
-def _first_difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
-    """Return the text of an entry of two mappings, or of the first one in it that differs, and the
-    path to it."""
+def _ranks_by(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
+    """Return the ranks that have each value, in the order of the values."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
+    """Return the path to an entry of two mappings, or to the first one in it that differs, and both
+    texts, from shortly before the first difference."""
     one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
     if isinstance(one, dict) and isinstance(other, dict):
         for inner in sorted({*one, *other}):
             if str(one.get(inner)) != str(other.get(inner)):
-                path, first, second = _first_difference(inner, one, other)
+                path, first, second = _difference(inner, one, other)
                 return f"{key}: {path}", first, second
-    return key, str(one), str(other)
-
-
-def _from_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parts of two texts that differ, from shortly before the first difference."""
-    pairs = enumerate(zip(one, other, strict=False))
-    same = next((place for place, (left, right) in pairs if left != right), 0)
-    if same <= 20 or max(len(one), len(other)) <= _LONGEST_VALUE:
-        return cut(one, _LONGEST_VALUE), cut(other, _LONGEST_VALUE)
-    start = same - 20
-    return f"...{cut(one[start:], _LONGEST_VALUE)}", f"...{cut(other[start:], _LONGEST_VALUE)}"
+    texts = [str(one), str(other)]
+    # Both are shown from the same place, where the beginning says nothing.
+    same = len(os.path.commonprefix(texts)) - 20  # noqa: RUF071  # of any texts
+    if same > 0 and max(map(len, texts)) > _LONGEST_VALUE:
+        texts = [f"...{text[same:]}" for text in texts]
+    first, second = (cut(text, _LONGEST_VALUE + 3) for text in texts)
+    return key, first, second
 
 
 def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
@@ -195,13 +192,11 @@ def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-3, 7``, cut after a few."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] + 1 == rank:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    texts = []
+    # Ranks that follow each other have one distance from their places.
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        first, *_, last = [rank for _, rank in run] * 2
+        texts.append(f"{first}-{last}" if first < last else str(first))
     if len(texts) > 8:
         texts = [*texts[:8], f"... ({len(ranks)} in all)"]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

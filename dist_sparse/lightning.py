@@ -11,7 +11,9 @@ the same code under two names, and a Trainer of the one refuses callbacks of the
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,17 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines
 from dist_sparse.rotation.outputs import expect_bases
-from dist_sparse.rotation.rotate import Rotate
-from dist_sparse.sparsifiers.importance import Score
 from dist_sparse.sparsifiers.recorder import configured_level
-from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
-from dist_sparse.tables.shards import ROW
-from dist_sparse.training.arguments import (
-    Levels,
-    OptimizerState,
-    Schedule,
-    SparsifyArgs,
-)
+from dist_sparse.training.arguments import SparsifyArgs
 from dist_sparse.training.following import steppers
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 
@@ -87,10 +80,8 @@ class SparsifyCallback(Callback):
     scheduled level, over all blocks.
 
     Args:
-        level, budget, scope, floor, protect, block, norm, score: as in
-            :func:`~dist_sparse.sparsify`.
-        end, begin, every, schedule, decay: likewise; steps are rounds of optimizer steps.
-        include, exclude, dense, min_rows, optimizer_state, rotate: likewise.
+        plan: the keywords of :func:`~dist_sparse.sparsify`, but for ``auto_step``, with its
+            defaults; steps are rounds of optimizer steps.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -126,53 +117,17 @@ class SparsifyCallback(Callback):
         0.75
     """
 
-    def __init__(
-        self,
-        *,
-        level: Levels | None = None,
-        budget: int | str | None = None,
-        scope: Scope = "table",
-        floor: Levels | None = None,
-        protect: str | list[str] | None = None,
-        end: int | None,
-        begin: int = 0,
-        every: int = 100,
-        block: BlockShape = (1, ROW),
-        norm: Norm | None = None,
-        score: Score | None = None,
-        include: str | list[str] | None = None,
-        exclude: str | list[str] | None = None,
-        dense: bool | str | list[str] | None = None,
-        schedule: Schedule | None = None,
-        optimizer_state: OptimizerState = "keep",
-        min_rows: int = 16,
-        rotate: Rotate | None = None,
-        decay: float | None = None,
-        log: bool = True,
-    ) -> None:
+    def __init__(self, *, log: bool = True, **plan: Any) -> None:
         super().__init__()
-        self._plan: dict[str, Any] = {
-            "level": level,
-            "budget": budget,
-            "scope": scope,
-            "floor": floor,
-            "protect": protect,
-            "end": end,
-            "begin": begin,
-            "every": every,
-            "block": block,
-            "norm": norm,
-            "score": score,
-            "schedule": schedule,
-            "optimizer_state": optimizer_state,
-            "min_rows": min_rows,
-            "rotate": rotate,
-            "decay": decay,
-        }
+        # The callback itself takes the steps.
+        bound = inspect.signature(sparsify).bind(None, None, auto_step=False, **plan)
+        bound.apply_defaults()
+        self._tables = {name: bound.arguments[name] for name in ("include", "exclude", "dense")}
+        names = {field.name for field in dataclasses.fields(SparsifyArgs) if field.init}
+        self._plan = {name: bound.arguments[name] for name in bound.arguments.keys() & names}
         # Invalid arguments are refused here, before anything is loaded or trained.
         SparsifyArgs(**self._plan)
         self.training: SparseTraining | None = None
-        self._tables: dict[str, Any] = {"include": include, "exclude": exclude, "dense": dense}
         self._logs = log
         self._rounds = OptimizerRounds([])
         self._hooks: list[RemovableHandle] = []

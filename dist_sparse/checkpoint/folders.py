@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from dist_sparse.checks import integer
 from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
+from dist_sparse.text import number_of, size, table_lines
 
 # Bytes of a file, and their CRC32.
 Entry = tuple[int, int]
@@ -61,7 +62,7 @@ class Marker:
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each file, by name."""
-        return {name: size for name, (size, _) in self.files.items()}
+        return {name: length for name, (length, _) in self.files.items()}
 
     @property
     def bytes(self) -> int:
@@ -134,8 +135,8 @@ class Folders:
         # The marker must not reach the disk before the files that it lists.
         self._sync(folder)
         entries = {
-            name: {"bytes": size, "crc32": hex_of(crc)}
-            for name, (size, crc) in sorted(files.items())
+            name: {"bytes": length, "crc32": hex_of(crc)}
+            for name, (length, crc) in sorted(files.items())
         }
         head = {"format": FORMAT, "version": VERSION, "step": marker.step, "world": marker.world}
         self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
@@ -150,13 +151,10 @@ class Folders:
         """
         path = f"{self.path(step)}/{MARKER}"
         text = self._read(path)
-        try:
-            entries = unsealed(text.decode(), FORMAT, VERSION)
-            marker = _marker(entries)
+        with _refusing(path):
+            marker = _marker(unsealed(text.decode(), FORMAT, VERSION))
             if marker.step != step:
                 raise ValueError(f"it is of step {marker.step}")
-        except ValueError as error:
-            raise ValueError(f"{path} is refused: {error}.") from None
         return marker
 
     def verify(self, marker: Marker, names: Iterable[str]) -> None:
@@ -166,19 +164,19 @@ class Folders:
             ValueError: one is missing, damaged or no regular file; names it.
         """
         for name in names:
-            path, (size, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
+            path, (wanted, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
             try:
                 if self.local:
                     _refuse_irregular(path)
-                found = read_crc(self.files, path, most=size)
+                length, found = read_crc(self.files, path, most=wanted)
             except FileNotFoundError:
                 raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
-            if found[0] != size:
-                has = "more" if found[0] > size else str(found[0])
+            if length != wanted:
+                has = "more" if length > wanted else str(length)
                 raise ValueError(
-                    f"{path} is damaged: {MARKER} lists {size} bytes, and it has {has}."
+                    f"{path} is damaged: {MARKER} lists {wanted} bytes, and it has {has}."
                 )
-            if found[1] != crc:
+            if found != crc:
                 raise ValueError(f"{path} is damaged: its CRC32 is not the one in {MARKER}.")
 
     def values(self, step: int) -> dict[str, Any]:
@@ -190,16 +188,12 @@ class Folders:
         """
         path = f"{self.path(step)}/{VALUES}"
         text = self._read(path)
-        try:
-            found = json.loads(text)
-            if not isinstance(found, dict) or "extra" not in found:
-                raise ValueError("it is no dict with 'extra'")
-            for name in ("state", "optimizer"):
-                if not isinstance(found.get(name), dict):
-                    raise ValueError(f"it holds no dict {name!r}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is refused: {error}.") from None
-        return found
+        with _refusing(path):
+            match json.loads(text):
+                case {"state": dict(), "optimizer": dict(), "extra": _} as found:
+                    return dict(found)
+                case _:
+                    raise ValueError("it holds no dicts 'state' and 'optimizer', or no 'extra'")
 
     def sweep(self, keep: int) -> None:
         """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
@@ -260,12 +254,12 @@ class Folders:
 def read_crc(files: Any, path: Any, most: float = math.inf) -> Entry:
     """Return the bytes of a file and their CRC32. It is read no further than where it has more than
     ``most``."""
-    size, crc = 0, 0
+    length, crc = 0, 0
     part = memoryview(bytearray(_READ_AT_ONCE))
     with files.create_stream(path, "rb") as stream:
-        while size <= most and (count := stream.readinto(part)):
-            size, crc = size + count, zlib.crc32(part[:count], crc)
-    return size, crc
+        while length <= most and (count := stream.readinto(part)):
+            length, crc = length + count, zlib.crc32(part[:count], crc)
+    return length, crc
 
 
 @contextmanager
@@ -328,18 +322,61 @@ def _name(path: str) -> str:
 
 
 def _marker(entries: Mapping[str, Any]) -> Marker:
+    files: dict[str, Entry] = {}
     try:
-        files = {
-            name: (integer("bytes", f["bytes"], least=0), int(f["crc32"], 16))
-            for name, f in entries["files"].items()
-        }
-        step, world = (
-            integer("step", entries["step"], least=0),
-            integer("world", entries["world"], least=1),
-        )
+        for name, file in entries["files"].items():
+            # Names become paths: none may lead out of the folder.
+            if not _FILE.fullmatch(name) or name.startswith(".."):
+                raise ValueError(f"{name!r} is no name of a file")
+            files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
+        step = integer("step", entries["step"], least=0)
+        world = integer("world", entries["world"], least=1)
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"an entry is missing or of another type: {error!r}") from None
-    # Names become paths: none may lead out of the folder.
-    if strange := [name for name in files if not _FILE.fullmatch(name) or name.startswith("..")]:
-        raise ValueError(f"{strange[0]!r} is no name of a file")
     return Marker(step=step, world=world, files=files)
+
+
+@contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Raise what is wrong with the text of a file with its name."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is refused: {error}.") from None
+
+
+def summary(path: str | os.PathLike[str]) -> str:
+    """Return the content of the folder of one step, or of a folder that holds such, as text. Local;
+    needs no model.
+
+    Raises:
+        ValueError: there is none, or a file is missing or damaged; names it. Of several
+            checkpoints, the markers alone are read.
+    """
+    if (step := step_of(path)) is not None:
+        return _summary_of_step(Folders(os.path.dirname(os.path.abspath(path))), step)
+    folders = Folders(path)
+    markers = [folders.read(step) for step in folders.steps()]
+    rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
+    return "\n".join([folders.root, *table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})])
+
+
+def _summary_of_step(folders: Folders, step: int) -> str:
+    # Loads DCP, which torch itself does not.
+    from dist_sparse.checkpoint.storage import read_metadata
+
+    if step not in folders.steps():
+        raise ValueError(
+            f"{folders.root} holds no checkpoint of step {step}; a folder without its marker is of"
+            " an unfinished save."
+        )
+    marker = folders.read(step)
+    # Every byte, before anything is shown.
+    folders.verify(marker, marker.files)
+    metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
+    rows = []
+    for key, saved in sorted(metadata.state_dict_metadata.items()):
+        rows.append((key, " x ".join(map(str, saved.size)), str(saved.properties.dtype)))
+    head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
+    lines = table_lines(("tensor", "shape", "dtype"), rows)
+    return "\n".join([folders.path(step), head, "", *lines])

@@ -30,10 +30,8 @@ Json = Any
 RowWiseState = Literal["refuse", "merge"]
 
 _PREFIX: Final = "optimizer."
-_NO_OPTIONS: Final = ("params", "param_names")
 # Options of the groups of fused optimizers.
 _OF_FUSED: Final = {"params", "lr"}
-
 # Options that torch's learning rate schedulers add to groups.
 _OF_SCHEDULERS: Final = {
     "initial_lr",
@@ -64,12 +62,6 @@ class _Part:
         for group in self.optimizer.param_groups:
             if keys := sorted(key_of[id(param)] for param in group["params"]):
                 yield group, keys
-
-    def options(self) -> Iterator[tuple[dict[str, Json], list[str]]]:
-        """Yield the options of each param group, and the keys of its parameters."""
-        for group, keys in self.groups():
-            names = [name for name in group if name not in _NO_OPTIONS]
-            yield {name: _plain(keys[0], name, group[name]) for name in names}, keys
 
     def empty(self, key: str, saved: TensorStorageMetadata) -> Tensor:
         """A tensor for state of a parameter that was saved and is not here yet."""
@@ -105,51 +97,47 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        if optimizer is None:
-            optimizers = []
-        names = {id(param): name for name, param in model.named_parameters()}
         self.tensors: dict[str, Tensor] = {}
-        self._scalars: dict[str, dict[str, Json]] = {}
+        self._values: dict[str, dict[str, Json]] = {}
         self._row_wise: dict[str, RowWise] = {}
         self._part_of: dict[str, _Part] = {}
-        parts = [part for each in optimizers for part in _parts(each, "", names)]
-        # A rank without a table has fused optimizers of no parameters.
-        self._parts = [part for part in parts if part.params]
-        for part in self._parts:
+        names = {id(param): name for name, param in model.named_parameters()}
+        for part in _parts(() if optimizer is None else optimizer, "", names):
             for key in part.params:
                 if key in self._part_of:
                     raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
                 self._part_of[key] = part
                 self._note(key, part)
+        # A rank without a table has fused optimizers of no parameters, which are left out.
+        self._parts = list(dict.fromkeys(self._part_of.values()))
 
     def _note(self, key: str, part: _Part) -> None:
         state = part.state(key)
         for name, value in state.items():
             # Fused state is named <table>.<name>.
             path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
+            # The fused Adagrad has no count of steps: as a value it may be missing on either side.
+            is_adagrad_step = name == "step" and "sum" in state
             if (found := row_wise(name, value, part.params[key])) is not None:
                 path = f"{_PREFIX}{key}.{found.name}"
                 self.tensors[path], self._row_wise[path] = found.tensor, found
-                continue
-            # The fused Adagrad has no count of steps: as a value it may be missing on either side.
-            is_adagrad_step = name == "step" and "sum" in state
-            if isinstance(value, Tensor) and not is_adagrad_step:
+            elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
             else:
-                plain = float(value) if isinstance(value, Tensor) else value
-                self._scalars.setdefault(key, {})[name] = as_json(path, plain)
+                self._values.setdefault(key, {})[name] = _plain(path, value)
 
     def described(self) -> Json:
         """Return options and values of this rank; :func:`gathered` puts them together."""
-        return {
-            "groups": [each for part in self._parts for each in part.options()],
-            "values": self._scalars,
-            "cuts": {
-                path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]
-            },
-            "fused_steps": _most(part.fused_steps for part in self._parts),
-        }
+        groups = []
+        for part in self._parts:
+            for group, keys in part.groups():
+                options = {}
+                for name in group.keys() - {"params", "param_names"}:
+                    options[name] = _plain(f"option {name!r} of {keys[0]!r}", group[name])
+                groups.append((options, keys))
+        cuts = {path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]}
+        steps = _most(part.fused_steps for part in self._parts)
+        return {"groups": groups, "values": self._values, "cuts": cuts, "fused_steps": steps}
 
     def prepare_load(
         self, metadata: Metadata, saved: Json, choice: RowWiseState
@@ -167,65 +155,71 @@ class OptimizerState:
             ValueError: a parameter was not stepped when the checkpoint was saved, or by another
                 class of optimizer, or row-wise state is refused.
         """
-        options = {key: found for found, keys in saved["groups"] for key in keys}
-        changes = list(self._value_changes(saved["values"]))
-        for part in self._parts:
-            changes += _option_changes(part, options)
-        fresh = self._fresh(metadata, saved["values"])
         targets = dict(self.tensors)
-        for (key, name), value in fresh.items():
+        changes: list[Callable[[], object]] = []
+        merged = []
+        for path, target, merge in self._merges(metadata, saved["cuts"], choice):
+            targets[path] = target
+            changes.append(merge)
+            merged.append(path)
+        for key, name, value in self._fresh(metadata, saved["values"]):
             if isinstance(value, Tensor):
                 targets[f"{_PREFIX}{key}.{name}"] = value
-        merges: dict[str, Callable[[], None]] = {}
-        # Row-wise state fits its saved size where the number of cuts is equal, and may be wrong
-        # still.
-        for path, found in self._row_wise.items():
-            cuts = saved["cuts"].get(path, [0])
-            if path in metadata.state_dict_metadata and cuts != found.cuts:
-                if choice == "refuse":
-                    raise ValueError(
-                        f"{path!r} has a number for each row of a column shard: it was saved with"
-                        f" cuts at columns {cuts}, and they are at {found.cuts} now. Cut the table"
-                        " as before, or pass row_wise_state='merge'."
-                    )
-                targets[path], merges[path] = found.merging(cuts)
+            changes.append(partial(self._put, key, name, value))
+        for key, held in self._values.items():
+            for name in held.keys() & saved["values"].get(key, {}).keys():
+                state = self._part_of[key].state(key)
+                changes.append(partial(_set, state, name, saved["values"][key][name]))
+        options = {key: found for found, keys in saved["groups"] for key in keys}
+        for part in self._parts:
+            for group, keys in part.groups():
+                _refuse_other_options(part, group, keys, options)
+                for name in group.keys() & options[keys[0]].keys():
+                    changes.append(partial(_set, group, name, options[keys[0]][name]))
+            if part.fused_steps is not None and saved["fused_steps"] is not None:
+                # They live in the kernel and not in any state.
+                changes.append(partial(part.optimizer.set_optimizer_step, saved["fused_steps"]))
 
         def commit() -> list[str]:
-            for merge in merges.values():
-                merge()
-            for (key, name), value in fresh.items():
-                part = self._part_of[key]
-                part.optimizer.state[part.params[key]][name] = value
             for change in changes:
                 change()
-            for part in self._parts:
-                # It lives in the kernel and not in any state.
-                if part.fused_steps is not None and saved["fused_steps"] is not None:
-                    part.optimizer.set_optimizer_step(saved["fused_steps"])
-            return sorted(merges)
+            return sorted(merged)
 
         return targets, commit
 
-    def _fresh(self, metadata: Metadata, values: Json) -> dict[tuple[str, str], Any]:
+    def _merges(
+        self, metadata: Metadata, cuts: Json, choice: RowWiseState
+    ) -> Iterator[tuple[str, Tensor, Callable[[], None]]]:
+        """Row-wise state that was saved with other cuts: its key, what to load, how to merge it."""
+        for path, found in self._row_wise.items():
+            # It fits its saved size where the number of cuts is equal, and may be wrong still.
+            before = cuts.get(path, [0])
+            if path not in metadata.state_dict_metadata or before == found.cuts:
+                continue
+            if choice == "refuse":
+                raise ValueError(
+                    f"{path!r} has a number for each row of a column shard: it was saved with"
+                    f" cuts at columns {before}, and they are at {found.cuts} now. Cut the table"
+                    " as before, or pass row_wise_state='merge'."
+                )
+            yield path, *found.merging(before)
+
+    def _fresh(self, metadata: Metadata, values: Json) -> Iterator[tuple[str, str, Any]]:
         """State by parameter and name, where it has none yet and had some when it was saved:
         tensors to load into, and values."""
         bare = {key for key, part in self._part_of.items() if not part.state(key)}
-        fresh: dict[tuple[str, str], Any] = {}
         found: dict[str, Any] = metadata.state_dict_metadata
         for path, saved in found.items():
             key, _, name = path.removeprefix(_PREFIX).rpartition(".")
             if key in bare and path.startswith(_PREFIX):
-                fresh[key, name] = self._part_of[key].empty(key, saved)
-        for key in bare:
-            for name, value in values.get(key, {}).items():
-                fresh[key, name] = value
-        return fresh
+                yield key, name, self._part_of[key].empty(key, saved)
+        for key in bare & values.keys():
+            for name, value in values[key].items():
+                yield key, name, value
 
-    def _value_changes(self, saved: Json) -> Iterator[Callable[[], None]]:
-        """Functions that give the parameters their saved values."""
-        for key, held in self._scalars.items():
-            for name in held.keys() & saved.get(key, {}).keys():
-                yield partial(_set, self._part_of[key].state(key), name, saved[key][name])
+    def _put(self, key: str, name: str, value: object) -> None:
+        part = self._part_of[key]
+        part.optimizer.state[part.params[key]][name] = value
 
 
 def gathered(described: Sequence[Json]) -> Json:
@@ -242,12 +236,8 @@ def gathered(described: Sequence[Json]) -> Json:
     groups: dict[str, tuple[Json, list[str]]] = {}
     for key, found in sorted(options.items()):
         groups.setdefault(repr(sorted(found.items())), (found, []))[1].append(key)
-    return {
-        "groups": [list(group) for group in groups.values()],
-        "values": values,
-        "cuts": cuts,
-        "fused_steps": _most(each["fused_steps"] for each in described),
-    }
+    steps = _most(each["fused_steps"] for each in described)
+    return {"groups": list(groups.values()), "values": values, "cuts": cuts, "fused_steps": steps}
 
 
 def _most(counts: Iterable[int | None]) -> int | None:
@@ -256,7 +246,10 @@ def _most(counts: Iterable[int | None]) -> int | None:
 
 def _parts(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[_Part]:
     """The optimizers in an optimizer that keep state themselves."""
-    if hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
+    if isinstance(optimizer, (list, tuple)):
+        for each in optimizer:
+            yield from _parts(each, prefix, names)
+    elif hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
         for key, part in optimizer.optimizers:
             yield from _parts(part, _joined(prefix, key), names)
     elif isinstance(getattr(optimizer, "params", None), Mapping):  # any other KeyedOptimizer
@@ -286,34 +279,33 @@ def _named_params(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
 
 
 def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix and key else prefix or key
+    return ".".join(filter(None, (prefix, key)))
 
 
-def _option_changes(part: _Part, saved: Mapping[str, Json]) -> Iterator[Callable[[], None]]:
-    """Functions that give the param groups their saved options."""
-    for group, keys in part.groups():
-        if unsaved := [key for key in keys if key not in saved]:
-            raise ValueError(
-                f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
-            )
-        first = keys[0]
-        for name in sorted(group.keys() & saved[first].keys()):
-            value = saved[first][name]
-            for key in keys:
-                if not _alike(saved[key].get(name, value), value):
-                    raise ValueError(
-                        f"{first!r} and {key!r} had another {name!r} each, and are in one group"
-                        " now."
-                    )
-            yield partial(_set, group, name, value)
-        # Fused optimizers have a learning rate alone.
-        for key in [] if group.keys() <= _OF_FUSED else keys:
-            if lost := sorted(saved[key].keys() - group.keys() - _OF_SCHEDULERS):
+def _refuse_other_options(
+    part: _Part, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
+) -> None:
+    """Refuse saved options that a param group can't have."""
+    if unsaved := [key for key in keys if key not in saved]:
+        raise ValueError(
+            f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
+        )
+    first = keys[0]
+    for key in keys:
+        for name in sorted(group.keys() & saved[first].keys() & saved[key].keys()):
+            if not _alike(saved[key][name], saved[first][name]):
                 raise ValueError(
-                    f"{key!r} was saved with the option {lost[0]!r}, which"
-                    f" {type(part.optimizer).__name__} does not have: it was stepped by another"
-                    " class of optimizer."
+                    f"{first!r} and {key!r} had another {name!r} each, and are in one group now."
                 )
+    # Fused optimizers have a learning rate alone.
+    is_fused = group.keys() <= _OF_FUSED
+    for key in () if is_fused else keys:
+        if lost := sorted(saved[key].keys() - group.keys() - _OF_SCHEDULERS):
+            raise ValueError(
+                f"{key!r} was saved with the option {lost[0]!r}, which"
+                f" {type(part.optimizer).__name__} does not have: it was stepped by another"
+                " class of optimizer."
+            )
 
 
 def _alike(ours: Json, theirs: Json) -> bool:
@@ -333,9 +325,9 @@ def _set(held: dict[str, Any], name: str, value: Json) -> None:
         held[name] = tuple(value) if isinstance(now, tuple) else value
 
 
-def _plain(key: str, name: str, value: Any) -> Json:
+def _plain(what: str, value: Any) -> Json:
     if isinstance(value, Tensor):
         value = value.item()
     elif isinstance(value, tuple):
         value = list(value)
-    return as_json(f"option {name!r} of {key!r}", value)
+    return as_json(what, value)

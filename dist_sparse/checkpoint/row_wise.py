@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,16 +45,16 @@ class RowWise:
         rows, width = self.shape
         saved, now = (list(pairwise([*cuts, width])) for cuts in (before, self.cuts))
         wants: list[tuple[tuple[int], tuple[int]]] = []
-        merges: list[tuple[Tensor, list[_Share]]] = []
+        # Numbers of this rank; the columns that they share with saved ones, by place in ``wants``.
+        merges: list[tuple[Tensor, dict[int, int]]] = []
         for offset, numbers in self.pieces:
-            if not numbers.numel():
-                continue
             # Offsets count numbers of rows, cut after cut.
             cut, row = divmod(offset, rows)
-            shares = []
-            for number, columns in enumerate(_overlaps(now[cut], saved)):
+            shares = {}
+            for number, (first, last) in enumerate(saved):
+                columns = min(now[cut][1], last) - max(now[cut][0], first)
                 if columns > 0:
-                    shares.append(_Share(len(wants), columns))
+                    shares[len(wants)] = columns
                     wants.append(((number * rows + row,), (numbers.numel(),)))
             merges.append((numbers, shares))
         # The state as it was saved, of which this rank loads what its cuts overlap.
@@ -65,25 +65,11 @@ class RowWise:
             for numbers, shares in merges:
                 # In ascending order of columns, so that all ranks get the same bits.
                 total = torch.zeros(numbers.shape, dtype=torch.float64)
-                for share in shares:
-                    total += share.columns * target.loaded[share.want].double()
-                numbers.copy_(total / sum(share.columns for share in shares))
+                for want, columns in shares.items():
+                    total += columns * target.loaded[want].double()
+                numbers.copy_(total / sum(shares.values()))
 
         return target, merge
-
-
-class _Share(NamedTuple):
-    """The columns that a cut shares with a saved one, and the place of its numbers in what is
-    loaded."""
-
-    want: int
-    columns: int
-
-
-def _overlaps(cut: tuple[int, int], saved: Sequence[tuple[int, int]]) -> list[int]:
-    """How many columns a cut shares with each saved one; none where it is not positive."""
-    start, stop = cut
-    return [min(stop, last) - max(start, first) for first, last in saved]
 
 
 def row_wise(name: str, value: Any, param: Any) -> RowWise | None:
@@ -109,10 +95,13 @@ def row_wise(name: str, value: Any, param: Any) -> RowWise | None:
 def _sharded(name: str, value: Any, param: Any) -> RowWise | None:
     """State of a sharded table, if it has a number for each row of each column cut."""
     rows, columns = param.shape
-    # A rank without a part of the table has an empty shard.
     shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
     cuts = sorted({shard.shard_offsets[1] for shard in shards})
     if value.dim() != 1 or value.size(0) != rows * len(cuts):
         return None
-    pieces = [(shard.metadata.shard_offsets[0], shard.tensor) for shard in value.local_shards()]
+    pieces = []
+    for shard in value.local_shards():
+        # A rank without a part of the table has an empty shard.
+        if shard.tensor.numel():
+            pieces.append((shard.metadata.shard_offsets[0], shard.tensor))
     return RowWise(name.rpartition(".")[2], value, cuts, (rows, columns), pieces)

@@ -22,25 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint import default_planner, filesystem, planner
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
-    FileSystemReader,
-    FileSystemWriter,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from dist_sparse.checkpoint.folders import Entry, naming_errors, read_crc
@@ -108,18 +95,18 @@ def save_tensors(
     """
     writer = _Writer(folder, files)
     # Keys are flat already.
-    planner = DefaultSavePlanner(flatten_state_dict=False)
+    by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
     with _errors_of_ranks(f"Saving to {folder}"):
         # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
         # silence it: filters of warnings belong to the process.
-        _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=planner)
+        _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=by)
     return writer.written
 
 
 def load_tensors(
     files: Any,
     folder: str,
-    metadata: Metadata,
+    metadata: dcp.Metadata,
     tensors: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
@@ -136,13 +123,13 @@ def load_tensors(
         load(
             dict(tensors),
             storage_reader=_Reader(folder, files, metadata),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            planner=default_planner.DefaultLoadPlanner(flatten_state_dict=False),
             process_group=group,
             no_dist=group is None,
         )
 
 
-def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> Metadata:
+def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> dcp.Metadata:
     """Return what DCP has written to ``.metadata``, without running anything in it.
 
     Args:
@@ -163,15 +150,15 @@ def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> Metadata
         ) from None
 
 
-def _checked_metadata(found: object, sizes: Mapping[str, int]) -> Metadata:
+def _checked_metadata(found: object, sizes: Mapping[str, int]) -> dcp.Metadata:
     """``found``, unless it lists anything but tensors in the files of the checkpoint."""
-    if type(found) is not Metadata or not isinstance(found.storage_data, dict):
+    if type(found) is not dcp.Metadata or not isinstance(found.storage_data, dict):
         raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
     for key, saved in found.state_dict_metadata.items():
-        if not isinstance(key, str) or type(saved) is not TensorStorageMetadata:
+        if not isinstance(key, str) or type(saved) is not dcp.TensorStorageMetadata:
             raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
         for chunk in saved.chunks:
-            place = found.storage_data[MetadataIndex(key, chunk.offsets)]
+            place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
             # A path that leads out of the folder is none of its files.
             size = sizes.get(place.relative_path, -1)
             inside = 0 <= place.offset <= place.offset + place.length <= size
@@ -180,7 +167,7 @@ def _checked_metadata(found: object, sizes: Mapping[str, int]) -> Metadata:
     return found
 
 
-def check_saved(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
     """Check that every one of ``tensors`` was saved, with its size and dtype, and without holes.
 
     Raises:
@@ -190,7 +177,7 @@ def check_saved(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
         saved = metadata.state_dict_metadata.get(key)
         if saved is None:
             raise ValueError(f"{key!r} is not in the checkpoint.")
-        assert isinstance(saved, TensorStorageMetadata)
+        assert isinstance(saved, dcp.TensorStorageMetadata)
         if saved.size != tensor.size() or saved.properties.dtype != tensor.dtype:
             raise ValueError(
                 f"{key!r} was saved with shape {tuple(saved.size)} and {saved.properties.dtype},"
@@ -206,7 +193,7 @@ def check_saved(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+def _is_within(chunk: dcp.ChunkStorageMetadata, size: torch.Size) -> bool:
     return all(
         0 <= start <= start + length <= whole
         for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
@@ -226,19 +213,19 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(FileSystemReader):
+class _Reader(filesystem.FileSystemReader):
     """Reader of a checkpoint whose metadata has been read and checked."""
 
-    def __init__(self, folder: str, files: Any, metadata: Metadata) -> None:
+    def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
         # DCP makes a local file system of any folder: replaced by the one of the root.
         super().__init__(folder)
         self.fs, self.path, self._checked = files, files.init_path(folder), metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._checked
 
 
-class _Writer(FileSystemWriter):
+class _Writer(filesystem.FileSystemWriter):
     """Writer that hashes each file once it is written. An error of a rank is raised by DCP on
     all."""
 
@@ -247,16 +234,16 @@ class _Writer(FileSystemWriter):
         self.fs, self.path = files, files.init_path(folder)
         self.written: dict[str, Entry] = {}
 
-    def storage_meta(self) -> StorageMeta:
+    def storage_meta(self) -> dcp.StorageMeta:
         # DCP's own holds a path of this machine.
-        return StorageMeta()
+        return dcp.StorageMeta()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+    def write_data(self, plan: planner.SavePlan, by: planner.SavePlanner) -> Any:
         # DCP writes one file on each rank, even of no tensors.
-        with self._hashing(f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"):
-            return super().write_data(plan, planner)
+        with self._hashing(f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"):
+            return super().write_data(plan, by)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: Any) -> None:
         with self._hashing(METADATA):
             super().finish(metadata, results)
 

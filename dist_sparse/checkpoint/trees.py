@@ -7,10 +7,9 @@ dicts where others have tensors.
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +58,8 @@ def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
     if not _holds_tensor(tree):
         # An empty tree was not saved, and stays.
         return values.get(key, tree)
-    if isinstance(tree, Mapping):
-        return {name: filled(item, f"{key}.{name}", values) for name, item in tree.items()}
-    return type(tree)(filled(item, f"{key}.{i}", values) for i, item in enumerate(tree))
+    new = {name: filled(item, f"{key}.{name}", values) for name, item in _children(tree).items()}
+    return new if isinstance(tree, Mapping) else type(tree)(new.values())
 
 
 def as_json(name: str, value: object) -> Json:
@@ -87,21 +85,21 @@ def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(tree, Tensor) or not _holds_tensor(tree):
         yield key, tree
         return
-    names = tree if isinstance(tree, Mapping) else itertools.count()
-    for name, item in zip(names, _children(tree), strict=False):
+    for name, item in _children(tree).items():
         yield from _leaves(item, f"{key}.{name}")
 
 
 def _holds_tensor(tree: object) -> bool:
-    return isinstance(tree, Tensor) or any(map(_holds_tensor, _children(tree)))
+    return isinstance(tree, Tensor) or any(map(_holds_tensor, _children(tree).values()))
 
 
 def _is_empty(tree: object) -> bool:
     """Whether it is a dict, list or tuple of nothing, or of empty ones alone."""
-    return isinstance(tree, (Mapping, list, tuple)) and all(map(_is_empty, _children(tree)))
+    is_container = isinstance(tree, (Mapping, list, tuple))
+    return is_container and all(map(_is_empty, _children(tree).values()))
 
 
-def _children(tree: object) -> Iterable[object]:
-    if isinstance(tree, Mapping):
-        return tree.values()
-    return tree if isinstance(tree, (list, tuple)) else ()
+def _children(tree: object) -> Mapping[Any, object]:
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    return tree if isinstance(tree, Mapping) else {}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from dist_sparse.checks import name_list
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection as TableCollection
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, Source, check_data
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
 
 Patterns = str | Sequence[str] | None
 
@@ -67,15 +67,17 @@ def _child_path(module: nn.Module, path: str, name: str) -> str:
     return path if name == "module" and _WRAPPERS & kinds else _join(path, name)
 
 
-def model_source(
-    model: nn.Module,
-    *,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    dense: bool | Patterns = None,
-) -> Source:
-    """Return the tables of a model, and on request its dense parameters, to be registered. Does not
-    communicate.
+def model_source(model: nn.Module, **selection: Any) -> ModelTables:
+    """Return the tables of a model, selected and located once; for the arguments and errors see
+    :class:`ModelTables`."""
+    source = ModelTables(model, **selection)
+    source.locate()
+    return source
+
+
+class ModelTables:
+    """The tables of a model, and on request its dense parameters, to be registered. Selected by the
+    first :meth:`locate`. Does not communicate.
 
     Args:
         model: a ``DistributedModelParallel``, a DDP module, or any module.
@@ -84,18 +86,7 @@ def model_source(
             left out by its path.
         dense: globs of other parameters to register, True for all: 2-D ones as they are, 1-D ones
             as (1, n).
-
-    Raises:
-        ValueError: nothing is selected, a pattern matches nothing, or something selected can't be
-            sparsified.
     """
-    source = ModelTables(model, include=include, exclude=exclude, dense=dense)
-    source.locate()
-    return source
-
-
-class ModelTables:
-    """The tables selected from a model; see :func:`model_source` for the arguments."""
 
     def __init__(
         self,
@@ -126,21 +117,22 @@ class ModelTables:
             names: which of them; None is all.
 
         Raises:
-            ValueError: as :func:`model_source`; the model may have changed since.
+            ValueError: nothing is selected, a pattern matches nothing, or something selected can't
+                be sparsified; the model may have changed since.
         """
+        walked = _Walk().found_in(self.model)
         first = self._names is None
         if self._names is None:
-            selected = self._select()
-            self._names = {found.fqn: name for name, found in selected}
+            selected = self._select(walked)
+            self._names = {found.fqn: name for name, found in selected.items()}
         else:
-            known, walk = self._names, _Walk(dense=bool(self._dense)).found_in(self.model)
-            selected = [(known[found.fqn], found) for found in walk if found.fqn in known]
+            known = self._names
+            selected = {known[found.fqn]: found for found in walked if found.fqn in known}
         if names is not None:
-            wanted = set(names)
-            selected = [(name, found) for name, found in selected if name in wanted]
+            selected = {name: selected[name] for name in selected if name in names}
         # What the walk read of a collection, views of its weights too, must not outlive it.
-        self._found = {name: replace(found, locate=found.find) for name, found in selected}
-        located = [found.locate(name) for name, found in selected]
+        self._found = {name: replace(found, locate=found.find) for name, found in selected.items()}
+        located = [found.locate(name) for name, found in selected.items()]
         if first:
             for data in located:
                 check_data(data)
@@ -160,35 +152,57 @@ class ModelTables:
             return located[0]
         return found.find(name)
 
-    def _select(self) -> list[_Named]:
-        everything = _named(_Walk(dense=True).found_in(self.model))
-        tables = [(name, found) for name, found in everything if found.dense is None]
-        parameters = [(name, found) for name, found in everything if found.dense is not None]
-        chosen = self._included(tables) + self._dense_ones(parameters)
+    def _select(self, walked: list[_Found]) -> _Named:
+        everything = _named(walked)
+        tables: _Named = {}
+        parameters: _Named = {}
+        for name, found in everything.items():
+            (tables if found.dense is None else parameters)[name] = found
+        # A model without any parameters is no error if all of them are asked for.
+        dense = parameters
+        if not self._all_dense:
+            dense = _matching("dense", self._dense, parameters, "parameters")
+        chosen = {**self._included(tables), **dense}
         # Parameters that were not selected are no candidates: a pattern for them is a mistake.
         candidates = everything if self._dense else tables
-        left_out = dict(_matching("exclude", self._exclude, candidates, "tables"))
-        chosen = [(name, found) for name, found in chosen if name not in left_out]
-        if not chosen and not tables:
+        for name in _matching("exclude", self._exclude, candidates, "tables"):
+            chosen.pop(name, None)
+        if not chosen and tables:
+            raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
+        if not chosen:
             raise ValueError(
                 f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
                 " nn.Embedding(Bag). Other parameters are selected by dense=."
             )
-        if not chosen:
-            raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
         return chosen
 
-    def _included(self, tables: list[_Named]) -> list[_Named]:
+    def _included(self, tables: _Named) -> _Named:
         if self._include is None:
             return tables
         hint = "" if self._dense else " Dense parameters are selected by dense=."
         return _matching("include", self._include, tables, "tables", hint)
 
-    def _dense_ones(self, parameters: list[_Named]) -> list[_Named]:
-        # A model without any is no error if all of them are asked for.
-        if self._all_dense:
-            return parameters
-        return _matching("dense", self._dense, parameters, "parameters")
+
+class _Place(NamedTuple):
+    """Where a module is: its path, the attributes that lead to it from the model, and its own path
+    inside the innermost DDP around it."""
+
+    path: str = ""
+    trail: str = ""
+    inside: str = ""
+    ddp: DistributedDataParallel | None = None
+
+    def child(self, name: str, path: str) -> _Place:
+        inside, trail = _join(self.inside, name), _join(self.trail, name)
+        return self._replace(path=path, trail=trail, inside=inside)
+
+    def ranks(self, parameter: str) -> tuple[int, ...] | None:
+        """Return the ranks that hold a copy of a parameter of the module; None is this one."""
+        ignored = getattr(self.ddp, "parameters_to_ignore", ())
+        if self.ddp is None or _join(self.inside, parameter) in ignored:
+            return None
+        ranks = tuple(dist.get_process_group_ranks(self.ddp.process_group))
+        return ranks if len(ranks) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -212,64 +226,37 @@ class _Found:
     locate: Callable[[str], ShardedData]
     find: Callable[[str], ShardedData]
     holder: nn.Module
-    trail: tuple[str, ...]
+    trail: str
     dense: nn.Parameter | None = None
 
     def present(self, model: nn.Module) -> bool:
         """Whether ``holder`` is still where it was."""
-        module: nn.Module | None = model
-        for attribute in self.trail:
-            if module is None:
-                return False
-            module = module._modules.get(attribute)
-        return module is self.holder
+        try:
+            return model.get_submodule(self.trail) is self.holder
+        except AttributeError:
+            return False
 
 
-_Named = tuple[str, _Found]
-"""A unique name, and what has it."""
-
-
-class _Replicas(NamedTuple):
-    """The innermost DDP around a module: its ranks, the parameters it leaves alone, the module's
-    own path inside it."""
-
-    ranks: tuple[int, ...] | None = None
-    ignored: frozenset[str] = frozenset()
-    inside: str = ""
-
-    def child(self, name: str) -> _Replicas:
-        return self._replace(inside=_join(self.inside, name))
-
-    def of(self, parameter: str) -> tuple[int, ...] | None:
-        return None if _join(self.inside, parameter) in self.ignored else self.ranks
-
-
-_NO_DDP: Final = _Replicas()
+_Named = dict[str, _Found]
+"""What is in a model, by unique name."""
 
 
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self, *, dense: bool) -> None:
+    def __init__(self) -> None:
         self._seen: set[int] = set()
         self._seen_dense: set[int] = set()
         self._table_weights: set[int] = set()
-        self._dense = dense
         self._torchrec = torchrec_port()
 
     def found_in(self, model: nn.Module) -> list[_Found]:
         """Return everything in a model, in its order."""
-        found = list(self._find(model))
+        found = list(self._find(model, _Place()))
         # A weight that an embedding shares with another module is a table, whichever comes first.
         return [each for each in found if id(each.dense) not in self._table_weights]
 
-    def _find(
-        self,
-        module: nn.Module,
-        path: str = "",
-        ddp: _Replicas = _NO_DDP,
-        trail: tuple[str, ...] = (),
-    ) -> Iterator[_Found]:
+    def _find(self, module: nn.Module, at: _Place) -> Iterator[_Found]:
         if not self._first(module):
             return
         reason = self._refusal(module)
@@ -277,29 +264,26 @@ class _Walk:
             # Whether it is selected, and so refused, is not known yet.
             self._note_weights(module)
             kind = type(module).__name__
-            refuse = partial(_refuse, kind, path, reason)
-            name = path.replace(".", "/") or kind
-            yield _Found(name, "", path or kind, refuse, refuse, module, trail)
+            refuse = partial(_refuse, kind, at.path, reason)
+            name = at.path.replace(".", "/") or kind
+            yield _Found(name, "", at.path or kind, refuse, refuse, module, at.trail)
             return
         collection = self._torchrec.collection(module) if self._torchrec else None
         if collection is not None:
             self._note_weights(module)
             in_collection = self._sharded if collection.is_sharded else self._unsharded
-            yield from in_collection(module, collection, path, ddp, trail)
+            yield from in_collection(module, collection, at)
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             self._note_weights(module)
-            yield from self._table(module, path.replace(".", "/") or "weight", "", path, ddp, trail)
+            yield from self._table(module, at.path.replace(".", "/") or "weight", "", at)
         if isinstance(module, DistributedDataParallel):
-            ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
-            replicas = _Replicas(_ranks(module.process_group), ignored)
-            yield from self._find(module.module, path, replicas, (*trail, "module"))
+            wrapped = _Place(at.path, _join(at.trail, "module"), "", module)
+            yield from self._find(module.module, wrapped)
             return
-        if self._dense:
-            yield from self._dense_parameters(module, path, ddp, trail)
+        yield from self._dense_parameters(module, at)
         for name, child in module.named_children():
-            inside = _child_path(module, path, name)
-            yield from self._find(child, inside, ddp.child(name), (*trail, name))
+            yield from self._find(child, at.child(name, _child_path(module, at.path, name)))
 
     def _first(self, thing: object) -> bool:
         first = id(thing) not in self._seen
@@ -309,13 +293,9 @@ class _Walk:
     def _note_weights(self, holder: nn.Module) -> None:
         """Note the weights of all embeddings of torch's in a module: they are no dense
         parameters."""
-        if not self._dense:
-            return
         for module in holder.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                weight = module._parameters.get("weight")
-                if weight is not None:
-                    self._table_weights.add(id(weight))
+                self._table_weights.add(id(module._parameters.get("weight", holder)))
 
     def _refusal(self, module: nn.Module) -> str | None:
         if hasattr(module, "split_embedding_weights"):
@@ -326,75 +306,55 @@ class _Walk:
         return self._torchrec.refusal(module) if self._torchrec else None
 
     def _sharded(
-        self,
-        module: nn.Module,
-        collection: TableCollection,
-        path: str,
-        ddp: _Replicas,
-        trail: tuple[str, ...],
+        self, module: nn.Module, collection: TableCollection, at: _Place
     ) -> Iterator[_Found]:
         for table in collection.tables:
-            fqn = collection.fqn(path, table.name)
+            fqn = collection.fqn(at.path, table.name)
             # What one collection has read serves all its tables during the walk. Later it is read
             # again: a reshard replaces it.
             locate = partial(collection.locate, table.name, fqn)
             find = partial(_find_sharded, module, table.name, fqn)
-            yield _Found(table.name, path, fqn, locate, find, module, trail)
+            yield _Found(table.name, at.path, fqn, locate, find, module, at.trail)
 
     def _unsharded(
-        self,
-        module: nn.Module,
-        collection: TableCollection,
-        path: str,
-        ddp: _Replicas,
-        trail: tuple[str, ...],
+        self, module: nn.Module, collection: TableCollection, at: _Place
     ) -> Iterator[_Found]:
         embeddings = collection.embeddings()
         for table in collection.tables:
             below = f"{collection.attribute}.{table.name}"
-            yield from self._table(
-                embeddings[table.name],
-                table.name,
-                path,
-                _join(path, below),
-                ddp.child(below),
-                (*trail, collection.attribute, table.name),
-                table.features,
-            )
+            place = at.child(below, _join(at.path, below))
+            embedding, features = embeddings[table.name], table.features
+            yield from self._table(embedding, table.name, at.path, place, features)
 
     def _table(
         self,
         module: nn.Module,
         name: str,
         path: str,
-        module_path: str,
-        ddp: _Replicas,
-        trail: tuple[str, ...],
+        at: _Place,
         features: tuple[str, ...] = (),
     ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
         here."""
         self._seen.add(id(module))
         weight = module._parameters.get("weight")
-        if weight is not None and not self._first(weight):
-            return
-        fqn = _join(module_path, "weight")
-        locate = partial(_replica, module, "weight", fqn, ddp.of("weight"), features=features)
-        yield _Found(name, path, fqn, locate, locate, module, trail)
+        if weight is None or self._first(weight):
+            fqn = _join(at.path, "weight")
+            ranks = at.ranks("weight")
+            locate = partial(_replica, module, "weight", fqn, ranks, features=features)
+            yield _Found(name, path, fqn, locate, locate, module, at.trail)
 
-    def _dense_parameters(
-        self, module: nn.Module, path: str, ddp: _Replicas, trail: tuple[str, ...]
-    ) -> Iterator[_Found]:
+    def _dense_parameters(self, module: nn.Module, at: _Place) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in self._seen_dense:
                 continue
             # Not in _seen: an embedding that comes later may share it, and is a table.
             self._seen_dense.add(id(parameter))
-            fqn = _join(path, name)
-            locate = partial(_replica, module, name, fqn, ddp.of(name))
+            fqn = _join(at.path, name)
+            locate = partial(_replica, module, name, fqn, at.ranks(name))
             label = fqn.replace(".", "/")
-            yield _Found(label, "", fqn, locate, locate, module, trail, dense=parameter)
+            yield _Found(label, "", fqn, locate, locate, module, at.trail, dense=parameter)
 
 
 def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> ShardedData:
@@ -450,51 +410,48 @@ def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
     raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
 
 
-def _named(found: list[_Found]) -> list[_Named]:
+def _named(walked: list[_Found]) -> _Named:
     """Names that are unique in the model: a table's own name, or module path and name where several
     things have it."""
-    times = Counter(each.name for each in found)
-    named = []
-    for each in found:
-        whole = _join(each.path, each.name, "/").replace(".", "/")
-        named.append((each.name if times[each.name] == 1 else whole, each))
-    for name, count in Counter(name for name, _ in named).items():
-        if count > 1:
-            fqns = ", ".join(each.fqn for other, each in named if other == name)
+    times = Counter(each.name for each in walked)
+    named: _Named = {}
+    for each in walked:
+        name = each.name
+        if times[name] > 1:
+            name = _join(each.path, name, "/").replace(".", "/")
+        if name in named:
+            fqns = f"{named[name].fqn}, {each.fqn}"
             raise ValueError(f"Two tables would be called {name!r}: {fqns}. Rename one of them.")
+        named[name] = each
     return named
 
 
 def _matching(
-    option: str, patterns: Sequence[str], named: list[_Named], kind: str, hint: str = ""
-) -> list[_Named]:
+    option: str, patterns: Sequence[str], named: _Named, kind: str, hint: str = ""
+) -> _Named:
     """What one of the patterns of an option matches, by name or fully qualified name."""
     matching = set()
     for pattern in patterns:
-        here = {
-            name
-            for name, found in named
-            if fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern)
-        }
+        here = set()
+        for name, found in named.items():
+            if fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern):
+                here.add(name)
         if not here:
             raise ValueError(
                 f"Invalid {option} pattern {pattern!r}: matches none of the {kind}"
                 f" {_listed(named)}.{hint}"
             )
         matching |= here
-    return [(name, found) for name, found in named if name in matching]
+    return {name: named[name] for name in named if name in matching}
 
 
-def _listed(named: list[_Named]) -> str:
-    names = [name if name == found.fqn else f"{name} ({found.fqn})" for name, found in named]
+def _listed(named: _Named) -> str:
+    names = []
+    for name, found in named.items():
+        names.append(name if name == found.fqn else f"{name} ({found.fqn})")
     if len(names) > 20:
         names[20:] = [f"and {len(names) - 20} more"]
     return ", ".join(names) or "(there are none)"
-
-
-def _ranks(process_group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    return ranks if len(ranks) > 1 else None
 
 
 def _join(path: str, name: str, separator: str = ".") -> str:

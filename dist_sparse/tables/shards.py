@@ -8,10 +8,11 @@ the rectangles of the other ranks come from metadata.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -161,22 +162,20 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     Raises:
         ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``.
     """
-    rule = (
-        f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, (int, ROW)"
-        " or (COL, int)."
-    )
-    if not isinstance(block, Sequence) or isinstance(block, str) or len(block) != 2:
-        raise ValueError(rule)
-    height, width = block
-    # A table without columns or rows still has blocks of one.
-    if width == ROW:
-        width = max(shape[1], 1)
-    elif height == COL:
-        height = max(shape[0], 1)
     try:
+        sides: Any = () if isinstance(block, str) else block
+        height, width = sides
+        # A table without columns or rows still has blocks of one.
+        if width == ROW:
+            width = max(shape[1], 1)
+        elif height == COL:
+            height = max(shape[0], 1)
         return integer("rows", height, least=1), integer("columns", width, least=1)
-    except ValueError:
-        raise ValueError(rule) from None
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Invalid sparse_block_shape={block!r} of {name!r}: must be two positive ints, (int,"
+            " ROW) or (COL, int)."
+        ) from None
 
 
 def check_data(data: ShardedData) -> None:
@@ -305,37 +304,32 @@ def check_tiling(data: ShardedData) -> None:
         ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table,
             the rank and the place.
     """
-    rows, cols = data.shape
+    whole = Rect(0, 0, *data.shape)
     for rank, held in enumerate(data.tiling):
         for rect in held:
-            if min(rect) < 0 or rect.row_end > rows or rect.col_end > cols:
+            if rect.numel and whole.intersect(rect) != rect:
                 raise ValueError(
                     f"Table {data.name!r}: the shard {rect} of rank {rank} is outside the shape"
                     f" {data.shape}."
                 )
     rects = data.rects
     # The edges of all shards cut the table into cells, each of which one shard must cover.
-    row_cuts = _cuts(rows, [(rect.row, rect.row_end) for rect in rects])
-    col_cuts = _cuts(cols, [(rect.col, rect.col_end) for rect in rects])
-    row_at = {edge: i for i, edge in enumerate(row_cuts)}
-    col_at = {edge: i for i, edge in enumerate(col_cuts)}
-    cover = torch.zeros(len(row_cuts) - 1, len(col_cuts) - 1, dtype=torch.int32)
+    rows = sorted({0, whole.rows}.union(*((rect.row, rect.row_end) for rect in rects)))
+    cols = sorted({0, whole.cols}.union(*((rect.col, rect.col_end) for rect in rects)))
+    cover = torch.zeros(len(rows) - 1, len(cols) - 1, dtype=torch.int32)
     for rect in rects:
-        cover[row_at[rect.row] : row_at[rect.row_end], col_at[rect.col] : col_at[rect.col_end]] += 1
+        down = slice(bisect_left(rows, rect.row), bisect_left(rows, rect.row_end))
+        along = slice(bisect_left(cols, rect.col), bisect_left(cols, rect.col_end))
+        cover[down, along] += 1
     wrong = (cover != 1).nonzero()
     if len(wrong):
         i, j = wrong[0].tolist()
-        row, row_end, col, col_end = *row_cuts[i : i + 2], *col_cuts[j : j + 2]
-        place = Rect(row, col, row_end - row, col_end - col)
+        place = Rect(rows[i], cols[j], rows[i + 1] - rows[i], cols[j + 1] - cols[j])
         fault = "a gap" if cover[i, j] == 0 else "an overlap"
         raise ValueError(
             f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover"
             f" {data.shape} exactly once."
         )
-
-
-def _cuts(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    return sorted({0, size}.union(*edges))
 
 
 class Grid(NamedTuple):
@@ -365,7 +359,7 @@ class Grid(NamedTuple):
 def grid_of(rect: Rect, block: Block) -> Grid:
     """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it
     is empty."""
-    if rect.numel == 0:
-        return Grid(rect.row // block[0], rect.col // block[1], 0, 0)
     row, col = rect.row // block[0], rect.col // block[1]
+    if rect.numel == 0:
+        return Grid(row, col, 0, 0)
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)

@@ -7,6 +7,7 @@ are held; each ``locate()`` takes their local views again.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -20,14 +21,8 @@ from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
 def is_sharded(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
     only by programs that use them."""
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
-    return bool(
-        kinds
-        & {
-            "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
-            "torch.distributed.tensor.DTensor",
-        }
-    )
+    kinds = {(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(data).__mro__}
+    return not kinds.isdisjoint({("ShardedTensor", "torch"), ("DTensor", "torch")})
 
 
 def steps_in_backward(parameter: object) -> bool:
@@ -61,96 +56,74 @@ class TensorSource:
                 f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or"
                 " two dimensions."
             )
-        return (
-            _from_sharded_tensor(self._name, data)
-            if _in_pieces(data)
-            else _from_dtensor(self._name, data)
-        )
-
-
-def _in_pieces(data: Any) -> bool:
-    return hasattr(data, "local_shards")
+        if hasattr(data, "local_shards"):
+            return _from_sharded_tensor(self._name, data)
+        return _from_dtensor(self._name, data)
 
 
 def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
     group = data._process_group if data._process_group is not None else dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(group))
-    tiling: list[list[Rect]] = [[] for _ in ranks]
+    held: dict[int, list[Rect]] = {rank: [] for rank in dist.get_process_group_ranks(group)}
     for shard in data.metadata().shards_metadata:
-        rect = _rect(shard.shard_offsets, shard.shard_sizes)
-        tiling[ranks.index(shard.placement.rank())] += [rect] if rect.numel else []
-    local = [
-        Shard(_rect(s.metadata.shard_offsets, s.metadata.shard_sizes), s.tensor)
-        for s in data.local_shards()
-    ]
-    shards = [shard for shard in local if shard.rect.numel]
-    mine = tiling[_here(name, ranks)]
-    shards.sort(key=lambda shard: mine.index(shard.rect))
-    return _located(name, data, "sharded_tensor", ranks, tiling, shards)
+        held[shard.placement.rank()].append(_rect(shard))
+    local = {_rect(shard.metadata): shard.tensor for shard in data.local_shards()}
+    return _located(name, data, "sharded_tensor", held, local)
 
 
 def _from_dtensor(name: str, data: Any) -> ShardedData:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard as ShardPlacement
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import (
         _compute_local_shape_and_global_offset as local_shape_and_offset,
     )
 
-    mesh = data.device_mesh
-    if any(not isinstance(p, (ShardPlacement, Replicate)) for p in data.placements):
+    mesh = data.device_mesh.mesh
+    if any(not isinstance(placement, (Shard, Replicate)) for placement in data.placements):
         raise ValueError(
             f"Data {name!r} has placements {data.placements}: only Shard and Replicate are"
             " supported."
         )
     held: dict[int, list[Rect]] = {}
-    positions = itertools.product(*(range(size) for size in mesh.mesh.shape))
-    for rank, position in zip(mesh.mesh.flatten().tolist(), positions, strict=True):
+    for position in itertools.product(*map(range, mesh.shape)):
         sizes, offsets = local_shape_and_offset(
-            data.shape, mesh.mesh.shape, list(position), data.placements
+            data.shape, mesh.shape, list(position), data.placements
         )
-        rect = _rect(offsets, sizes)
-        held[rank] = [rect] if rect.numel else []
-    ranks = tuple(sorted(held))  # as process groups have them, whatever the order of the mesh
-    tiling = [held[rank] for rank in ranks]
-    local = data.to_local()
-    mine = tiling[_here(name, ranks)]
-    return _located(name, data, "dtensor", ranks, tiling, [Shard(rect, local) for rect in mine])
-
-
-def _here(name: str, ranks: tuple[int, ...]) -> int:
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."
-        )
-    return ranks.index(dist.get_rank())
+        held[int(mesh[position])] = [_rect(ShardMetadata(list(offsets), list(sizes)))]
+    local = {rect: data.to_local() for rect in held.get(dist.get_rank(), ())}
+    return _located(name, data, "dtensor", held, local)
 
 
 def _located(
-    name: str,
-    data: Any,
-    kind: str,
-    ranks: tuple[int, ...],
-    tiling: list[list[Rect]],
-    shards: list[Shard],
+    name: str, data: Any, kind: str, held: dict[int, list[Rect]], local: dict[Rect, Tensor]
 ) -> ShardedData:
-    shape = (data.shape[0], data.shape[1]) if data.dim() == 2 else (1, data.shape[0])
-    views = tuple(Shard(rect, _matrix(tensor, rect)) for rect, tensor in shards)
+    """Data of the rectangles that each rank holds, and the tensors of this one's."""
+    ranks = tuple(sorted(held))  # as process groups have them, whatever the order of a mesh
+    if dist.get_rank() not in held:
+        raise ValueError(
+            f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."
+        )
+    tiling = tuple(tuple(filter(_numel, held[rank])) for rank in ranks)
+    shards = []
+    for rect in tiling[ranks.index(dist.get_rank())]:
+        tensor = torch.as_tensor(local[rect]).detach()
+        shards.append(Shard(rect, tensor.view(rect.rows, rect.cols)))
     return ShardedData(
         name=name,
-        shape=shape,
+        shape=(data.shape[0], data.shape[1]) if data.dim() == 2 else (1, data.shape[0]),
         dtype=data.dtype,
         sharding=kind,
         ranks=ranks if len(ranks) > 1 else None,
-        tiling=tuple(tuple(held) for held in tiling),
-        shards=views,
+        tiling=tiling,
+        shards=tuple(shards),
     )
 
 
-def _rect(offsets: Any, sizes: Any) -> Rect:
-    if len(sizes) == 1:
-        return Rect(0, int(offsets[0]), 1, int(sizes[0]))
-    return Rect(int(offsets[0]), int(offsets[1]), int(sizes[0]), int(sizes[1]))
+def _rect(shard: Any) -> Rect:
+    """The rectangle in the metadata of a shard; of one dimension it is a row."""
+    *row, col = shard.shard_offsets
+    *rows, cols = shard.shard_sizes
+    return Rect(int(sum(row)), int(col), int(math.prod(rows)), int(cols))
 
 
-def _matrix(tensor: Tensor, rect: Rect) -> Tensor:
-    return torch.as_tensor(tensor).detach().view(rect.rows, rect.cols)
+def _numel(rect: Rect) -> int:
+    return rect.numel
