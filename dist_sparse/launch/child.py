@@ -67,18 +67,17 @@ def _report(failures: dict[int, ProcessFailure], shown: str) -> int:
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed first. torch's own `get_first_failure` compares whole seconds."""
 
-    def time_of(failure: ProcessFailure) -> float:
+    def time_of(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+        failure = item[1]
+        # torchrun ends the other ranks by SIGTERM, and then lists them too.
+        ended = failure.exitcode == -signal.SIGTERM
         # A rank that was killed leaves no file.
         with contextlib.suppress(OSError):
-            return os.stat(failure.error_file).st_mtime
+            return ended, os.stat(failure.error_file).st_mtime
         # The second in which torchrun saw it; by then, others may have failed because of it.
-        return failure.timestamp - 1
+        return ended, failure.timestamp - 1
 
-    # torchrun ends the other ranks by SIGTERM, and then lists them too.
-    causes = {
-        rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM
-    }
-    return min((causes or failures).items(), key=lambda item: time_of(item[1]))
+    return min(failures.items(), key=time_of)
 
 
 def _describe(failure: ProcessFailure) -> tuple[str, str]:
@@ -93,9 +92,12 @@ def _describe(failure: ProcessFailure) -> tuple[str, str]:
     # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's
     # own.
     last = trace.rpartition("Traceback (most recent call last)")[2]
-    frames = [(file, line) for file, line in _FRAME.findall(last) if file not in _harness()]
-    lines = [line for file, line in frames if file == frames[0][0]]
-    where = f" at {os.path.relpath(frames[0][0])}:{lines[-1]}" if frames else ""
+    frames = [frame for frame in _FRAME.findall(last) if frame[0] not in _harness()]
+    where = ""
+    if frames:
+        script = frames[0][0]
+        line = dict(frames)[script]
+        where = f" at {os.path.relpath(script)}:{line}"
     return f"failed{where} with {what}", trace
 
 

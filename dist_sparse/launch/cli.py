@@ -48,25 +48,23 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     """
     words = list(sys.argv[1:] if words is None else words)
     # `launch train.py` is `launch local train.py`.
-    if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
-        words.insert(0, "local")
-    parser, of_command = _parsers(prog)
+    command = words.pop(0) if words and words[0] in _COMMANDS else "local"
+    parser = _parser(prog, command)
     options = parser.parse_args(words)
     try:
-        return _do(options)
+        return _do(options, command)
     except ValueError as error:
-        message = re.sub(r"(?<=^Invalid )[a-z_]+(?==)", _typed, str(error))
-        of_command[options.command].error(message)
+        parser.error(re.sub(r"(?<=^Invalid )[a-z_]+(?==)", _typed, str(error)))
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
 
 
-def _do(options: argparse.Namespace) -> int:
-    spec = _spec(options)
-    if options.command == "sbatch":
+def _do(options: argparse.Namespace, command: str) -> int:
+    spec = _spec(options, "python" if command == "kubeflow" else sys.executable)
+    if command == "sbatch":
         _write(sbatch.render(spec, port=options.rdzv_port), options.output)
-    elif options.command == "kubeflow":
+    elif command == "kubeflow":
         _write(kubeflow.render(spec, runtime=options.runtime), options.output)
     elif options.print:
         added = additions(spec, os.environ)
@@ -90,7 +88,7 @@ def _typed(field: re.Match[str]) -> str:
     return _TYPED.get(field[0], f"--{field[0].replace('_', '-')}")
 
 
-def _spec(options: argparse.Namespace) -> LaunchSpec:
+def _spec(options: argparse.Namespace, python: str) -> LaunchSpec:
     # Options that were not given, or that the command lacks, have the defaults of LaunchSpec.
     names = {field.name for field in dataclasses.fields(LaunchSpec)} - {"module"}
     given = {name: value for name, value in vars(options).items() if name in names}
@@ -103,9 +101,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
         # Some schedulers leave the variable out on the very node that it would name.
         host = os.environ.get(options.rdzv_host_env) or "localhost"
         given["rdzv_endpoint"] = f"{host}:{options.rdzv_port}"
-    if options.command == "kubeflow":
-        given.setdefault("python", "python")
-    return LaunchSpec(**{**given, "env": dict(options.env)})
+    return LaunchSpec(**{"python": python, **given, "env": dict(options.env)})
 
 
 def _name(target: str) -> str:
@@ -232,49 +228,29 @@ class _Command(argparse.ArgumentParser):
         return found, left
 
 
-def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
-    epilog = f"examples:\n{_EXAMPLES.format(prog=prog)}"
-    parser = argparse.ArgumentParser(
-        prog=prog,
+def _parser(prog: str, command: str) -> _Command:
+    commands = "\n".join(f"  {name:10}{what}" for name, what in _COMMANDS.items())
+    parser = _Command(
+        prog=f"{prog} {command}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
-            "Start a training script on several processes, or write the file that a\ncluster runs."
-        ),
-        epilog=f"{epilog}\nOptions of a command: {prog} COMMAND --help",
+        description=_COMMANDS[command],
+        epilog=f"commands:\n{commands}\n\nexamples:\n{_EXAMPLES.format(prog=prog)}",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", required=True, parser_class=_Command
-    )
-    of_command = {}
-    for command, what in _COMMANDS.items():
-        of_command[command] = commands.add_parser(
-            command,
-            prog=f"{prog} {command}",
-            help=what,
-            description=f"{what[0].upper()}{what[1:]}.",
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"{prog} {command} [OPTIONS] SCRIPT [-- ARGS]",
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-        )
-        _add_options(of_command[command], command)
-    return parser, of_command
-
-
-def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
     add = parser.add_argument
     script = "what every rank runs; its ARGS follow it, optionally after `--`"
     add("script", metavar="SCRIPT", help=script)
     add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     # Not in the table: its short form is Python's own.
     add("-m", "--module", action="store_true", default=False, help=_MODULE)
-    for commands, options in _OPTIONS:
-        if command in commands:
+    for known, options in _OPTIONS:
+        if command in known:
             for flag, settings in options:
                 add(flag, **settings)
     if command == "torchrun":
         either = parser.add_mutually_exclusive_group()
         for flag, settings in _MEETINGS:
             either.add_argument(flag, **settings)
+    return parser

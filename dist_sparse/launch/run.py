@@ -73,9 +73,8 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
     # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
     count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
-    for rank in ranks:
-        if rank >= count:
-            raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
+    if (rank := max(ranks, default=0)) >= count:
+        raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
