@@ -21,8 +21,6 @@ def printable(text: str) -> str:
     Control and format characters (``\x1b``, ``\n``, ``\u202e``), lone surrogates and unassigned
     code points are written as Python's ``repr`` writes them.
     """
-    if text.isprintable():
-        return text
     return "".join(map(_printable_character, text))
 
 
@@ -64,9 +62,9 @@ def table_lines(
 
 
 def _line(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> str:
-    cells = []
-    for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        cells.append(cell.rjust(width) if i in right else cell.ljust(width))
+    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    for i in right:
+        cells[i] = row[i].rjust(widths[i])
     return "  ".join(cells).rstrip()
 
 
@@ -130,20 +128,21 @@ def percent(share: float | None) -> str:
     if share is None:
         return "-"
     value = 100 * share
-    # One decimal, unless it would round to 0.0% or 100.0%.
-    if value == 0 or 0.05 <= abs(value) < 99.95 or value == 100:
-        return f"{value:.1f}%"
+    rounded = f"{value:.1f}%"
+    # One decimal, unless it would round to nothing or all.
+    if value in (0, 100) or rounded not in ("0.0%", "-0.0%", "100.0%"):
+        return rounded
     return f"{value:.3g}%" if abs(value) < 1 else f"{value:.4f}%"
 
 
 def size(value: float) -> str:
     """Return bytes as ``1.30 MiB`` or ``160 B``."""
-    for unit in _UNITS[:-1]:
-        # Not 1024: "1,010 KiB" has a digit too many.
-        if abs(value) < 999.5:
-            return _with_unit(value, unit)
-        value /= 1024
-    return _with_unit(value, _UNITS[-1])
+    unit = 0
+    # Not 1024: "1,010 KiB" has a digit too many.
+    while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    exact = unit == 0 or abs(value) >= 99.95
+    return f"{value:.0f} {_UNITS[unit]}" if exact else f"{value:#.3g} {_UNITS[unit]}"
 
 
 def duration(seconds: float) -> str:
@@ -157,7 +156,3 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:#.3g} {unit}"

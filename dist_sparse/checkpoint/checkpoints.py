@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Checkpoints:
         """
         if not self._due(step, force):
             return False
-        state = self._collected(step, model, optimizer, sparse, extra, staged=False)
+        state = self._collected(step, model, optimizer, sparse, extra)
         # Not in _write: save_async runs that in a thread, and warnings are filtered for all
         # threads.
         with quiet():
@@ -173,8 +174,7 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=True)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         self._writing = self._thread.submit(self._write, step, *state)
         return True
 
@@ -234,7 +234,13 @@ class Checkpoints:
 
     @quiet()
     def _collected(
-        self, step: int, model: nn.Module, optimizer: Any, sparse: Any, extra: Json, staged: bool
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Any,
+        sparse: Any,
+        extra: Json,
+        staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
         """The tensors, values and optimizer of this rank."""
         from dist_sparse.checkpoint.storage import copied  # loads DCP, which torch itself does not
@@ -268,12 +274,10 @@ class Checkpoints:
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
             written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
-            files: dict[str, Entry] = {}
-            for each in group.all_gather_json(written):
-                files |= each
+            # This has waited until every rank wrote and hashed its files.
+            files: dict[str, Entry] = dict(ChainMap(*group.all_gather_json(written)))
             with group.agreeing("save()"):
                 if group.rank == 0:
-                    # The gathering above has waited until every rank wrote and hashed its files.
                     folders.commit(Marker(step=step, world=group.size, files=files), values)
         except (OSError, ValueError):
             # Raised on all ranks: none writes any longer.
@@ -313,7 +317,11 @@ class Checkpoints:
             _check_owners(values["state"], held | others)
             optimizers = OptimizerState(optimizer, _inner(model))
             states, commit = optimizers.prepare_load(metadata, values["optimizer"], row_wise_state)
-            random = _saved_rng(marker, metadata, group)
+            random = {}
+            # On another number of ranks no state of a generator would fit.
+            if marker.world == group.size:
+                saved = metadata.state_dict_metadata
+                random = {key: state for key, state in _rng().items() if key in saved}
             rest = {**weights, **states, **random}
             storage.check_saved(metadata, {**masks, **rest})
         _check_claimed(group, metadata, {**masks, **rest})
@@ -341,14 +349,13 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _parts(sparse: Any) -> dict[str, Stateful]:
     """The objects passed as ``sparse``, by the key of their state."""
-    if sparse is None:
-        return {}
-    if isinstance(sparse, Mapping):
-        parts = {f"sparse.{name}" if name else "sparse": part for name, part in sparse.items()}
-    else:
-        parts = {"sparse": sparse}
+    named = sparse if isinstance(sparse, Mapping) else {"": sparse}
+    parts = {}
+    for name, part in named.items():
+        if part is not None:
+            parts[f"sparse.{name}".rstrip(".")] = part
     for part in parts.values():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        if not hasattr(part, "load_state_dict"):
             raise ValueError(
                 f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a"
                 " sparsifier, or several objects with state_dict() by name."
@@ -365,14 +372,6 @@ def _rng() -> Tensors:
     return states
 
 
-def _saved_rng(marker: Marker, metadata: Metadata, group: Group) -> Tensors:
-    """The states of generators to load: on another number of ranks none would fit."""
-    if marker.world != group.size:
-        return {}
-    saved = metadata.state_dict_metadata
-    return {key: state for key, state in _rng().items() if key in saved}
-
-
 def _set_rng(states: Tensors) -> None:
     for key, state in states.items():
         if key.startswith("rng.cuda"):
@@ -384,8 +383,7 @@ def _set_rng(states: Tensors) -> None:
 def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
     if missing := sorted(held.keys() - saved.keys()):
         raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
-    if strange := sorted(saved.keys() - held.keys()):
-        raise ValueError(_unclaimed(strange))
+    _refuse_unclaimed(sorted(saved.keys() - held.keys()))
 
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
@@ -393,15 +391,15 @@ def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     keys = sorted(metadata.state_dict_metadata)
     mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
     claims = group.all_reduce(mine).tolist()
-    unclaimed = [key for key, claim in zip(keys, claims, strict=True) if not claim]
     # Generators of other ranks have no owner where there are fewer ranks.
-    if strange := [key for key in unclaimed if not key.startswith("rng.")]:
-        raise ValueError(_unclaimed(strange))
+    unclaimed = [key for key, claim in zip(keys, claims, strict=True) if not claim]
+    _refuse_unclaimed([key for key in unclaimed if not key.startswith("rng.")])
 
 
-def _unclaimed(keys: list[str]) -> str:
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return (
-        f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it."
-        " Pass what was saved, with the same tables, layers and optimizers."
-    )
+def _refuse_unclaimed(keys: list[str]) -> None:
+    if keys:
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        raise ValueError(
+            f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it."
+            " Pass what was saved, with the same tables, layers and optimizers."
+        )

@@ -35,10 +35,6 @@ class Claim(NamedTuple):
     parts: int
     scaler: torch.amp.GradScaler
 
-    def root(self) -> Tensor:
-        """Return the scalar to differentiate."""
-        return self.scaler.scale(self.loss / self.parts)
-
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
@@ -105,7 +101,9 @@ def _hide(wiring: Wiring, foreign: set[nn.Parameter]) -> None:
 
 def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradients]:
     """Add the gradients of one loss to ``.grad``, each at the scale of its own scaler."""
-    roots = {claim.scaler.get_scale(): claim.root() for claim in claims}
+    roots = {
+        claim.scaler.get_scale(): claim.scaler.scale(claim.loss / claim.parts) for claim in claims
+    }
     # At a larger scale, gradients could overflow whose own scaler has backed off.
     scale = min(roots)
     apart = [claim for claim in claims if claim.scaler.get_scale() > scale]
@@ -115,7 +113,7 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
     for claim in apart:
         _multiply(claim.owned.parameters, claim.scaler.get_scale() / scale)
-    return [claim.owned.gradients() for claim in claims]
+    return [{p: p.grad for p in claim.owned.parameters} for claim in claims]
 
 
 def update_weights(
@@ -204,14 +202,18 @@ def gradient_norm(
         The norm is a scalar on the device of the gradients, not finite if a gradient is not, or if
         it overflows. Without pieces it equals :func:`torch.nn.utils.get_total_norm` bit for bit.
     """
-    grads = {p: p.grad for p in parameters if p.grad is not None}
-    whole = _total([grad for p, grad in grads.items() if p not in pieces], norm_type)
+    whole_grads: list[Tensor] = []
+    part_grads: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (part_grads if parameter in pieces else whole_grads).append(parameter.grad)
+    whole = _total(whole_grads, norm_type)
+    any_here = bool(whole_grads or part_grads)
     if not pieces:
-        return whole, bool(grads)
-    parts = [grad for p, grad in grads.items() if p in pieces]
+        return whole, any_here
     # Whole gradients are equal on all ranks and count once, pieces on each rank.
-    mine = _total(parts, norm_type)
-    sent = torch.tensor([float(mine), float(bool(grads))], dtype=torch.float64)
+    mine = _total(part_grads, norm_type)
+    sent = torch.tensor([float(mine), float(any_here)], dtype=torch.float64)
     received = group_over(world_ranks()).all_gather(sent)
     norms = torch.cat([received[:, 0], torch.tensor([float(whole)], dtype=torch.float64)])
     # Sums of powers in float64 do not overflow where float32 norms have not.
@@ -233,13 +235,9 @@ def _multiply(parameters: Sequence[nn.Parameter], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-def _total(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    # Empty ones (a batch without ids) have no largest value, and torch refuses them for inf.
-    filled = [values for values in map(_values, grads) if values.numel()]
-    return torch.nn.utils.get_total_norm(filled, norm_type)
-
-
 @torch.no_grad()
-def _values(grad: Tensor) -> Tensor:
-    """Return the numbers of a gradient: of a sparse one, its entries."""
-    return grad.values() if grad.is_sparse else grad
+def _total(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value, and
+    # torch refuses them for inf.
+    values = [grad.values() if grad.is_sparse else grad for grad in grads]
+    return torch.nn.utils.get_total_norm(filter(torch.numel, values), norm_type)

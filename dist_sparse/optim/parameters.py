@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,10 +43,6 @@ class Owned:
     pieces: frozenset[nn.Parameter]
     # Sharded collections with a fused optimizer, which takes a learning rate only.
     fused: list[Any]
-
-    def gradients(self) -> Gradients:
-        """Return the gradients that the parameters have now."""
-        return {p: p.grad for p in self.parameters}
 
     def overlaps(self, other: Owned) -> bool:
         """Return whether both update a parameter or a collection."""
@@ -135,12 +132,11 @@ def _refuse_parts_of_collections(names: Sequence[str], known: Mapping[str, nn.Mo
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:
-    parts: list[object] = []
-    torchrec = torchrec_port()
-    for module in model.modules():
+    parts: list[nn.Module] = list(model.modules())
+    if torchrec := torchrec_port():
         # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
-        parts += [module, *(torchrec.lookups(module) if torchrec else ())]
-    # Each once, in the order of the model.
+        parts += chain.from_iterable(map(torchrec.lookups, model.modules()))
+    # Each once.
     return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
 
 
@@ -153,9 +149,8 @@ def _fused_collections(root: nn.Module) -> list[Any]:
     """Return the collections that have a table with a fused optimizer on any rank."""
     found = []
     for module in root.modules():
-        kernels = {table.compute_kernel for table in _plan_of(module).values()}
         # TorchRec's other kernels all update inside the backward.
-        if kernels - {"dense"}:
+        if any(table.compute_kernel != "dense" for table in _plan_of(module).values()):
             found.append(module)
     return found
 
@@ -165,11 +160,9 @@ def _shards(root: nn.Module) -> set[nn.Parameter]:
     found = set()
     for module in root.modules():
         plan = _plan_of(module)
-        split = {name for name in plan if plan[name].sharding_type != "data_parallel"}
-        if not split:
-            continue
-        for path, parameter in module.named_parameters():
+        for path, parameter in module.named_parameters() if plan else ():
             # "embedding_bags.TABLE.weight"
-            if path.split(".")[-2] in split:
+            table = plan.get(path.split(".")[-2])
+            if table is not None and table.sharding_type != "data_parallel":
                 found.add(parameter)
     return found

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import ReadyDataScheduler
@@ -91,19 +90,16 @@ def _refuse_other_parts(saved: Any, sparsity: Mapping[str, Any]) -> None:
 def _refuse_other_parameters(loaded: torch.optim.Optimizer) -> None:
     parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
     for at, parameter in enumerate(parameters):
+        # Step counts are scalars.
+        shapes = torch.Size(), parameter.shape
         for name, part in loaded.state.get(parameter, {}).items():
-            if not _fits(name, part, parameter):
+            # Adafactor's two variances are a row and a column.
+            fits = name in ("row_var", "col_var") or getattr(part, "shape", shapes[0]) in shapes
+            if not fits:
                 raise ValueError(
                     f"The state is of other parameters: {name} of number {at} has the shape "
                     f"{tuple(part.shape)}, the parameter {tuple(parameter.shape)}."
                 )
-
-
-def _fits(name: str, part: Any, parameter: Tensor) -> bool:
-    # Adafactor's two variances are a row and a column. Step counts are scalars.
-    if not isinstance(part, Tensor) or name in ("row_var", "col_var"):
-        return True
-    return part.shape in (torch.Size(), parameter.shape)
 
 
 def _checked_scale(saved: Any) -> Any:
