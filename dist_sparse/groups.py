@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -238,7 +239,7 @@ class Group:
         self.ranks = ranks if ranks is not None else (0,)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
-        self.process_group = self._group = process_group
+        self.process_group = process_group
         # "cpu:gloo,cuda:nccl": get_backend() is "undefined" for several.
         config = "cpu:gloo" if process_group is None else dist.get_backend_config(process_group)
         self._device_types = [each.split(":")[0] for each in config.split(",")]
@@ -264,7 +265,7 @@ class Group:
             rider: more to sum, in the same message; skipped if it has been carried already.
                 ``tensor`` must be int64.
         """
-        if self._group is None:
+        if self.process_group is None:
             return tensor
         if rider is not None and rider.summed is None:
             values = rider.values.flatten().to(tensor.device)
@@ -273,18 +274,18 @@ class Group:
             return both[: tensor.numel()].view(tensor.shape)
         sent = tensor.to(self.device).contiguous()
         with self._issued("all_reduce", sent):
-            dist.all_reduce(sent, group=self._group)
+            dist.all_reduce(sent, group=self.process_group)
         return sent.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective
         over the group."""
-        if self._group is None:
+        if self.process_group is None:
             return tensor.unsqueeze(0)
         sent = tensor.to(self.device).contiguous()
         parts = [torch.empty_like(sent) for _ in self.ranks]
         with self._issued("all_gather", sent):
-            dist.all_gather(parts, sent, group=self._group)
+            dist.all_gather(parts, sent, group=self.process_group)
         return torch.stack(parts).to(tensor.device)
 
     def all_to_all(
@@ -306,24 +307,22 @@ class Group:
         lengths: list[int] = []
         for parts in pieces:
             lengths.append(sum(piece.nbytes for piece in parts))
-            for piece in parts:
-                raw.append(piece.view(-1).view(torch.uint8).to(self.device))
+            raw += [piece.view(-1).view(torch.uint8).to(self.device) for piece in parts]
+            parts.clear()
         sent = torch.cat(raw)
         # Before the result is allocated: the pieces may be large.
         raw.clear()
-        for parts in pieces:
-            parts.clear()
-        if self._group is None:
+        if self.process_group is None:
             return [sent.to(device)]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         with self._issued("all_to_all", sent):
-            dist.all_to_all_single(received, sent, list(sizes), lengths, group=self._group)
+            dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.process_group)
         return list(torch.split(received.to(device), list(sizes)))
 
     def all_gather_json(self, value: Json) -> list[Json]:
         """Return every rank's JSON value, in group order. Collective over the group; two messages
         (lengths, then bytes)."""
-        if self._group is None:
+        if self.process_group is None:
             return [value]
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         # all_gather() needs one common shape, so shorter texts are padded.
@@ -336,12 +335,12 @@ class Group:
     def broadcast_(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` in place by that of the group's first rank. Collective over the
         group."""
-        if self._group is None:
+        if self.process_group is None:
             return
         # May be the same memory: the copy back then changes nothing.
         sent = tensor.data.to(self.device).contiguous()
         with self._issued("broadcast", sent):
-            dist.broadcast(sent, self.ranks[0], group=self._group)
+            dist.broadcast(sent, self.ranks[0], group=self.process_group)
         tensor.data.copy_(sent)
 
     def agree(
@@ -373,7 +372,7 @@ class Group:
             ValueError: a rank reported an error (with its text), or facts differ
                 (:class:`Disagreement`). A world of one re-raises ``error`` itself.
         """
-        if self._group is None:
+        if self.process_group is None:
             if error is not None:
                 raise error
             return {}
@@ -382,7 +381,7 @@ class Group:
         mine = [error is not None, digest(action), digest(facts), _balance(replicas)]
         reports = self.all_gather(torch.tensor(mine, dtype=torch.int64))
         errors, digests, balances = reports[:, 0], reports[:, 1:3], reports[:, 3]
-        if errors.any() or bool((digests != digests[0]).any()):
+        if bool(errors.any() or (digests != digests[0]).any()):
             refused = self._refusal(action, facts, error)
             refused.raised_by = frozenset(self.ranks)
             raise refused from error
@@ -424,7 +423,7 @@ class Group:
         try:
             yield
         except RuntimeError as fault:
-            if not any(word in str(fault).lower() for word in _LOST):
+            if not re.search(_LOST, str(fault).lower()):
                 raise
             raise RuntimeError(
                 f"Rank {self.ranks[self.rank]}: {operation} {self._at} failed. Not all of"
@@ -570,7 +569,7 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
 
 # Words of the backends' errors about ranks that do not answer. Gloo has no type of its own for
 # them.
-_LOST: Final = ("timed out", "timeout", "connect", "socket", "peer")
+_LOST: Final = "timed out|timeout|connect|socket|peer"
 
 
 def _balance(replicas: Mapping[str, Replica]) -> int:
@@ -589,24 +588,21 @@ def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     missing: list[str] = []
     for key in sorted(set().union(*digests)):
         values = {each.get(key) for each in digests}
-        if None in values:
+        if len(values) > 1:
             # Some rank has not come to this fact yet: a consequence of something else.
-            missing.append(key)
-        elif len(values) > 1:
-            known.append(key)
+            (missing if None in values else known).append(key)
     return known + missing
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
     """Return the replicas that differ from their first holder's, and the ranks where they do."""
     first: dict[str, int] = {}
-    for held in hashes:
+    drifted: dict[str, list[int]] = {}
+    # Each first holder is a lower rank than the others.
+    for rank, held in zip(ranks, hashes, strict=True):
         for name, (value, is_first) in held.items():
             if is_first:
                 first[name] = value
-    drifted: dict[str, list[int]] = {}
-    for rank, held in zip(ranks, hashes, strict=True):
-        for name, (value, _) in held.items():
-            if value != first.get(name):
+            elif value != first.get(name):
                 drifted.setdefault(name, []).append(rank)
     return drifted

@@ -1,9 +1,9 @@
 """Lightning callback that prunes the training model.
 
 :class:`SparsifyCallback` calls :func:`~dist_sparse.sparsify` when training starts, on the model as
-the strategy has wrapped it and on its optimizers, and takes a step for every round of optimizer
-steps. Every hook runs on every rank, so collective calls in it are made by all of them;
-``state_dict()`` is called on all ranks too.
+the strategy has wrapped it and on its optimizers, and takes a step for every batch that ends with a
+step of an optimizer. Every hook runs on every rank, so collective calls in it are made by all of
+them; ``state_dict()`` is called on all ranks too.
 
 The callbacks are those of ``lightning``, or of ``pytorch_lightning`` where it is installed alone:
 the same code under two names, and a Trainer of the one refuses callbacks of the other.
@@ -16,19 +16,16 @@ import importlib
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.enforcer.optimizers import combines
 from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.training.arguments import SparsifyArgs
-from dist_sparse.training.following import steppers
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 if TYPE_CHECKING:
@@ -65,9 +62,8 @@ _REFUSED: Final = {
 class SparsifyCallback(Callback):
     """Prune the embedding tables of the model while the Trainer trains it.
 
-    A step of the schedule is a round of optimizer steps
-    (:class:`~dist_sparse.lightning.OptimizerRounds`), taken at the end of its batch: accumulated
-    batches and steps that a gradient scaler skips do not count.
+    A step of the schedule is a batch that ends with a step of an optimizer: batches whose gradients
+    are only accumulated do not count.
 
     The masks, the configurations and the schedule's step are part of Lightning's checkpoints, in
     which removed weights are 0; ``trainer.fit(ckpt_path=...)`` resumes exactly, also on another
@@ -81,7 +77,7 @@ class SparsifyCallback(Callback):
 
     Args:
         plan: the keywords of :func:`~dist_sparse.sparsify`, but for ``auto_step``, with its
-            defaults; steps are rounds of optimizer steps.
+            defaults; steps are batches that end with a step of an optimizer.
         log: False logs nothing, and saves a pass over the masks and one collective per mask update.
 
     Attributes:
@@ -129,10 +125,9 @@ class SparsifyCallback(Callback):
         SparsifyArgs(**self._plan)
         self.training: SparseTraining | None = None
         self._logs = log
-        self._rounds = OptimizerRounds([])
         self._hooks: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
-        self._first = 0
+        self._steps = 0
         self._fit: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
     @property
@@ -168,13 +163,10 @@ class SparsifyCallback(Callback):
                 )
         self._detach()
         training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan)
-        rounds = OptimizerRounds(trainer.optimizers)
-        first = training.scheduler.last_epoch
         try:
             if state is not None:
-                _load(training, rounds, state)
+                training.load_state_dict(state)
         except BaseException:
-            rounds.stop()
             training.detach()
             raise
         if trainer.is_global_zero and (sharded := training.partial_tables):
@@ -184,7 +176,7 @@ class SparsifyCallback(Callback):
                 " callback by dcp.save().",
                 sharded,
             )
-        self.training, self._rounds, self._first = training, rounds, first
+        self.training, self._steps = training, trainer.global_step
         self._loaded, self._fit = None, fit
         # A checkpoint has zeros in the place of rows that are not masked yet.
         settle = Hook(lambda *_: training.enforcer.settle())
@@ -193,17 +185,21 @@ class SparsifyCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the steps of the rounds that the batch has completed. Collective at mask updates."""
+        """Take a step if the batch has ended with one of an optimizer. Collective at mask
+        updates."""
         training = self.training
         assert training is not None
-        while training.scheduler.last_epoch - self._first < self._rounds.rounds:
-            # Read before the step, which sets the levels of the next one.
-            groups = training.sparsifier.data_groups
-            levels = {name: configured_level(group) for name, group in groups.items()}
-            updates_masks = training.sparsifier.enable_mask_update
-            training.step()
-            if updates_masks and self._logs:
-                self._report(trainer, training, levels)
+        # Gradients were only accumulated.
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        # Read before the step, which sets the levels of the next one.
+        groups = training.sparsifier.data_groups
+        levels = {name: configured_level(group) for name, group in groups.items()}
+        updates_masks = training.sparsifier.enable_mask_update
+        training.step()
+        if updates_masks and self._logs:
+            self._report(trainer, training, levels)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End enforcement. Removed weights are 0, also where callbacks before this one have written
@@ -230,19 +226,17 @@ class SparsifyCallback(Callback):
         self._detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks, configurations, the schedule's step and optimizers' steps; communicates
-        where :meth:`~dist_sparse.BaseDataSparsifier.state_dict` does."""
+        """Return masks, configurations and the schedule's step; communicates where
+        :meth:`~dist_sparse.BaseDataSparsifier.state_dict` does."""
         if self._loaded is not None:
             return dict(self._loaded)
-        if self.training is None:
-            return {}
-        return {**self.training.state_dict(), "optimizer_steps": self._rounds.counts}
+        return {} if self.training is None else self.training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts; during training (a search for a learning rate) load
         it at once, which is collective."""
         if self.training is not None and self.training.enforcer.attached:
-            _load(self.training, self._rounds, state_dict)
+            self.training.load_state_dict(state_dict)
         else:
             self._loaded = state_dict
 
@@ -285,7 +279,6 @@ class SparsifyCallback(Callback):
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _detach(self) -> None:
-        self._rounds.stop()
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -307,81 +300,3 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
             "The LightningModule is compiled: hooks do not run inside torch.compile, so removed"
             " weights would come back unseen. Fit the module as it was before torch.compile."
         )
-
-
-def _load(training: SparseTraining, rounds: OptimizerRounds, state: Mapping[str, Any]) -> None:
-    # Either both are loaded or neither is.
-    before = rounds.counts
-    rounds.load(state.get("optimizer_steps", ()))
-    try:
-        training.load_state_dict(state)
-    except BaseException:
-        rounds.load(before)
-        raise
-
-
-class OptimizerRounds:
-    """Rounds of optimizer steps, counted from construction until :meth:`stop`.
-
-    A round is one step of every optimizer that steps most often: the most steps that any one
-    optimizer has made. Two optimizers that step in turns make one round together, one that steps
-    four times in a batch makes four. Only real steps count: not batches whose gradients are
-    accumulated, not steps that a gradient scaler skips, not steps without a gradient.
-
-    Args:
-        optimizers: as the training loop has them, wrapped or not.
-
-    Raises:
-        ValueError: something is no optimizer.
-    """
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        counted = {id(each): each for optimizer in optimizers for each in steppers(optimizer)}
-        self._counts = [0] * len(counted)
-        self._handles: list[RemovableHandle] = [
-            each.register_step_post_hook(Hook(partial(self._stepped, number)))
-            for number, each in enumerate(counted.values())
-        ]
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds so far."""
-        return max(self._counts, default=0)
-
-    @property
-    def counts(self) -> list[int]:
-        """Steps by optimizer, to be saved."""
-        return list(self._counts)
-
-    def load(self, counts: Sequence[int]) -> None:
-        """Continue from :attr:`counts` of the same optimizers.
-
-        Raises:
-            ValueError: the number of optimizers differs.
-        """
-        if len(counts) != len(self._counts):
-            raise ValueError(
-                f"Invalid state: it has the steps of {len(counts)} optimizers; the model has"
-                f" {len(self._counts)} here."
-            )
-        self._counts = list(counts)
-
-    def stop(self) -> None:
-        """Stop counting."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _stepped(
-        self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> None:
-        # Fused tables have no gradient after the backward: steps of their optimizers always count.
-        if combines(optimizer) or _has_gradient(optimizer):
-            self._counts[number] += 1
-
-
-def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    for group in optimizer.param_groups:
-        if any(parameter.grad is not None for parameter in group["params"]):
-            return True
-    return False

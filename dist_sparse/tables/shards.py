@@ -255,35 +255,19 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 
 class Span(NamedTuple):
-    """The memory of a matrix, in bytes: rows of ``width`` every ``pitch`` from ``start``, the last
-    one ending at ``end``."""
+    """The memory of a matrix: the bytes from its first element to the end of its last one."""
 
     device: str
     start: int
     end: int
-    pitch: int
-    width: int
 
     @staticmethod
     def of(tensor: Tensor) -> Span:
         """Return the memory of a tensor that is not empty and has passed :func:`check_memory`."""
-        size, start = tensor.element_size(), tensor.data_ptr()
-        # A dimension of one element has a stride that nothing follows.
         sides = zip(tensor.stride(), tensor.shape, strict=True)
-        steps = sorted((stride * size, count - 1) for stride, count in sides if count > 1)
-        *inner, (pitch, rows) = steps or [(size, 0)]
-        width = size + sum(stride * count for stride, count in inner)
-        return Span(str(tensor.device), start, start + pitch * rows + width, pitch, width)
-
-    def overlaps(self, other: Span) -> bool:
-        """Whether two matrices have memory in common."""
-        if self.device != other.device or self.start >= other.end or other.start >= self.end:
-            return False
-        if self.pitch != other.pitch:
-            return True
-        # With one pitch they may be columns of one matrix, side by side: nothing in common.
-        lead = (other.start - self.start) % self.pitch
-        return lead < self.width or lead + other.width > self.pitch
+        last = sum(stride * (size - 1) for stride, size in sides)
+        start = tensor.data_ptr()
+        return Span(str(tensor.device), start, start + (last + 1) * tensor.element_size())
 
 
 def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
@@ -293,7 +277,7 @@ def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
     for i in sorted(range(len(spans)), key=spans.__getitem__):
         span = spans[i]
         alive = [j for j in alive if (span.device, span.start) < (spans[j].device, spans[j].end)]
-        yield from ((min(i, j), max(i, j)) for j in alive if spans[j].overlaps(span))
+        yield from ((min(i, j), max(i, j)) for j in alive)
         alive.append(i)
 
 
