@@ -135,9 +135,12 @@ class OptimizerState:
                 for name in group.keys() - {"params", "param_names"}:
                     options[name] = _plain(f"option {name!r} of {keys[0]!r}", group[name])
                 groups.append((options, keys))
-        cuts = {path: found.cuts for path, found in self._row_wise.items() if found.cuts != [0]}
-        steps = _most(part.fused_steps for part in self._parts)
-        return {"groups": groups, "values": self._values, "cuts": cuts, "fused_steps": steps}
+        return {
+            "groups": groups,
+            "values": self._values,
+            "cuts": {path: found.cuts for path, found in self._row_wise.items()},
+            "fused_steps": _most(part.fused_steps for part in self._parts),
+        }
 
     def prepare_load(
         self, metadata: Metadata, saved: Json, choice: RowWiseState

@@ -112,10 +112,6 @@ def _name(target: str) -> str:
     return name[:53].rstrip("-") or "train"
 
 
-def _count(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
 def _variable(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     # The value may be a secret, but without a = nothing is known of it.
@@ -158,7 +154,7 @@ _OPTIONS = [
     (
         set(_COMMANDS),
         [
-            _option("--nproc", _NPROC, dest="nproc_per_node", type=_count, metavar="N"),
+            _option("--nproc", _NPROC, dest="nproc_per_node", metavar="N"),
             _option(
                 "--env",
                 "variable for the ranks; may be repeated",

@@ -105,10 +105,9 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where the host name resolves to, otherwise.
     """
     # macOS has no affinity.
-    here = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
-    added = defaults(spec, len(here))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    added = defaults(spec, cores)
     if spec.max_nodes == 1 and os.path.isdir("/sys/class/net/lo"):
         added["GLOO_SOCKET_IFNAME"] = "lo"
     kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}

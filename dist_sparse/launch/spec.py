@@ -88,6 +88,9 @@ class LaunchSpec:
                 _match(name, value, pattern, rule)
         for key in self.env:
             _match("env", key, "[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
+        object.__setattr__(self, "nnodes", str(self.nnodes))
+        if str(self.nproc_per_node).isdecimal():
+            object.__setattr__(self, "nproc_per_node", int(self.nproc_per_node))
         # Copies: a spec stays as it was checked.
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))

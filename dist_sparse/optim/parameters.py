@@ -96,7 +96,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
     if not parameters:
         raise ValueError(f"The modules {where} have no parameters.")
     fused = _fused_collections(root)
-    moving = {p for p in parameters if steps_in_backward(p)}
+    moving = set(filter(steps_in_backward, parameters))
     if moving.difference(*(collection.parameters() for collection in fused)):
         raise ValueError(
             f"Parameters of {where} are updated inside the backward by"
@@ -110,7 +110,7 @@ def owned_by(wiring: Wiring, names: Sequence[str] | None) -> Owned:
 
 
 def _refuse_unknown_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
-    unknown = [name for name in names if name not in known.keys() - {""}]
+    unknown = sorted(set(names) - (known.keys() - {""}))
     if unknown or not names:
         children = list(dict(known[""].named_children()))
         raise ValueError(
@@ -120,15 +120,15 @@ def _refuse_unknown_paths(names: Sequence[str], known: Mapping[str, nn.Module]) 
 
 
 def _refuse_parts_of_collections(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
-    collections = [path for path, module in known.items() if _plan_of(module)]
-    # The model itself may be a collection: everything is inside "", so its prefix is empty.
-    prefixes = tuple(f"{path}.".lstrip(".") for path in collections)
-    if inside := [name for name in names if name.startswith(prefixes)]:
-        raise ValueError(
-            f"Invalid updated_modules={list(names)}: {inside} are parts of sharded collections, "
-            "whose tables share kernels and a learning rate: name the collections, "
-            f"{collections}."
-        )
+    for path in filter(lambda path: _plan_of(known[path]), known):
+        # The model itself may be a collection: everything is inside "", so its prefix is empty.
+        prefix = f"{path}.".lstrip(".")
+        if inside := [name for name in names if name.startswith(prefix)]:
+            raise ValueError(
+                f"Invalid updated_modules={list(names)}: {inside} are parts of a sharded"
+                " collection, whose tables share kernels and a learning rate: name the collection,"
+                f" {path!r}."
+            )
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:

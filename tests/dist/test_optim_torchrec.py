@@ -332,7 +332,7 @@ def check_fused_refused(_: None) -> None:
         ("gradient_clipping", {"use_amp": False}),
         ("gradient_clipping", {"use_amp": False, "updated_modules": "sparse"}),
         (
-            "name the collections, ['sparse.tables']",
+            "name the collection, 'sparse.tables'",
             {"updated_modules": "sparse.tables.embedding_bags.user"},
         ),
     ]:

@@ -98,7 +98,7 @@ def test_the_endpoint_may_come_from_a_variable(
     ("words", "message"),
     [
         ([], "required: SCRIPT"),
-        (["--nproc", "0", "a.py"], "Invalid --nproc=0"),
+        (["--nproc", "0", "a.py"], "Invalid --nproc='0'"),
         (["--nproc", "-1", "a.py"], "launch local: error: Invalid --nproc='-1'"),
         (["--env", "A", "a.py"], "must be KEY=VALUE"),
         (["--ranks", "0,x", "a.py"], "'0,x' must be local ranks"),
