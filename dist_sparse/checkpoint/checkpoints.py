@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
-from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker
+from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker, step_of
 from dist_sparse.checkpoint.optimizers import OptimizerState, RowWiseState, gathered
 from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
 from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.text import number_of, size, table_lines
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -403,3 +404,39 @@ def _refuse_unclaimed(keys: list[str]) -> None:
             f"{keys[0]!r}{more} of the checkpoint would be dropped: nothing that was passed has it."
             " Pass what was saved, with the same tables, layers and optimizers."
         )
+
+
+def summary(path: str | os.PathLike[str]) -> str:
+    """Return the content of the folder of one step, or of a folder that holds such, as text. Local;
+    needs no model.
+
+    Raises:
+        ValueError: there is none, or a file is missing or damaged; names it. Of several
+            checkpoints, the markers alone are read.
+    """
+    if (step := step_of(path)) is not None:
+        return _summary_of_step(Folders(os.path.dirname(os.path.abspath(path))), step)
+    folders = Folders(path)
+    markers = [folders.read(step) for step in folders.steps()]
+    rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
+    return "\n".join([folders.root, *table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})])
+
+
+def _summary_of_step(folders: Folders, step: int) -> str:
+    from dist_sparse.checkpoint.storage import read_metadata  # loads DCP
+
+    if step not in folders.steps():
+        raise ValueError(
+            f"{folders.root} holds no checkpoint of step {step}; a folder without its marker is of"
+            " an unfinished save."
+        )
+    marker = folders.read(step)
+    # Every byte, before anything is shown.
+    folders.verify(marker, marker.files)
+    metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
+    rows = []
+    for key, saved in sorted(metadata.state_dict_metadata.items()):
+        rows.append((key, " x ".join(map(str, saved.size)), str(saved.properties.dtype)))
+    head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
+    lines = table_lines(("tensor", "shape", "dtype"), rows)
+    return "\n".join([folders.path(step), head, "", *lines])

@@ -28,7 +28,6 @@ from typing import Any, Final
 
 from dist_sparse.checks import integer
 from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
-from dist_sparse.text import number_of, size, table_lines
 
 # Bytes of a file, and their CRC32.
 Entry = tuple[int, int]
@@ -343,40 +342,3 @@ def _refusing(path: str) -> Iterator[None]:
         yield
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is refused: {error}.") from None
-
-
-def summary(path: str | os.PathLike[str]) -> str:
-    """Return the content of the folder of one step, or of a folder that holds such, as text. Local;
-    needs no model.
-
-    Raises:
-        ValueError: there is none, or a file is missing or damaged; names it. Of several
-            checkpoints, the markers alone are read.
-    """
-    if (step := step_of(path)) is not None:
-        return _summary_of_step(Folders(os.path.dirname(os.path.abspath(path))), step)
-    folders = Folders(path)
-    markers = [folders.read(step) for step in folders.steps()]
-    rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
-    return "\n".join([folders.root, *table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})])
-
-
-def _summary_of_step(folders: Folders, step: int) -> str:
-    # Loads DCP, which torch itself does not.
-    from dist_sparse.checkpoint.storage import read_metadata
-
-    if step not in folders.steps():
-        raise ValueError(
-            f"{folders.root} holds no checkpoint of step {step}; a folder without its marker is of"
-            " an unfinished save."
-        )
-    marker = folders.read(step)
-    # Every byte, before anything is shown.
-    folders.verify(marker, marker.files)
-    metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
-    rows = []
-    for key, saved in sorted(metadata.state_dict_metadata.items()):
-        rows.append((key, " x ".join(map(str, saved.size)), str(saved.properties.dtype)))
-    head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
-    lines = table_lines(("tensor", "shape", "dtype"), rows)
-    return "\n".join([folders.path(step), head, "", *lines])

@@ -98,7 +98,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._values: dict[str, dict[str, Json]] = {}
+        self._scalars: dict[str, dict[str, Json]] = {}
         self._row_wise: dict[str, RowWise] = {}
         self._part_of: dict[str, _Part] = {}
         names = {id(param): name for name, param in model.named_parameters()}
@@ -124,7 +124,7 @@ class OptimizerState:
             elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
             else:
-                self._values.setdefault(key, {})[name] = _plain(path, value)
+                self._scalars.setdefault(key, {})[name] = _plain(path, value)
 
     def described(self) -> Json:
         """Return options and values of this rank; :func:`gathered` puts them together."""
@@ -137,7 +137,7 @@ class OptimizerState:
                 groups.append((options, keys))
         return {
             "groups": groups,
-            "values": self._values,
+            "values": self._scalars,
             "cuts": {path: found.cuts for path, found in self._row_wise.items()},
             "fused_steps": _most(part.fused_steps for part in self._parts),
         }
@@ -169,7 +169,7 @@ class OptimizerState:
             if isinstance(value, Tensor):
                 targets[f"{_PREFIX}{key}.{name}"] = value
             changes.append(partial(self._put, key, name, value))
-        for key, held in self._values.items():
+        for key, held in self._scalars.items():
             for name in held.keys() & saved["values"].get(key, {}).keys():
                 state = self._part_of[key].state(key)
                 changes.append(partial(_set, state, name, saved["values"][key][name]))

@@ -39,7 +39,8 @@ _COMPARISON = "comparison.html"
 
 def add_inspect(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.checkpoint.folders import holds_steps, summary
+        from dist_sparse.checkpoint.checkpoints import summary
+        from dist_sparse.checkpoint.folders import holds_steps
         from dist_sparse.report.run import read_run
         from dist_sparse.report.summary import inspect_text
 

@@ -113,7 +113,11 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
     for claim in apart:
         _multiply(claim.owned.parameters, claim.scaler.get_scale() / scale)
-    return [{p: p.grad for p in claim.owned.parameters} for claim in claims]
+    return [_gradients(claim.owned.parameters) for claim in claims]
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
+    return {parameter: parameter.grad for parameter in parameters}
 
 
 def update_weights(

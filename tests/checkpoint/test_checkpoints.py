@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dist_sparse import Checkpoints
-from dist_sparse.checkpoint.folders import summary
+from dist_sparse.checkpoint.checkpoints import summary
 from dist_sparse.cli.main import main
 from tests.checkpoint.models import Job, same
 

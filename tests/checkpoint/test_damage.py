@@ -18,7 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from dist_sparse.checkpoint.folders import Folders, Marker, summary
+from dist_sparse.checkpoint.checkpoints import summary
+from dist_sparse.checkpoint.folders import Folders, Marker
 from dist_sparse.checkpoint.storage import read_metadata
 from dist_sparse.files import sealed
 from tests.checkpoint.models import Job, flipped, same

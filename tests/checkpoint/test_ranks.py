@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse import Checkpoints
-from dist_sparse.checkpoint.folders import summary
+from dist_sparse.checkpoint.checkpoints import summary
 from dist_sparse.groups import traffic
 from tests.checkpoint.faults import full_disk, inject, io_error, read_only
 from tests.checkpoint.kills import live
