@@ -39,7 +39,6 @@ _COMPARISON = "comparison.html"
 
 def add_inspect(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.checkpoint.checkpoints import summary
         from dist_sparse.checkpoint.folders import holds_steps
         from dist_sparse.report.run import read_run
         from dist_sparse.report.summary import inspect_text
@@ -47,6 +46,9 @@ def add_inspect(commands: Commands) -> None:
         try:
             # A folder of checkpoints has no JSON form.
             if holds_steps(options.folder) and not options.json:
+                # Needs torch, unlike runs.
+                from dist_sparse.checkpoint.checkpoints import summary
+
                 return show(summary(options.folder))
             run = read_run(options.folder)
             text = _json(run) if options.json else inspect_text(run)

@@ -21,7 +21,7 @@ from dist_sparse.launch.spec import LaunchSpec
 
 _COMMANDS = {
     "local": "run a job on this machine (the command when none is given)",
-    "torchrun": "run this machine's part of a job on several; the same command on each of them",
+    "torchrun": "run this machine's part of a job on several; the same words on each",
     "sbatch": "write a script for Slurm's sbatch",
     "kubeflow": "write a TrainJob for Kubeflow Trainer v2",
 }
