@@ -95,7 +95,12 @@ def model_source(
 
 
 class ModelTables:
-    """The tables selected from a model; see :func:`model_source` for the arguments."""
+    """The tables selected from a model; see :func:`model_source` for the arguments.
+
+    Args:
+        slots: whether tables count whose rows change hands. Masks of them are refused; what reads
+            them at one moment may.
+    """
 
     def __init__(
         self,
@@ -104,6 +109,7 @@ class ModelTables:
         include: Patterns = None,
         exclude: Patterns = None,
         dense: bool | Patterns = None,
+        slots: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -113,7 +119,7 @@ class ModelTables:
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
         self._dense = ("*",) if dense is True else name_list("dense", dense or None)
-        self._all_dense = dense is True
+        self._all_dense, self._slots = dense is True, slots
         self._names: dict[str, str] | None = None
         self._found: dict[str, _Found] = {}
 
@@ -133,7 +139,7 @@ class ModelTables:
             selected = self._select()
             self._names = {found.fqn: name for name, found in selected}
         else:
-            known, walk = self._names, _Walk(dense=bool(self._dense)).found_in(self.model)
+            known, walk = self._names, self._walk(dense=bool(self._dense))
             selected = [(known[found.fqn], found) for found in walk if found.fqn in known]
         if names is not None:
             wanted = set(names)
@@ -160,8 +166,11 @@ class ModelTables:
             return located[0]
         return found.find(name)
 
+    def _walk(self, *, dense: bool) -> list[_Found]:
+        return _Walk(dense=dense, slots=self._slots).found_in(self.model)
+
     def _select(self) -> list[_Named]:
-        everything = _named(_Walk(dense=True).found_in(self.model))
+        everything = _named(self._walk(dense=True))
         tables = [(name, found) for name, found in everything if found.dense is None]
         parameters = [(name, found) for name, found in everything if found.dense is not None]
         chosen = self._included(tables) + self._dense_ones(parameters)
@@ -250,11 +259,11 @@ _NO_DDP: Final = _Replicas()
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self, *, dense: bool) -> None:
+    def __init__(self, *, dense: bool, slots: bool) -> None:
         self._seen: set[int] = set()
         self._seen_dense: set[int] = set()
         self._table_weights: set[int] = set()
-        self._dense = dense
+        self._dense, self._slots = dense, slots
         self._torchrec = torchrec_port()
 
     def found_in(self, model: nn.Module) -> list[_Found]:
@@ -318,6 +327,10 @@ class _Walk:
                     self._table_weights.add(id(weight))
 
     def _refusal(self, module: nn.Module) -> str | None:
+        # Collections of this package whose rows are slots.
+        reason: str | None = getattr(module, "refused", None)
+        if reason is not None and not self._slots:
+            return reason
         if hasattr(module, "split_embedding_weights"):
             return (
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
