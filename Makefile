@@ -11,7 +11,7 @@ DOCS := .venv-docs
 SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train frontier test test-slow test-all lint bench sweep docs
+.PHONY: help setup train two-tower online frontier test test-slow test-all lint bench sweep docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,7 @@ help:  ## this list
 	@echo '  NPROC     processes of make train (default: 2)'
 	@echo '  WORKERS   test files that are run at a time (default: 2); many of'
 	@echo '            them start up to 4 processes'
-	@echo '  ARGS      options of train, frontier or sweep, such as'
+	@echo '  ARGS      options of train, two-tower, online, frontier or sweep, such as'
 	@echo '            make train ARGS="--sharding row_wise". These list them:'
 	@echo '            .venv/bin/python examples/dlrm/main.py --help'
 	@echo '            .venv/bin/dist-sparse frontier --help'
@@ -51,6 +51,13 @@ train: $(READY)  ## trains a DLRM on MovieLens-100K: dense, sparsified, smaller
 	@echo 'Training a DLRM dense, sparsified and with smaller tables; processes: $(NPROC).'
 	@echo 'That takes about a minute. torch and TorchRec load first.'
 	$(BIN)/python examples/dlrm/main.py --nproc $(NPROC) $(ARGS)
+
+two-tower: $(READY)  ## two towers wide, narrowed and narrow: DATA=gowalla.npz
+	@test -n '$(DATA)' || { echo 'Name the interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items.' >&2; exit 2; }
+	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 examples/two_tower/main.py -- --data '$(DATA)' $(ARGS)
+
+online: $(READY)  ## MovieLens-100K day by day: train, publish, serve; 2 minutes
+	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)
 
 frontier: $(READY)  ## measures that DLRM at 50, 20, 10 and 5% of its bytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)

@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.quality_methods import FULL
+from benchmarks.speed_plot import phone_of
 from benchmarks.sweep_plot import INK
 
 __all__ = ["plot", "report"]
@@ -108,9 +109,15 @@ def _spread(values: Iterable[float]) -> str:
 
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Write the AUC against the bytes, the best form of each method: near the full table, and
-    all."""
+    all. Beside it, ``-phone`` in its name, the same with one panel below the other."""
+    _plot(rows, file, stacked=False)
+    _plot(rows, phone_of(file), stacked=True)
+
+
+def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
+    shape, size = ((2, 1), (4.2, 7.2)) if stacked else ((1, 2), (10, 3.4))
     with plt.rc_context(INK):
-        figure, panels = plt.subplots(1, 2, figsize=(10, 3.4), dpi=110, layout="constrained")
+        figure, panels = plt.subplots(*shape, figsize=size, dpi=110, layout="constrained")
         cells = [some for (_, _, trainer, _), some in _cells(rows) if trainer == "kernel"]
         points: dict[str, list[tuple[float, float]]] = {}
         for some in cells:
@@ -142,7 +149,6 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         panels[1].set_title("The same, all methods", loc="left", fontsize=11, fontweight="bold")
         near = [line for line in panels[0].get_lines() if not line.get_label().startswith("_")]
         near = [line for line in near if max(line.get_ydata()) > best - 0.013]
-        # All that a phone shows at first.
         panels[0].legend(handles=near, frameon=False, fontsize=8, loc="lower right")
         panels[1].legend(frameon=False, fontsize=8, loc="lower right")
         figure.savefig(file)

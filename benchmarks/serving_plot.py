@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.speed_plot import GREY, IMAGES, OURS, newest
+from benchmarks.speed_plot import GREY, IMAGES, OURS, newest, phone_of
 from benchmarks.sweep_plot import INK
 
 _LINES = {
@@ -67,10 +67,15 @@ def memory(axes: Axes, cases: list[dict[str, Any]]) -> None:
 
 
 def main(image: Path = IMAGES / "serving.png") -> None:
-    """Write the image."""
+    """Write the image, and one for narrow screens."""
+    _draw(image, (1, 3), (11, 3))
+    _draw(phone_of(image), (3, 1), (4.2, 8.4))
+
+
+def _draw(image: Path, shape: tuple[int, int], size: tuple[float, float]) -> None:
     cases = newest("serving")
     with plt.rc_context(INK):
-        figure, panels = plt.subplots(1, 3, figsize=(11, 3), dpi=110, layout="constrained")
+        figure, panels = plt.subplots(*shape, figsize=size, dpi=110, layout="constrained")
         lookups(panels[0], cases, "uniform", "Uniform ids, us a lookup")
         lookups(panels[1], cases, "zipf", "Zipf ids, us a lookup")
         memory(panels[2], cases)

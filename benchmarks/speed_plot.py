@@ -47,8 +47,18 @@ def bars(axes: Axes, title: str, times: dict[str, float]) -> None:
     axes.margins(x=0.18)
 
 
+def phone_of(image: Path) -> Path:
+    """Return the file of the same plot for narrow screens."""
+    return image.with_stem(f"{image.stem}-phone")
+
+
 def main(image: Path = IMAGES / "speed.png") -> None:
-    """Write the image."""
+    """Write the image, and one for narrow screens."""
+    _draw(image, (1, 2), (10, 1.9))
+    _draw(phone_of(image), (2, 1), (6, 4))
+
+
+def _draw(image: Path, shape: tuple[int, int], size: tuple[float, float]) -> None:
     alone = next(
         c
         for c in newest("mask-update")
@@ -60,7 +70,7 @@ def main(image: Path = IMAGES / "speed.png") -> None:
         if c["block"] == "rows" and "ancestor_s" in c and c["model"] == "tables"
     )
     with plt.rc_context(INK):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.9), dpi=110, layout="constrained")
+        figure, (left, right) = plt.subplots(*shape, figsize=size, dpi=110, layout="constrained")
         bars(
             left,
             "Mask update of a 1M x 64 table, log scale",

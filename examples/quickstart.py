@@ -11,7 +11,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse import ROW, sparsify
+from dist_sparse import sparsify
 
 logging.disable(logging.WARNING)  # TorchRec's notices about its own internals
 warnings.simplefilter("ignore", FutureWarning)
@@ -36,10 +36,10 @@ apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
 model = DistributedModelParallel(tables, device=torch.device("cpu"))
 optimizer = model.fused_optimizer
 
-sparse = sparsify(model, optimizer, level=0.8, block=(1, ROW), begin=20, end=80, every=10)
+sparse = sparsify(model, optimizer, level="untouched", end=99)
 
 for _ in range(100):
-    ids = torch.cat([torch.randint(2000, (64,)), torch.randint(1000, (64,))])
+    ids = torch.cat([torch.randint(400, (64,)), torch.randint(200, (64,))])
     batch = KeyedJaggedTensor(
         ["user_id", "item_id"], ids, lengths=torch.ones(128, dtype=torch.int64)
     )

@@ -81,6 +81,11 @@ class _Site:
         names = list(self.tables.values())
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
+    def slots(self) -> dict[str, Tensor]:
+        """Return where the rows of indexes are stored, of tables that do not keep them in the order
+        of their ids."""
+        return {} if self.outer is None else self.outer.table_slots()
+
 
 class EmbeddingSite(_Site):
     """An ``nn.Embedding`` or ``nn.EmbeddingBag``, compact already or not.
@@ -204,7 +209,9 @@ class CollectionSite(_Site):
         """Return why it can't be compacted, as the rest of a sentence."""
         torchrec = torchrec_port()
         assert torchrec is not None  # the collection is one of its modules
-        reason = torchrec.compact_refusal(model, self.module)
+        # Rows that change hands have no order to keep.
+        reason = getattr(self.outer, "refused", None)
+        reason = reason or torchrec.compact_refusal(model, self.module)
         return reason and f"can't be compacted: {reason}."
 
     def compacted(

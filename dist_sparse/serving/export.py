@@ -98,7 +98,8 @@ def export(
 
     Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
     a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
-    sparsified are stored whole. Before the folder gets its name, every weight of the model is
+    sparsified are stored whole. Of a table that follows its traffic, ids without a slot are the
+    removed ones, at any moment of training. Before the folder gets its name, every weight of the model is
     compared with the written files.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
@@ -159,7 +160,7 @@ def export(
         of_rows = sparse if coded is None else coded.sparsifier
         before = _chain_of(since)
         sparsifier = None if of_rows is None else sparsifier_of(of_rows)
-        located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
+        located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection as Names
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
+_ORDERED: Final = 1 << 21
+"""Weights of slots that are brought together into the order of their ids."""
+
 
 @dataclass
 class Lookups:
@@ -36,6 +40,8 @@ class Lookups:
         collections: in the order of their paths.
         pooling: by table.
         indexes: of the rows of original tables, by the name of a table that is compact.
+        slots: by table, where the rows of its index are stored, int64 ``(n,)``; missing where they
+            are in the order of ids.
         rotations: by table, what its outputs are multiplied by, float32
             ``(columns, columns of the output)``.
     """
@@ -43,6 +49,7 @@ class Lookups:
     collections: list[Collection] = field(default_factory=list)
     pooling: dict[str, Pooling] = field(default_factory=dict)
     indexes: dict[str, RowIndex] = field(default_factory=dict)
+    slots: dict[str, Tensor] = field(default_factory=dict)
     rotations: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -136,6 +143,8 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
         features += [Feature(name=feature, table=name) for feature in table.features]
     for table_name, index in site.indexes().items():
         found.indexes[names[table_name]] = index
+    for table_name, slots in site.slots().items():
+        found.slots[names[table_name]] = slots
     collection = Collection(
         path=site.place,
         kind="bag" if inner.pooled else "sequence",
@@ -164,6 +173,7 @@ class ServedTable:
         default_row: whether the last of the served rows is that of removed ids.
         rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``;
             None as they are.
+        slots: where the kept rows are stored, int64 ``(n,)``; None: in their order.
         codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
     """
 
@@ -173,6 +183,7 @@ class ServedTable:
     kept: Tensor
     default_row: bool
     rotation: Tensor | None
+    slots: Tensor | None = None
     codes: ShardedData | None = None
     books: Tensor | None = None
 
@@ -181,15 +192,31 @@ class ServedTable:
         times their memory. Collective over the ranks that hold the table: they must exhaust it; on
         others it ends at once."""
         data = self.data if self.codes is None else self.codes
-        ranks = data.ranks or (0,)
         # move_rows() is collective over the holders alone.
-        if rank_in(world_ranks()) not in ranks:
+        if rank_in(world_ranks()) not in (data.ranks or (0,)):
             return
-        whole = Rect(0, 0, int(self.stored.count_nonzero()), data.shape[1])
-        wanted = [[whole] if rank == 0 else [] for rank in ranks]
-        shards = [shard.tensor for shard in data.shards]
-        for _, rows in move_rows(data, shards, self.stored, wanted):
+        streamed = _moved(data, self.stored) if self.slots is None else _by_id(data, self.slots)
+        for rows in streamed:
             yield from (rows[some] for some in chunks(*rows.shape))
+
+
+def _moved(data: ShardedData, stored: Tensor) -> Iterator[Tensor]:
+    """Yield some rows on rank 0, in the order in which they are stored. Collective."""
+    whole = Rect(0, 0, int(stored.count_nonzero()), data.shape[1])
+    wanted = [[whole] if rank == 0 else [] for rank in data.ranks or (0,)]
+    shards = [shard.tensor for shard in data.shards]
+    for _, rows in move_rows(data, shards, stored, wanted):
+        yield rows
+
+
+def _by_id(data: ShardedData, slots: Tensor) -> Iterator[Tensor]:
+    """Yield the rows of slots on rank 0, in the order of ``slots``. Collective."""
+    for some in torch.split(slots, max(1, _ORDERED // data.shape[1])):
+        stored = torch.zeros(data.shape[0], dtype=torch.bool)
+        stored[some] = True
+        if rows := list(_moved(data, stored)):
+            # They arrive in the order of slots.
+            yield torch.cat(rows)[some.argsort().argsort()]
 
 
 def registered_tables(
@@ -276,6 +303,7 @@ def _served_table(data: ShardedData, lookups: Lookups, stored: Tensor) -> Served
         kept=kept,
         default_row=default_row,
         rotation=lookups.rotations.get(data.name),
+        slots=lookups.slots.get(data.name),
     )
 
 

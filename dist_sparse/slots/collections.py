@@ -173,15 +173,8 @@ class FollowingIds(CompactIds):
         return super().kept(features) if flags is None else flags
 
     def table_indexes(self) -> dict[str, RowIndex]:
-        """Refuse: what reads it takes stored rows for those of ascending ids, and slots are not.
-
-        Raises:
-            ValueError: always; ``export()`` and ``compact()`` call it.
-        """
-        raise ValueError(
-            f"The tables {sorted(self.fates)} follow their traffic: their rows are slots, which"
-            " can't be exported, compacted or expanded yet."
-        )
+        """Return which ids hold slots. Their rows are at :meth:`_Follows.table_slots`."""
+        return {name: RowIndex.of(index.kept()) for name, index in self.indexes().items()}
 
     def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
@@ -235,6 +228,11 @@ class _Follows:
         [ids] = self._translation
         assert isinstance(ids, FollowingIds)
         return ids
+
+    def table_slots(self) -> dict[str, Tensor]:
+        """Return the slots of the ids that hold one, in the order of the ids, by table."""
+        indexes = self.following_ids.indexes().items()
+        return {name: index.holders()[1].cpu() for name, index in indexes}
 
     def configs(self) -> list[Any]:
         """Return the configurations of the whole tables."""

@@ -9,7 +9,7 @@ import torch
 
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.text import block_shape_text, block_text, shape_text, table_lines
+from dist_sparse.text import block_shape_text, block_text, level_text, shape_text, table_lines
 
 _HEAD = (
     *("name", "shape", "dtype", "sharding", "shards (here)"),
@@ -64,7 +64,7 @@ def _plain_cells(sparsifier: BaseDataSparsifier, name: str) -> list[str]:
 def _config_cells(config: Mapping[str, Any]) -> list[str]:
     block, level = config.get("sparse_block_shape"), config.get("sparsity_level")
     zeros = block_text(block, config.get("zeros_per_block"))
-    return [block_shape_text(block), zeros, "-" if level is None else f"{level:.4g}"]
+    return [block_shape_text(block), zeros, "-" if level is None else level_text(level)]
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

@@ -95,6 +95,7 @@ class ModelTables:
         include: Patterns = None,
         exclude: Patterns = None,
         dense: bool | Patterns = None,
+        slots: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -104,7 +105,7 @@ class ModelTables:
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
         self._dense = ("*",) if dense is True else name_list("dense", dense or None)
-        self._all_dense = dense is True
+        self._all_dense, self._slots = dense is True, slots
         self._names: dict[str, str] | None = None
         self._found: dict[str, _Found] = {}
 
@@ -120,7 +121,7 @@ class ModelTables:
             ValueError: nothing is selected, a pattern matches nothing, or something selected can't
                 be sparsified; the model may have changed since.
         """
-        walked = _Walk().found_in(self.model)
+        walked = _Walk(slots=self._slots).found_in(self.model)
         first = self._names is None
         if self._names is None:
             selected = self._select(walked)
@@ -244,10 +245,11 @@ _Named = dict[str, _Found]
 class _Walk:
     """One pass over a model. What is reached twice counts once, under the name that comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slots: bool) -> None:
         self._seen: set[int] = set()
         self._seen_dense: set[int] = set()
         self._table_weights: set[int] = set()
+        self._slots = slots
         self._torchrec = torchrec_port()
 
     def found_in(self, model: nn.Module) -> list[_Found]:
@@ -298,6 +300,10 @@ class _Walk:
                 self._table_weights.add(id(module._parameters.get("weight", holder)))
 
     def _refusal(self, module: nn.Module) -> str | None:
+        # Collections of this package whose rows are slots.
+        reason: str | None = getattr(module, "refused", None)
+        if reason is not None and not self._slots:
+            return reason
         if hasattr(module, "split_embedding_weights"):
             return (
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"

@@ -68,10 +68,6 @@ _ANY_COLLECTION: Final = (
 def refusal(module: nn.Module) -> str | None:
     """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
     None if they can."""
-    # Collections of this package whose rows are no ids to mask.
-    refused: str | None = getattr(module, "refused", None)
-    if refused is not None:
-        return refused
     if _is_fully_sharded(module):
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"

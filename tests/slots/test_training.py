@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torchrec.distributed import TrainPipelineSparseDist
 
-from dist_sparse import Checkpoints, FollowingTables, export, plan, sparsify
+from dist_sparse import Checkpoints, FollowingTables, expand, plan, sparsify
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
 from tests.slots.models import FEATURES, IDS, SLOTS, Built, batch, build
@@ -138,13 +138,13 @@ def test_saves_for_other_ranks(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("bags", [True, False])
-def test_what_would_take_slots_for_ids_is_refused(bags: bool, tmp_path: Path) -> None:
-    """A mask, an artifact or a whole table of them would be of other ids a moment later."""
+def test_what_would_take_slots_for_ids_is_refused(bags: bool) -> None:
+    """A mask or a whole table of them would be of other ids a moment later."""
     built = build(2, "row_wise", bags=bags)
     for use in (
         lambda: sparsify(built.model, built.optimizer, level=0.5, end=1),
-        lambda: export(built.model, None, tmp_path / "served"),
         lambda: plan(built.model, "50%"),
+        lambda: expand(built.model, optimizer=built.optimizer),
     ):
         with pytest.raises(ValueError, match="its rows are slots, which FollowingTables gives"):
             use()

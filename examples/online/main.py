@@ -1,0 +1,215 @@
+"""A model that is trained, published and served day by day.
+
+Two processes:   python -m launch --nproc 2 --ranks 0 examples/online/main.py
+
+MovieLens-100K in order of time, cut into days of equal length. Each day the ratings are first
+predicted, by the model in training and by a server of what was published the evening before, then
+trained on; in the evening what changed is published as a delta, and the server applies it while it
+answers requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+# So that this file can be started as a script, from anywhere.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_sparse import FollowingTables, export, sparsify
+from dist_sparse.report import Quality
+from dist_sparse.text import size, table_lines
+from dlrm.batches import Batch, Dataset, batches
+from dlrm.movielens import fetch, load
+from dlrm.options import as_positive, as_seed
+from dlrm.process import run_and_leave
+from online.client import Client
+from online.formula import DELTA
+from online.model import CROSS, FOLLOWING, build
+
+_HEAD = (
+    "day",
+    "AUC trained",
+    "AUC served",
+    "delta",
+    "full",
+    "ids came",
+    "crosses removed",
+    "guard",
+)
+_HELD_OUT = 20  # one rating of so many is never trained on: the guard's validation
+_TOLERANCE = 0.002
+
+
+class Online:
+    """The state of a job on all ranks: a model, what follows and masks it, and what was published.
+
+    Args:
+        data: with the features of the model alone.
+        options: of the command.
+    """
+
+    def __init__(self, data: Dataset, options: argparse.Namespace) -> None:
+        self.data, self.options = data, options
+        self.model = build(data, options.seed)
+        kept = torch.arange(len(data.labels)) % _HELD_OUT != 0
+        self.validation = torch.arange(len(data.labels))[~kept]
+        self.days = torch.arange(len(data.labels))[kept].chunk(options.days)
+        self.steps = len(self.days[-1]) // options.batch_size
+        # Users come and go: ids that were looked up lately hold the slots.
+        self.slots = FollowingTables(self.model, every=10, admit_after=2, decay=0.9)
+        self.sparse = sparsify(
+            self.model,
+            self.model.fused_optimizer,
+            level="auto",
+            include=[CROSS],
+            begin=max(1, options.days // 4) * self.steps,
+            end=options.days * self.steps,
+            every=self.steps,
+        )
+        self.published: list[Path] = []
+
+    def train(self, index: Tensor) -> None:
+        """Train on a day's ratings, in order of time. Collective."""
+        for batch in self._batches(index):
+            labels = batch.labels
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                self.model(batch.sparse_features), labels
+            )
+            loss.backward()  # the fused optimizers update the tables in here
+            self.sparse.step()
+            self.slots.step()
+
+    def auc(self, index: Tensor) -> float:
+        """Return the AUC of the model in training, over all ranks. Collective."""
+        quality = Quality()
+        self.model.eval()  # lookups of a validation hold no slots
+        with torch.no_grad():
+            for batch in self._batches(index):
+                quality.update(self.model(batch.sparse_features), batch.labels)
+        self.model.train()
+        return quality.compute()["auc"]
+
+    def publish(self, folder: Path) -> Path:
+        """Write what has changed since the last time, at first everything. Collective."""
+        path = folder / DELTA.format(len(self.published))
+        since = self.published or None
+        export(self.model, self.sparse, path, dtype="int8", since=since)
+        self.published.append(path)
+        return path
+
+    def _batches(self, index: Tensor) -> Iterator[Batch]:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        size = min(self.options.batch_size, len(index))
+        return batches(self.data, index, batch_size=size, rank=rank, world=world)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Run all days, and print a line for each. Collective over the default process group."""
+    first = dist.get_rank() == 0
+    if first:
+        fetch()
+    dist.barrier()
+    whole = load(fetch())
+    features = [each for each in whole.sparse if each.name in (*FOLLOWING, CROSS)]
+    data = replace(whole, sparse=tuple(features))
+    folders = [options.out]
+    dist.broadcast_object_list(folders)  # the default is made of the time
+    published, full = folders[0] / "published", folders[0] / "full"
+    job = Online(data, options)
+    job.publish(published)
+    client = Client(published, data) if first else None
+    lines, sizes = [], []
+    for day, index in enumerate(job.days, 1):
+        trained = job.auc(index)
+        served = auc_of(client.logits(index, day - 1), data.labels[index]) if client else 0.0
+        moved = sum(job.slots.moved.values())
+        job.train(index)
+        held = job.sparse.guard(job.auc(job.validation), tolerance=_TOLERANCE)
+        delta = job.publish(published)
+        # What would have to be published without deltas.
+        export(job.model, job.sparse, full / DELTA.format(day), dtype="int8")
+        level = f"{job.sparse.sparsity:.0%}"  # collective
+        if not first:
+            continue
+        sizes.append((bytes_of(delta), bytes_of(full / DELTA.format(day))))
+        came = sum(job.slots.moved.values()) - moved
+        figures = (f"{trained:.4f}", f"{served:.4f}", *map(size, sizes[-1]), str(came))
+        lines.append((str(day), *figures, level, "holds" if held else "undone"))
+        print(f"day {day} of {len(job.days)}: published {size(sizes[-1][0])}", flush=True)
+    if client:
+        client.logits(job.validation[:100], len(job.days))  # every delta is applied
+        client.close()
+        print("\n" + "\n".join(table_lines(_HEAD, lines, right=range(7))))
+        print("\n" + conclusion(sizes, lines, client))
+
+
+def conclusion(
+    sizes: Sequence[tuple[int, int]], lines: Sequence[Sequence[str]], client: Client
+) -> str:
+    """Return what the days have shown."""
+    deltas, whole = map(sum, zip(*sizes, strict=True))
+    trained, served = (sum(float(line[column]) for line in lines) / len(lines) for column in (1, 2))
+    return (
+        f"Published {size(deltas)} in {len(sizes)} deltas, {deltas / whole:.1%} of as many whole"
+        f" artifacts. Mean AUC {trained:.4f} in training, {served:.4f} served.\nThe server answered"
+        f" {client.answers:,} requests meanwhile, each from one day; the slowest took"
+        f" {1000 * client.slowest:.0f} ms."
+    )
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the bytes of the files of an artifact."""
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def auc_of(logits: Tensor, labels: Tensor) -> float:
+    """Return the AUC of one process's predictions."""
+    from dist_sparse.torchrec.metrics import auc_and_ne
+
+    return auc_and_ne(torch.sigmoid(logits.double()), labels.double())[0]
+
+
+def parse() -> argparse.Namespace:
+    """Return the checked options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--days",
+        type=as_positive,
+        default=20,
+        metavar="N",
+        help="parts of equal length (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=as_positive,
+        default=64,
+        metavar="N",
+        help="ratings per step over all processes (default: %(default)s)",
+    )
+    add("--seed", type=as_seed, default=0, metavar="N", help="random seed (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs", time.strftime("online-%Y%m%d-%H%M%S")),
+        metavar="DIR",
+        help="folder for artifacts; must not exist yet (default: runs/online-<time>)",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_and_leave(main, parse())
