@@ -26,19 +26,6 @@ class TableConfig:
     pooling: Literal["sum", "mean", "none"]
 
 
-class WholeRowWriter(NamedTuple):
-    """A method of a table batch that writes rows no lookup has named.
-
-    Args:
-        owner: the object that calls its own ``method(mode)`` in the middle of a forward.
-        wrote: returns whether the call with this mode has just written.
-    """
-
-    owner: Any
-    method: str
-    wrote: Callable[[Mapping[str, float]], bool]
-
-
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
 """Which ids of a lookup keep their weight; see :meth:`TableBatch.weighed`."""
 
@@ -113,10 +100,6 @@ class TableBatch(LookupKernel, Protocol):
 
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
-        ...
-
-    def whole_row_writers(self) -> list[WholeRowWriter]:
-        """Return what writes rows other than those of a lookup, besides the caller."""
         ...
 
     @property

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableSet, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.tables.protocols import KeptOf, WholeRowWriter
+from dist_sparse.tables.protocols import KeptOf
 from dist_sparse.tables.shards import CACHED
 
 ROW_WRITERS: Final = {
@@ -30,26 +29,12 @@ ROW_WRITERS: Final = {
 """Optimizers that write no other rows than a batch has looked up."""
 
 
-class _WholeWriter(NamedTuple):
-    """A method that writes all rows, and the keys of its mode that say after how many steps."""
-
-    method: str
-    intervals: tuple[str, ...]
-
-
-WHOLE_WRITERS: Final = {
-    "EMAINPLACE_ROWWISE_ADAGRAD": _WholeWriter("ema_inplace", ("step_ema",)),
-    "ENSEMBLE_ROWWISE_ADAGRAD": _WholeWriter("ensemble_and_swap", ("step_ema", "step_swap")),
-}
-"""Optimizers that write rows outside of the batch too."""
-
 STILL: Final = {
     "SGD",
     "EXACT_SGD",
     "EXACT_ADAGRAD",
     "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
-    "EMAINPLACE_ROWWISE_ADAGRAD",
 }
 """Optimizers whose step is a multiple of the gradient and of the weight."""
 
@@ -130,11 +115,11 @@ class FbgemmBatch(Kernel):
         self.kernel: nn.Module = self._batch
         self._update_rule: str = self._batch.optimizer.name
         self.is_adagrad = "ADAGRAD" in self._update_rule
-        if self._update_rule not in ROW_WRITERS | WHOLE_WRITERS.keys():
+        if self._update_rule not in ROW_WRITERS:
             raise ValueError(
                 f"The tables {self.tables} have the fused optimizer {self._update_rule}, which"
-                " dist_sparse does not know: it may write rows that no batch has looked up, and"
-                " removed weights would come back unseen."
+                " may write rows that no batch has looked up, as far as dist_sparse knows: removed"
+                " weights would come back unseen."
             )
         # Where its tables are: on the device, on the host, or in unified memory.
         places = ("weights_dev", "weights_host", "weights_uvm")
@@ -175,14 +160,6 @@ class FbgemmBatch(Kernel):
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
         return [getattr(self._batch, place) for place in self._stored]
-
-    def whole_row_writers(self) -> list[WholeRowWriter]:
-        """Return what writes rows other than those of a lookup."""
-        writer = WHOLE_WRITERS.get(self._update_rule)
-        if writer is None:
-            return []
-        wrote = partial(self._wrote, writer.intervals)
-        return [WholeRowWriter(self._batch, writer.method, wrote)]
 
     def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
         """Return the keywords of a pooled lookup in which some ids weigh nothing; see
@@ -233,11 +210,6 @@ class FbgemmBatch(Kernel):
             on_host = torch.tensor(first_bags, pin_memory=offsets.is_cuda)
             ends = offsets[on_host.to(offsets.device, non_blocking=True)]
         return ends.tolist() if ends.is_cpu else ends
-
-    def _wrote(self, intervals: Sequence[str], mode: Mapping[str, float]) -> bool:
-        """Whether such a method has just written, by FBGEMM's rule: every so many steps."""
-        now = int(self._batch.iter_cpu.item())
-        return any(now % int(mode[interval]) == 0 for interval in intervals)
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the hyperparameters that FBGEMM can change, and the step count."""
