@@ -217,8 +217,8 @@ class DenseWeights:
     def states(self) -> Iterator[Stepped]:
         """Yield the targets, each with the state of an optimizer that steps it."""
         for leaf, steps in self._stepped.items():
-            by_element = optimizers.keeps_elements(leaf)
             for target, parameter in steps.pairs:
+                by_element = optimizers.keeps_elements(leaf)
                 states = optimizers.state_of(leaf, parameter, target.weight)
                 sums = states.get("sum") if "initial_accumulator_value" in leaf.defaults else None
                 found = list(states.values())

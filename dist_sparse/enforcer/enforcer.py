@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, Final
@@ -131,7 +130,8 @@ class MaskEnforcer:
         self._reset = optimizer_state == "reset"
         self._optimizers: tuple[Any, ...] | None = None
         self._batches: list[TableBatchHooks] = []
-        self._known_lookups: list[tuple[nn.Module, list[Any]]] = []
+        # The lookups of sharded collections, which a reshard replaces.
+        self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
         self._dense = DenseWeights([], [], self.clock)
         self._handles: list[RemovableHandle | Wrapped] = []
         # Masks before an update, by the address of the weights, where it resets optimizer state.
@@ -338,12 +338,10 @@ class MaskEnforcer:
             self._clean_all()
             return
         # Kernels of a collection that was resharded are not those that its forward will use.
-        replaced = {
-            id(module) for module, known in self._known_lookups if lookups_of(module) != known
-        }
+        resharded = self._resharded()
         with torch.no_grad():
             for batch in self._batches:
-                if id(batch.collection) not in replaced:
+                if batch.collection not in resharded:
                     batch.clean()
             self._dense.clean()
 
@@ -372,9 +370,7 @@ class MaskEnforcer:
         Stale are batches after ``DistributedModelParallel.reshard``, and parameters after a load
         with ``assign=True``.
         """
-        if not self._dense.replaced and all(
-            lookups_of(module) == known for module, known in self._known_lookups
-        ):
+        if not self._dense.replaced and not self._resharded():
             return False
         # To bring masks to shards that have moved is collective.
         tables = self._sparsifier.masks.tables
@@ -385,6 +381,11 @@ class MaskEnforcer:
             )
         self._look_up(check=True)
         return True
+
+    def _resharded(self) -> list[nn.Module]:
+        """The collections that TorchRec has resharded since the last look."""
+        known = self._known_lookups
+        return [module for module in known if lookups_of(module) != known[module]]
 
     def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
         return [*self._batches, self._dense]
@@ -442,7 +443,7 @@ class MaskEnforcer:
         batches = [hooks for hooks, _ in fused]
         self._remove_hooks(batches)
         self._batches, self._dense = batches, dense
-        self._known_lookups = [(module, lookups_of(module)) for module in collections]
+        self._known_lookups = {module: lookups_of(module) for module in collections}
         self._hook(list(walked.modules))
         self._clean_all()
         if self._reset:
@@ -472,10 +473,9 @@ class MaskEnforcer:
         self._dense.hook(self._before_read)
         for batch in self._batches:
             batch.hook()
-        for module, known in self._known_lookups:
-            before_forward = Hook(partial(self._before_forward, known))
+        for module in self._known_lookups:
             self._handles += [
-                module.register_forward_pre_hook(before_forward),
+                module.register_forward_pre_hook(Hook(self._before_forward)),
                 module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
             ]
         torchrec = torchrec_port()
@@ -485,8 +485,8 @@ class MaskEnforcer:
                 self._handles.append(Wrapped(model, "sync", self._before_average))
         # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its
         # own hook is silent.
-        parts = *models, *(module for module, _ in self._known_lookups), *self._dense.owners
-        for module in {id(part): part for part in parts}.values():
+        parts = [*models, *self._known_lookups, *self._dense.owners]
+        for module in dict.fromkeys(parts):
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -498,7 +498,7 @@ class MaskEnforcer:
             if batch not in staying:
                 batch.unhook()
         self._dense.unhook()
-        self._handles, self._batches, self._known_lookups = [], [], []
+        self._handles, self._batches, self._known_lookups = [], [], {}
         self._dense = DenseWeights([], [], self.clock)
 
     def _before_read(self) -> None:
@@ -508,8 +508,9 @@ class MaskEnforcer:
             self._clean_all()
 
     @timed
-    def _before_forward(self, known: list[Any], module: nn.Module, args: Any) -> None:
-        if lookups_of(module) != known:  # on all ranks alike, with or without shards
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        # On all ranks alike, with or without shards.
+        if lookups_of(module) != self._known_lookups[module]:
             self._look_up(check=True)
         self._before_read()
 

@@ -8,7 +8,6 @@ is resharded, so a :class:`Collection` or :class:`TableBatch` is read again wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from dist_sparse.tables.shards import ShardedData
 
 
-@dataclass(frozen=True)
-class TableConfig:
+class TableConfig(NamedTuple):
     """A table of a collection: which features look it up, and how their rows are pooled."""
 
     name: str

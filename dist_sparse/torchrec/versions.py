@@ -28,10 +28,12 @@ def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
 
     Those that fit the torch; if none is known, those that fit the TorchRec; else the latest.
     """
-    base, rec = _minor(torch_version), _minor(torchrec_version)
+    base: Any = _minor(torch_version)
     if base not in _TESTED:
-        by_torchrec = {release: each for each, release in _TESTED.items()}
-        base = by_torchrec.get(rec, max(_TESTED))
+        by_torchrec: dict[Any, tuple[int, int]] = {
+            release: each for each, release in _TESTED.items()
+        }
+        base = by_torchrec.get(_minor(torchrec_version), max(_TESTED))
     return "{}.{}".format(*base), "{}.{}".format(*_TESTED[base])
 
 
