@@ -107,9 +107,9 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
     abstract = torch.optim.Optimizer
     if not isinstance(found, type) or not issubclass(found, abstract) or found is abstract:
-        known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
-        close = difflib.get_close_matches(str(query), known, cutoff=0.5)
-        names = ", ".join(close or ["SGD", "Adagrad", "Adam", "AdamW"])
+        known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
+        close = difflib.get_close_matches(str(query).lower(), known, cutoff=0.5)
+        names = ", ".join(known[name] for name in close or ["sgd", "adagrad", "adam", "adamw"])
         raise ValueError(
             f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {names}) or the"
             " dotted path of an optimizer."

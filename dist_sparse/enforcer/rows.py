@@ -67,6 +67,11 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     if mask.block[0] != 1:
         block_rows = (rows + mask.rect.row) // mask.block[0] - mask.grid.row
     table, word = wide(live), WORDS[live.element_size()]
+    if mask.grid.cols == 1 and live.is_cpu:
+        # Whole rows are written without being read. A device would have to tell how many.
+        removed = _words(mask, block_rows, word).view(-1) == 0
+        table.index_fill_(0, rows.masked_select(removed), 0)
+        return
     # Read, mask, write back: an AND with the mask's words keeps every bit of a kept weight.
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
