@@ -96,7 +96,7 @@ MUTATIONS = [
     M("enforcer/ids.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
     M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
     M("enforcer/enforcer.py", "        self._loaded = True\n        # Masks", "        # Masks", "tests/dist/test_enforce.py tests/enforcer -k load"),
-    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n            self._before", "            self._before", "tests/dist/test_enforce_equals.py -k states"),
+    M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n        for batch", "            pass\n        for batch", "tests/dist/test_enforce_equals.py -k states"),
     M("enforcer/dense.py", "target.clean(optimizers.step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
     # -- optim
     # -----------------------------------------------------------------------------------------------------------

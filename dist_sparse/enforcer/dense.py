@@ -255,9 +255,7 @@ class DenseWeights:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for target, parameter in self.meet(optimizer):
             # Not by this step: behind it, perhaps only the rows of its gradient are cleaned.
-            if target.dirty:
-                with torch.no_grad():
-                    target.clean()
+            self._clean(target)
             # Until the hook behind the step: other hooks may come first, and read.
             target.stepping = parameter.grad is not None
 

@@ -134,7 +134,8 @@ class MaskEnforcer:
         self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
         self._dense = DenseWeights([], [], self.clock)
         self._handles: list[RemovableHandle | Wrapped] = []
-        # Masks before an update, by the address of the weights, where it resets optimizer state.
+        # Masks before the last update, by the address of the weights, where it resets optimizer
+        # state.
         self._before: dict[int, BlockMask | Tensor] = {}
         self._loaded = False
 
@@ -293,7 +294,6 @@ class MaskEnforcer:
             # Of blocks that were removed before: those that come back start with fresh state.
             self._reset_states(self._before)
             self._reset_states(self._masks())
-            self._before = {}
         for batch in self._batches:
             batch.masks_updated()
 
@@ -410,7 +410,9 @@ class MaskEnforcer:
     def _reset_states(self, masks: Mapping[int, BlockMask | Tensor]) -> None:
         with torch.no_grad():
             for each in self._states():
-                reset_state(masks[each.weight.data_ptr()], each.states)
+                mask = masks.get(each.weight.data_ptr())
+                if mask is not None:
+                    reset_state(mask, each.states)
 
     def _look_up(self, check: bool = False, walked: Walked | None = None) -> None:
         """Find the registered weights, hook and clean them. On an error, hooks are as they were.
@@ -433,10 +435,7 @@ class MaskEnforcer:
         if check:
             _check_not_compiled(walked.modules, [*collections, *dense.owners])
             dense.check_stepped()
-            weights = [(target.name, target.weight) for target in targets]
-            for name, data in walked.located.items():
-                weights += [(name, shard.tensor) for shard in data.shards]
-            refuse_masked(weights, but=self)
+            self._refuse_masked(walked.located, dense)
         # Last: nothing of the old hooks is lost if something above is refused.
         for hooks, places in fused:
             hooks.moved_to(places)
@@ -449,6 +448,13 @@ class MaskEnforcer:
         if self._reset:
             # As a mask update does: what is removed has no history.
             self._reset_states(self._masks())
+
+    def _refuse_masked(self, located: Mapping[str, ShardedData], dense: DenseWeights) -> None:
+        """Refuse weights that another enforcer masks."""
+        weights = [(target.name, target.weight) for target in dense.targets]
+        for name, data in located.items():
+            weights += [(name, shard.tensor) for shard in data.shards]
+        refuse_masked(weights, but=self)
 
     def _fused_tables(
         self, collections: Sequence[nn.Module], places: Places

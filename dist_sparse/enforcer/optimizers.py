@@ -107,12 +107,9 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
     abstract = torch.optim.Optimizer
     if not isinstance(found, type) or not issubclass(found, abstract) or found is abstract:
-        known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
-        close = difflib.get_close_matches(str(query).lower(), known, cutoff=0.5)
-        names = ", ".join(known[name] for name in close or ["sgd", "adagrad", "adam", "adamw"])
         raise ValueError(
-            f"Invalid optim_type={query!r}: must be a name in torch.optim (such as {names}) or the"
-            " dotted path of an optimizer."
+            f"Invalid optim_type={query!r}: must be a name in torch.optim (such as"
+            f" {_optimizers_named_like(str(query))}) or the dotted path of an optimizer."
         )
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -121,6 +118,12 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             " several times; here one backward runs, before the step."
         )
     return found
+
+
+def _optimizers_named_like(name: str) -> str:
+    known = {each.lower(): each for each in dir(torch.optim) if each[0].isupper()}
+    close = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+    return ", ".join(known[each] for each in close or ["sgd", "adagrad", "adam", "adamw"])
 
 
 def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:

@@ -111,10 +111,7 @@ def _wait_for(
     while True:
         # Asked before the files are read: a process that has ended writes no more.
         ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        found = {}
-        for rank in range(len(processes)):
-            if (answer := _answer(folder / f"{rank}.jsonl", number)) is not None:
-                found[rank] = answer
+        found = _answers(folder, number, len(processes))
         is_wrong = any(answer["status"] in WRONG for answer in found.values())
         if is_wrong or len(found) == len(processes):
             return _worst([*found.values()])
@@ -128,11 +125,15 @@ def _wait_for(
         time.sleep(0.05)
 
 
-def _answer(file: Path, number: int) -> dict[str, Any] | None:
-    """Return what a rank has found in a check, None if nothing yet."""
-    # The last line may not be whole yet.
-    *lines, _ = file.read_text().split("\n") if file.exists() else [""]
-    found: dict[str, Any] | None = json.loads(lines[number]) if len(lines) > number else None
+def _answers(folder: Path, number: int, world: int) -> dict[int, dict[str, Any]]:
+    """Return by rank what has been found in a check so far."""
+    found = {}
+    for rank in range(world):
+        file = folder / f"{rank}.jsonl"
+        # The last line may not be whole yet.
+        *lines, _ = file.read_text().split("\n") if file.exists() else [""]
+        if len(lines) > number:
+            found[rank] = json.loads(lines[number])
     return found
 
 

@@ -109,9 +109,7 @@ class SparsifyArgs:
         if self.end is not None:
             # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
-        self.auto = self.level == AUTO
-        if self.auto:
-            self._take_auto()
+        self._take_auto()
         for argument, check in _CHECKS.items():
             value = getattr(self, argument)
             if value is not None or argument not in _OPTIONAL:
@@ -119,13 +117,12 @@ class SparsifyArgs:
         if self._removes_untouched:
             self._take_untouched()
         self.protect = checks.name_list("protect", self.protect)
+        if self.schedule is None:
+            self.schedule = "constant" if self.end is None else "cubic"
         # A callable is a scheduler's class, and is taken as it is.
         if not callable(self.schedule):
-            # By default a curve, or without an end the final level.
-            default = "constant" if self.end is None else "cubic"
-            name = default if self.schedule is None else self.schedule
             more = " or the class of a ready scheduler"
-            self.schedule = _SCHEDULES[checks.choice("schedule", name, _SCHEDULES, more)]
+            self.schedule = _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, more)]
         self._refuse_conflicts()
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
@@ -138,6 +135,9 @@ class SparsifyArgs:
 
     def _take_auto(self) -> None:
         """Set the defaults of the level ``"auto"``: equal steps, until one block is left."""
+        self.auto = self.level == AUTO
+        if not self.auto:
+            return
         # Capped for each table where its blocks are known.
         self.level = math.nextafter(1.0, 0.0)
         if self.schedule is None:
