@@ -10,7 +10,7 @@ next reads the weight.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -20,25 +20,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer import optimizers
 from dist_sparse.enforcer.fused import Place
 from dist_sparse.enforcer.hooks import Clock, Hook, timed
-from dist_sparse.enforcer.optimizers import (
-    State,
-    keeps_elements,
-    leaves,
-    local,
-    reset_state,
-    same_storage,
-    state_of,
-    step_rows,
-    steps_itself,
-    summed,
-)
-from dist_sparse.enforcer.rows import Slot, zero_rows
-from dist_sparse.enforcer.sampled import SampledLookups
+from dist_sparse.enforcer.ids import SampledLookups
+from dist_sparse.enforcer.optimizers import Masked, Stepped, local, same_storage
+from dist_sparse.enforcer.rows import zero_rows
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.shards import ShardedData, Source
+from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.tables.shards import ShardedData
+
+Modules = Mapping[nn.Module, Mapping[str, nn.Module]]
+"""All modules by path, by model."""
 
 
 @dataclass(eq=False)
@@ -97,9 +91,10 @@ class Target:
         if self.parameter is None:
             return False
         # Either another parameter, or the same one with other storage: `parameter.data = ...`.
-        module, name = self.owner or (None, "")
-        if module is not None and module._parameters.get(name) is not self.parameter:
-            return True
+        if self.owner is not None:
+            module, name = self.owner
+            if id(module._parameters.get(name)) != id(self.parameter):
+                return True
         here = local(self.parameter)
         return here.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
 
@@ -130,18 +125,18 @@ class DenseWeights:
 
     Args:
         targets: what has to stay masked.
-        optimizers: as the caller has them, wrapped or not.
+        given: optimizers as the caller has them, wrapped or not.
         clock: to which the time of the hooks is added.
 
     Raises:
         ValueError: something is no optimizer.
     """
 
-    def __init__(self, targets: Iterable[Target], optimizers: Sequence[Any], clock: Clock) -> None:
+    def __init__(self, targets: Iterable[Target], given: Sequence[Any], clock: Clock) -> None:
         self.targets = list(targets)
         self.clock = clock
         self._handles: list[RemovableHandle] = []
-        self._optimizers = [leaf for each in optimizers for leaf in leaves(each)]
+        self._optimizers = [leaf for each in given for leaf in optimizers.leaves(each)]
         self._over = same_storage([target.weight for target in self.targets])
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps]
         self._stepped = weakref.WeakKeyDictionary()
@@ -153,28 +148,11 @@ class DenseWeights:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
                 unknown model.
         """
-        by_storage = same_storage(
-            [each for leaf in self._optimizers for each in _parameters_of(leaf)]
-        )
+        stepped = [each for leaf in self._optimizers for each in _parameters_of(leaf)]
+        by_storage = same_storage(stepped)
         for target in self.targets:
-            if by_storage(target.weight):
-                continue
-            if target.parameter is not None and target.parameter.requires_grad:
-                raise ValueError(
-                    f"No optimizer given steps {target.name!r}, which requires a gradient: its"
-                    " removed weights would come back unseen. Pass all optimizers, or freeze it by"
-                    " requires_grad_(False)."
-                )
-            # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen
-            # parameter. A shard of an unknown model may be written by anything.
-            packed = isinstance(target.mask(), BlockMask)
-            if packed and not isinstance(target.parameter, nn.Parameter):
-                raise ValueError(
-                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
-                    " the given optimizers steps it, so removed weights might come back"
-                    " undetected. Register the model that contains it by add_model(), or call"
-                    " squash_mask() first."
-                )
+            if not by_storage(target.weight):
+                _refuse_trained(target)
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -204,9 +182,6 @@ class DenseWeights:
             before_read()
             self._clean(target)
 
-        def stays_clean(*_: Any) -> None:
-            target.clean_at = target.writes
-
         # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
         if type(module) in (nn.Embedding, nn.EmbeddingBag) and target.samples is not None:
             look = Hook(partial(_sample, SampledLookups([0]), target))
@@ -215,9 +190,6 @@ class DenseWeights:
             module.register_forward_pre_hook(Hook(before)),
             module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
         ]
-        if getattr(module, "max_norm", None) is not None:
-            # The forward itself scales rows in place; zeros stay zeros.
-            self._handles.append(module.register_forward_hook(Hook(stays_clean)))
 
     def unhook(self) -> None:
         """Remove all hooks."""
@@ -236,43 +208,21 @@ class DenseWeights:
         for target in self.targets:
             target.clean()
 
-    def masks(self) -> list[BlockMask | Tensor]:
-        """The current masks, to be kept over an update."""
-        # A mask update edits dense masks in place, and replaces packed ones.
-        masks = (target.mask() for target in self.targets)
-        return [mask if isinstance(mask, BlockMask) else mask.clone() for mask in masks]
+    def masked(self) -> Iterator[Masked]:
+        """Yield the targets and their masks. A mask update edits dense masks in place, and replaces
+        packed ones."""
+        for target in self.targets:
+            yield Masked(target.name, target.weight, target.mask())
 
-    def accumulators(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield the targets' weights, each with the sums of Adagrad (torch's, or a row-wise one
-        with its options), and their initial value."""
-        for leaf, target, parameter in self._stepped_targets():
-            if (found := summed(leaf, parameter, target.weight)) is not None:
-                yield target.weight, *found
-
-    def states(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the targets' weights, each with the state of an optimizer that steps it."""
-        for leaf, target, parameter in self._stepped_targets():
-            yield target.weight, [state for state, _ in state_of(leaf, parameter, target.weight)]
-
-    def reset(self, masks: Sequence[BlockMask | Tensor]) -> None:
-        """Set the optimizer state of weights removed by ``masks`` to its initial value."""
-        by_target = dict(zip(map(id, self.targets), masks, strict=True))
-        for leaf, target, parameter in self._stepped_targets():
-            reset_state(by_target[id(target)], state_of(leaf, parameter, target.weight))
-
-    def element_states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield the names of weights that have optimizer state for each element, and that state,
-        which a first step may yet have to make."""
-        for leaf, target, parameter in self._stepped_targets():
-            if keeps_elements(leaf):
-                states = state_of(leaf, parameter, target.weight)
-                found = [state for state in states if state[0].shape == target.weight.shape]
-                yield target.name, found
-
-    def _stepped_targets(self) -> Iterator[tuple[torch.optim.Optimizer, Target, Tensor]]:
+    def states(self) -> Iterator[Stepped]:
+        """Yield the targets, each with the state of an optimizer that steps it."""
         for leaf, steps in self._stepped.items():
             for target, parameter in steps.pairs:
-                yield leaf, target, parameter
+                by_element = optimizers.keeps_elements(leaf)
+                states = optimizers.state_of(leaf, parameter, target.weight)
+                sums = states.get("sum") if "initial_accumulator_value" in leaf.defaults else None
+                found = list(states.values())
+                yield Stepped(target.name, target.weight, found, sums, by_element)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
         """Return the targets that an optimizer steps, each with its parameter there. A new one gets
@@ -305,9 +255,7 @@ class DenseWeights:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for target, parameter in self.meet(optimizer):
             # Not by this step: behind it, perhaps only the rows of its gradient are cleaned.
-            if target.dirty:
-                with torch.no_grad():
-                    target.clean()
+            self._clean(target)
             # Until the hook behind the step: other hooks may come first, and read.
             target.stepping = parameter.grad is not None
 
@@ -317,7 +265,26 @@ class DenseWeights:
             for target, parameter in self.meet(optimizer):
                 # Without a gradient, torch's optimizers leave a parameter alone.
                 if target.dirty or parameter.grad is not None:
-                    target.clean(step_rows(optimizer, parameter))
+                    target.clean(optimizers.step_rows(optimizer, parameter))
+
+
+def _refuse_trained(target: Target) -> None:
+    """Refuse a target that none of the given optimizers steps, if something else may write it."""
+    if target.parameter is not None and target.parameter.requires_grad:
+        raise ValueError(
+            f"No optimizer given steps {target.name!r}, which requires a gradient: its removed"
+            " weights would come back unseen. Pass all optimizers, or freeze it by"
+            " requires_grad_(False)."
+        )
+    # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen parameter. A
+    # shard of an unknown model may be written by anything.
+    packed = isinstance(target.mask(), BlockMask)
+    if packed and not isinstance(target.parameter, nn.Parameter):
+        raise ValueError(
+            f"Can't tell what writes {target.name!r}: it is not a parameter, and none of the given"
+            " optimizers steps it, so removed weights might come back undetected. Register the"
+            " model that contains it by add_model(), or call squash_mask() first."
+        )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -336,7 +303,7 @@ def _meet_new_optimizers() -> RemovableHandle:
 
     def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Wrappers call the step of an inner optimizer, which comes here too.
-        if steps_itself(optimizer):
+        if not hasattr(optimizer, "_optimizer") and not optimizers.combines(optimizer):
             for weights in list(_hooked):
                 weights.meet(optimizer)
 
@@ -351,54 +318,50 @@ def _sample(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
-    # Evaluation is no traffic.
-    if target.samples is None or not torch.is_grad_enabled():
+    # Lookups of an evaluation are no traffic.
+    if not torch.is_grad_enabled():
         return
-    ids = args[0] if args else kwargs.get("input")
-    mask = target.mask()
-    if not isinstance(ids, Tensor) or not isinstance(mask, BlockMask):
+    ids, mask = args[0] if args else kwargs.get("input"), target.mask()
+    if not isinstance(ids, Tensor) or not isinstance(mask, BlockMask) or target.samples is None:
         return
-    if not lookups.has(0, mask):
-        lookups.begin({0: Slot(target.weight, mask)}, {0: target.samples()})
+    lookups.use({0: mask}, {0: target.samples()})
     if lookups.due():
         with torch.no_grad():
             lookups.add(ids.reshape(-1), [0, ids.numel()])
 
 
 def packed_targets(
-    sources: Iterable[Source],
-    modules: Mapping[nn.Module, Mapping[str, nn.Module]],
-    located: Mapping[str, ShardedData],
-    fused: set[Place],
-    mask: Callable[[Place], BlockMask],
-    samples: Callable[[Place], Tensor],
+    tables: PackedStore, modules: Modules, located: Mapping[str, ShardedData], fused: Set[Place]
 ) -> Iterator[Target]:
-    """Yield the shards that no fused optimizer writes; ``modules`` by model and path."""
-    held = [each for source in sources for each in _parameters(source, modules)]
+    """Yield the shards that no fused optimizer writes."""
+    held = [each for source in tables.sources for each in _parameters(source, modules)]
     holding = same_storage([parameter for parameter, _ in held])
     for name, data in located.items():
         for number, shard in enumerate(data.shards):
-            place = Place(name, number)
-            if place in fused:
+            if Place(name, number) in fused:
                 continue
             found = holding(shard.tensor)
             parameter, owner = held[found[0]] if found else (None, None)
-            sampled = partial(samples, place)
-            yield Target(name, shard.tensor, partial(mask, place), parameter, owner, sampled)
+            mask = partial(_numbered, tables.masks, name, number)
+            samples = partial(_numbered, tables.samples, name, number)
+            yield Target(name, shard.tensor, mask, parameter, owner, samples)
+
+
+def _numbered(of_shards: Callable[[str], Sequence[Any]], name: str, number: int) -> Any:
+    return of_shards(name)[number]
 
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
     """Yield plain data that is not squashed."""
     dense = sparsifier.masks.plain
-    for name in dense.names:
-        if dense.is_masked(name):
-            weight = dense.weight(name)
-            parameter = weight if weight.is_leaf else None
-            yield Target(name, weight.data, partial(dense.mask, name), parameter)
+    for name in filter(dense.is_masked, dense.names):
+        weight, mask = dense.weight(name), partial(dense.mask, name)
+        parameter = weight if weight.is_leaf else None
+        yield Target(name, weight.data, mask, parameter)
 
 
 def _parameters(
-    source: Any, modules: Mapping[nn.Module, Mapping[str, nn.Module]]
+    source: Any, modules: Modules
 ) -> Iterator[tuple[Tensor, tuple[nn.Module, str] | None]]:
     """Yield the tensors of a source that may be trained, each with its module and its name there,
     where it has one."""

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, Final
@@ -22,24 +21,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights, Target, packed_targets, plain_targets
+from dist_sparse.enforcer.dense import DenseWeights, Modules, packed_targets, plain_targets
 from dist_sparse.enforcer.fused import (
     Place,
+    Places,
     TableBatchHooks,
-    averages,
     collections_of,
     lookups_of,
     places_in,
     places_of,
 )
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.optimizers import State, same_storage
+from dist_sparse.enforcer.optimizers import (
+    Masked,
+    State,
+    Stepped,
+    reset_state,
+    same_storage,
+)
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.port import collection_of
-from dist_sparse.tables.protocols import TableBatch
+from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
@@ -47,9 +51,6 @@ _STATES: Final = ("keep", "reset")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
-
-Masks = tuple[list[dict[int, BlockMask]], list[BlockMask | Tensor]]
-"""The masks of the tables of each batch, and of each weight that plain optimizers step."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Walked:
     """
 
     located: Mapping[str, ShardedData]
-    modules: Mapping[nn.Module, Mapping[str, nn.Module]]
+    modules: Modules
 
     @classmethod
     def of(cls, tables: PackedStore) -> Walked:
@@ -70,19 +71,6 @@ class Walked:
         models = [source.model for source in tables.sources if hasattr(source, "model")]
         modules = {model: dict(model.named_modules()) for model in models}
         return cls(tables.locate() if tables else {}, modules)
-
-
-@dataclass
-class _Found:
-    """The registered weights, and the modules around them."""
-
-    models: list[nn.Module]
-    collections: list[nn.Module]
-    """TorchRec's sharded ones in the models, with or without registered tables."""
-    batches: list[tuple[nn.Module, TableBatch, dict[int, Place]]]
-    """Collection, one of its batches of tables, places of the tables' masks."""
-    targets: list[Target]
-    weights: list[tuple[str, Tensor]]
 
 
 class MaskEnforcer:
@@ -142,10 +130,13 @@ class MaskEnforcer:
         self._reset = optimizer_state == "reset"
         self._optimizers: tuple[Any, ...] | None = None
         self._batches: list[TableBatchHooks] = []
-        self._known_lookups: list[tuple[nn.Module, list[Any]]] = []
+        # The lookups of sharded collections, which a reshard replaces.
+        self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
         self._dense = DenseWeights([], [], self.clock)
         self._handles: list[RemovableHandle | Wrapped] = []
-        self._before: Masks | None = None
+        # Masks before the last update, by the address of the weights, where it resets optimizer
+        # state.
+        self._before: dict[int, BlockMask | Tensor] = {}
         self._loaded = False
 
     def __repr__(self) -> str:
@@ -262,30 +253,21 @@ class MaskEnforcer:
         if not self._renew_if_stale():
             self._clean()
 
-    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
+    def accumulators(self) -> dict[int, State]:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
         address of the weights; see :class:`~dist_sparse.ImportanceSparsifier`."""
         self._check_attached()
-        found: dict[int, tuple[Tensor, float]] = {}
-        for batch in self._batches:
-            for weight, sums in batch.accumulators():
-                found[weight.data_ptr()] = sums, 0.0
-        # FBGEMM's sums begin at 0, torch's at an option of the optimizer.
-        for weight, sums, initial in self._dense.accumulators():
-            found[weight.data_ptr()] = sums, initial
-        return found
+        return {each.weight.data_ptr(): each.sums for each in self._states() if each.sums}
 
     def states(self) -> dict[int, list[Tensor]]:
         """Return all state that optimizers keep of registered weights, live, by the address of the
         weights: with an element for each weight, or for each row, or step counts."""
         self._check_attached()
         found: dict[int, list[Tensor]] = {}
-        for batch in self._batches:
-            for weight, states in batch.states():
-                found[weight.data_ptr()] = states
-        for weight, states in self._dense.states():
+        for each in self._states():
             # Several optimizers may step a weight.
-            found.setdefault(weight.data_ptr(), []).extend(states)
+            known = found.setdefault(each.weight.data_ptr(), [])
+            known += [state for state, _ in each.states]
         return found
 
     def written(self) -> dict[int, Written]:
@@ -300,14 +282,15 @@ class MaskEnforcer:
         self._renew_if_stale()
         self._clean()
         self.clock.seconds = spent
-        self._before = self._masks() if self._reset else None
+        if self._reset:
+            self._before = self._masks()
 
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
         with torch.no_grad():
             # The update has zeroed newly removed weights in sharded tables, not in plain data.
             self._dense.clean_all()
-        if self._before is not None:
+        if self._reset:
             # Of blocks that were removed before: those that come back start with fresh state.
             self._reset_states(self._before)
             self._reset_states(self._masks())
@@ -321,7 +304,7 @@ class MaskEnforcer:
         Raises:
             ValueError: names them.
         """
-        kept = sorted({name for name, _ in self._element_states(names)})
+        kept = sorted({each.name for each in self._states() if each.by_element} & {*names})
         if kept and not self._reset:
             raise ValueError(
                 f"Tables {kept} can't be rotated: their optimizer keeps element-wise state in the"
@@ -331,17 +314,11 @@ class MaskEnforcer:
 
     def after_rotation(self, names: Collection[str]) -> None:
         """Set the optimizer state for each element of rotated weights to its initial value."""
-        with torch.no_grad():
-            for _, states in self._element_states(names):
-                for state, initial in states:
+        rotated = (each for each in self._states() if each.by_element and each.name in names)
+        for each in rotated:
+            for state, initial in each.states:
+                if state.shape == each.weight.shape:
                     state.data.fill_(initial)
-
-    def _element_states(self, names: Collection[str]) -> Iterator[tuple[str, list[State]]]:
-        parts: list[DenseWeights | TableBatchHooks] = [self._dense, *self._batches]
-        for part in parts:
-            for name, states in part.element_states():
-                if name in names:
-                    yield name, states
 
     def renew(self) -> None:
         """Look everything up again and zero what is removed, after masks or weights were replaced.
@@ -361,12 +338,10 @@ class MaskEnforcer:
             self._clean_all()
             return
         # Kernels of a collection that was resharded are not those that its forward will use.
-        replaced = {
-            id(module) for module, known in self._known_lookups if lookups_of(module) != known
-        }
+        resharded = self._resharded()
         with torch.no_grad():
             for batch in self._batches:
-                if id(batch.collection) not in replaced:
+                if batch.collection not in resharded:
                     batch.clean()
             self._dense.clean()
 
@@ -384,8 +359,8 @@ class MaskEnforcer:
     def _nonzero(self) -> Counter[str]:
         """Count non-zero weights by name, over all shards here."""
         counts: Counter[str] = Counter()
-        for name, weight in self._weights():
-            counts[name] += int(weight.count_nonzero())
+        for each in self.masked():
+            counts[each.name] += int(each.weight.count_nonzero())
         return counts
 
     def _renew_if_stale(self) -> bool:
@@ -395,13 +370,11 @@ class MaskEnforcer:
         Stale are batches after ``DistributedModelParallel.reshard``, and parameters after a load
         with ``assign=True``.
         """
-        if not self._dense.replaced and all(
-            lookups_of(module) == known for module, known in self._known_lookups
-        ):
+        if not self._dense.replaced and not self._resharded():
             return False
         # To bring masks to shards that have moved is collective.
-        moved = self._sparsifier.masks.tables.moved(self._sparsifier.masks.tables.locate())
-        if moved:
+        tables = self._sparsifier.masks.tables
+        if moved := tables.moved(tables.locate()):
             raise ValueError(
                 f"The shards of the tables {moved} have moved since their masks were last used: run"
                 " a forward, step() or apply_masks() on every rank first."
@@ -409,20 +382,37 @@ class MaskEnforcer:
         self._look_up(check=True)
         return True
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for batch in self._batches:
-            yield from batch.weights()
-        yield from ((target.name, target.weight) for target in self._dense.targets)
+    def _resharded(self) -> list[nn.Module]:
+        """The collections that TorchRec has resharded since the last look."""
+        known = self._known_lookups
+        return [module for module in known if lookups_of(module) != known[module]]
 
-    def _masks(self) -> Masks:
-        return [batch.masks() for batch in self._batches], self._dense.masks()
+    def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
+        return [*self._batches, self._dense]
 
-    def _reset_states(self, masks: Masks) -> None:
-        of_batches, of_dense = masks
+    def masked(self) -> Iterator[Masked]:
+        """Yield the registered weights and their masks."""
+        return chain.from_iterable(part.masked() for part in self._parts())
+
+    def _states(self) -> Iterator[Stepped]:
+        return chain.from_iterable(part.states() for part in self._parts())
+
+    def _masks(self) -> dict[int, BlockMask | Tensor]:
+        """The current masks by the address of the weights, to be kept over an update, which edits
+        dense ones."""
+        return {
+            each.weight.data_ptr(): each.mask.clone()
+            if isinstance(each.mask, Tensor)
+            else each.mask
+            for each in self.masked()
+        }
+
+    def _reset_states(self, masks: Mapping[int, BlockMask | Tensor]) -> None:
         with torch.no_grad():
-            for batch, of_batch in zip(self._batches, of_batches, strict=True):
-                batch.reset(of_batch)
-            self._dense.reset(of_dense)
+            for each in self._states():
+                mask = masks.get(each.weight.data_ptr())
+                if mask is not None:
+                    reset_state(mask, each.states)
 
     def _look_up(self, check: bool = False, walked: Walked | None = None) -> None:
         """Find the registered weights, hook and clean them. On an error, hooks are as they were.
@@ -435,65 +425,53 @@ class MaskEnforcer:
             walked = Walked.of(tables)
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
         tables.reshard(walked.located)
-        found = self._find(walked)
-        dense = DenseWeights(found.targets, self._optimizers or (), self.clock)
+        modules = chain.from_iterable(each.values() for each in walked.modules.values())
+        collections = list(collections_of(modules))
+        fused = self._fused_tables(collections, places_of(walked.located))
+        known = {place for _, places in fused for place in places.values()}
+        packed = packed_targets(tables, walked.modules, walked.located, known)
+        targets = [*packed, *plain_targets(self._sparsifier)]
+        dense = DenseWeights(targets, self._optimizers or (), self.clock)
         if check:
-            _check_not_compiled(walked.modules, [*found.collections, *dense.owners])
+            _check_not_compiled(walked.modules, [*collections, *dense.owners])
             dense.check_stepped()
-            refuse_masked(found.weights, but=self)
-        batches = self._hooks_on(found)
+            self._refuse_masked(walked.located, dense)
         # Last: nothing of the old hooks is lost if something above is refused.
+        for hooks, places in fused:
+            hooks.moved_to(places)
+        batches = [hooks for hooks, _ in fused]
         self._remove_hooks(batches)
         self._batches, self._dense = batches, dense
-        self._known_lookups = [(module, lookups_of(module)) for module in found.collections]
-        self._hook(found.models)
+        self._known_lookups = {module: lookups_of(module) for module in collections}
+        self._hook(list(walked.modules))
         self._clean_all()
         if self._reset:
             # As a mask update does: what is removed has no history.
             self._reset_states(self._masks())
 
-    def _find(self, walked: Walked) -> _Found:
-        sources, located = self._sparsifier.masks.tables.sources, walked.located
-        modules = chain.from_iterable(each.values() for each in walked.modules.values())
-        collections = list(collections_of(modules))
-        places = places_of(located)
-        batches = []
-        fused: set[Place] = set()
-        for collection in collections:
-            for batch in collection_of(collection).batches():
-                # Batches without registered tables get no hooks, and cost nothing.
-                if registered := places_in(batch, places):
-                    batches.append((collection, batch, registered))
-                    fused.update(registered.values())
-        targets = [
-            *packed_targets(sources, walked.modules, located, fused, self._mask, self._samples),
-            *plain_targets(self._sparsifier),
-        ]
-        weights = [(target.name, target.weight) for target in targets]
+    def _refuse_masked(self, located: Mapping[str, ShardedData], dense: DenseWeights) -> None:
+        """Refuse weights that another enforcer masks."""
+        weights = [(target.name, target.weight) for target in dense.targets]
         for name, data in located.items():
             weights += [(name, shard.tensor) for shard in data.shards]
-        return _Found(list(walked.modules), collections, batches, targets, weights)
+        refuse_masked(weights, but=self)
 
-    def _hooks_on(self, found: _Found) -> list[TableBatchHooks]:
-        """Return the hooks of each batch, attached or new ones: a batch that stays keeps its own,
-        since a backward may be on its way to them."""
-        attached = {id(hooks.module): hooks for hooks in self._batches}
-        every = []
-        for collection, batch, places in found.batches:
-            hooks = attached.get(id(batch.module))
-            if hooks is None:
-                store = self._sparsifier.masks.tables
-                hooks = TableBatchHooks(batch, collection, store, self.clock)
-            hooks.trains_removed = self._sparsifier.trains_removed
-            hooks.moved_to(places)
-            every.append(hooks)
-        return every
-
-    def _mask(self, place: Place) -> BlockMask:
-        return self._sparsifier.masks.tables.masks(place.name)[place.number]
-
-    def _samples(self, place: Place) -> Tensor:
-        return self._sparsifier.masks.tables.samples(place.name)[place.number]
+    def _fused_tables(
+        self, collections: Sequence[nn.Module], places: Places
+    ) -> list[tuple[TableBatchHooks, dict[int, Place]]]:
+        """Return the hooks of batches with registered tables, and the places of their masks. All
+        other batches get no hooks, and cost nothing."""
+        # A batch that stays keeps its hooks, since a backward may be on its way to them.
+        attached = {hooks.module: hooks for hooks in self._batches}
+        found = []
+        for collection in collections:
+            for batch in collection_of(collection).batches():
+                if registered := places_in(batch, places):
+                    hooks = attached.get(batch.module)
+                    if hooks is None:
+                        hooks = TableBatchHooks(batch, collection, self._sparsifier, self.clock)
+                    found.append((hooks, registered))
+        return found
 
     def _hook(self, models: list[nn.Module]) -> None:
         # Before a forward: collections look whether they were resharded, models whether weights
@@ -501,21 +479,20 @@ class MaskEnforcer:
         self._dense.hook(self._before_read)
         for batch in self._batches:
             batch.hook()
-        for module, known in self._known_lookups:
-            inside = [batch for batch in self._batches if batch.collection is module]
-            before_forward = partial(self._before_forward, known, inside)
+        for module in self._known_lookups:
             self._handles += [
-                module.register_forward_pre_hook(Hook(before_forward)),
+                module.register_forward_pre_hook(Hook(self._before_forward)),
                 module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
             ]
+        torchrec = torchrec_port()
         for model in models:
             self._handles.append(model.register_forward_pre_hook(Hook(self._before_model)))
-            if averages(model):
+            if torchrec is not None and torchrec.averages(model):
                 self._handles.append(Wrapped(model, "sync", self._before_average))
         # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its
         # own hook is silent.
-        parts = *models, *(module for module, _ in self._known_lookups), *self._dense.owners
-        for module in {id(part): part for part in parts}.values():
+        parts = [*models, *self._known_lookups, *self._dense.owners]
+        for module in dict.fromkeys(parts):
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -527,7 +504,7 @@ class MaskEnforcer:
             if batch not in staying:
                 batch.unhook()
         self._dense.unhook()
-        self._handles, self._batches, self._known_lookups = [], [], []
+        self._handles, self._batches, self._known_lookups = [], [], {}
         self._dense = DenseWeights([], [], self.clock)
 
     def _before_read(self) -> None:
@@ -537,14 +514,10 @@ class MaskEnforcer:
             self._clean_all()
 
     @timed
-    def _before_forward(
-        self, known: list[Any], inside: list[TableBatchHooks], module: nn.Module, args: Any
-    ) -> None:
-        if lookups_of(module) != known:  # on all ranks alike, with or without shards
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        # On all ranks alike, with or without shards.
+        if lookups_of(module) != self._known_lookups[module]:
             self._look_up(check=True)
-        # A score that trains removed rows may have been set since the last forward.
-        for batch in inside:
-            batch.trains_removed = self._sparsifier.trains_removed
         self._before_read()
 
     @timed
@@ -581,9 +554,14 @@ def settle_all(weights: Sequence[Tensor]) -> None:
     Local."""
     # A copy: weak references may die during the loop.
     for enforcer in list(_attached):
-        masked = same_storage([weight for _, weight in enforcer._weights()])
-        if any(masked(weight) for weight in weights):
+        masked = _masked_by(enforcer)
+        if any(map(masked, weights)):
             enforcer.settle()
+
+
+def _masked_by(enforcer: MaskEnforcer) -> Callable[[Tensor], list[int]]:
+    """Return a function that lists the weights of an enforcer that share memory with a tensor."""
+    return same_storage([each.weight for each in enforcer.masked()])
 
 
 def _warn_of_revived(revived: Counter[str]) -> None:
@@ -605,7 +583,7 @@ def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | Non
     for other in _attached:
         if other is but:
             continue
-        theirs = same_storage([weight for _, weight in other._weights()])
+        theirs = _masked_by(other)
         for name, weight in weights:
             if theirs(weight):
                 raise ValueError(
@@ -615,9 +593,7 @@ def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | Non
                 )
 
 
-def _check_not_compiled(
-    modules: Mapping[nn.Module, Mapping[str, nn.Module]], registered: Sequence[nn.Module]
-) -> None:
+def _check_not_compiled(modules: Modules, registered: Sequence[nn.Module]) -> None:
     """Refuse modules in which hooks do not run.
 
     Raises:

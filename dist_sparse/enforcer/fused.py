@@ -14,7 +14,7 @@ TorchRec and FBGEMM are behind :class:`~dist_sparse.tables.protocols.TableBatch`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,20 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.counts import LookupCounts
-from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.ids import MaskedIds, worth_dropping
-from dist_sparse.enforcer.optimizers import State, reset_state
-from dist_sparse.enforcer.rows import Slot
-from dist_sparse.enforcer.sampled import SampledLookups
-from dist_sparse.enforcer.streams import StreamOrder
-from dist_sparse.enforcer.written import WrittenRows
-from dist_sparse.enforcer.zeroed import ZeroedRows
+from dist_sparse.enforcer.hooks import Clock, Hook, timed
+from dist_sparse.enforcer.ids import Ends, LookupCounts, MaskedIds, SampledLookups
+from dist_sparse.enforcer.optimizers import Masked, State, Stepped
+from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, add_pruned, flag
 from dist_sparse.masking.cached.kept_scores import KeptScores, Written
-from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.port import collection_of, torchrec_port
-from dist_sparse.tables.protocols import TableBatch, WholeRowWriter
+from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED, ShardedData
 
 
@@ -50,13 +44,8 @@ class Place(NamedTuple):
 Places = Mapping[tuple[int, tuple[int, ...]], Place]
 """Masks by the address and the shape of the weights."""
 
-
-Ends = Sequence[int] | Tensor
-"""Where the ids of each feature begin and end, as in
-:class:`~dist_sparse.enforcer.rows.RowCleaner`."""
-
 Ids = tuple[Tensor, Ends]
-"""The ids of a lookup."""
+"""The ids of a lookup, and where those of each feature begin and end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +65,51 @@ class _Lookup:
     masks_key: tuple[int, ...]
 
 
+class StreamOrder:
+    """Orders lookups and writes of a set of tables across CUDA streams, for training pipelines with
+    a stream of their own for lookups. Never blocks the host.
+
+    Args:
+        device: of the tables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._readers: set[Any] = set()
+        # The stream of the last write, and an event after it.
+        self._last_write: tuple[Any, Any] | None = None
+
+    def before_read(self) -> None:
+        """Have the current stream wait for the last write."""
+        if (stream := self._current()) is not None:
+            self._wait_for_last_write(stream)
+            self._readers.add(stream)
+
+    def before_write(self) -> None:
+        """Have the current stream wait for all lookups, their backwards, and the last write."""
+        if (stream := self._current()) is not None:
+            self._wait_for_last_write(stream)
+            for reader in self._readers - {stream}:
+                stream.wait_stream(reader)
+
+    def after_write(self) -> None:
+        """Have later lookups on other streams wait for the current one, up to here."""
+        if (stream := self._current()) is not None:
+            self._last_write = stream, stream.record_event()
+
+    def _wait_for_last_write(self, stream: Any) -> None:
+        # An event: waiting for all work of the other stream would end the overlap of the two.
+        if self._last_write is not None and self._last_write[0] != stream:
+            stream.wait_event(self._last_write[1])
+
+    def _current(self) -> Any:
+        """The current stream; None of a CPU, and before CUDA is initialized, which asking for the
+        stream would do."""
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        has_streams = started and self._device.type == "cuda"
+        return torch.cuda.current_stream(self._device) if has_streams else None
+
+
 class TableBatchHooks:
     """The hooks on one of FBGEMM's batches of tables, inside TorchRec's module.
 
@@ -83,25 +117,20 @@ class TableBatchHooks:
         batch: FBGEMM's batch; its module is called with a KeyedJaggedTensor of ids that are local
             to the shards.
         collection: the sharded collection that it belongs to.
-        store: the masks, lookup counts and sampled lookups of the shards, live.
+        sparsifier: of the tables.
         clock: to which the time of the hooks is added.
-
-    Attributes:
-        places: the masks of its registered tables, by their number in the batch.
-        trains_removed: whether removed rows are read as zeros and trained, then zeroed again. Set
-            it between forwards.
     """
 
     def __init__(
-        self, batch: TableBatch, collection: nn.Module, store: PackedStore, clock: Clock
+        self, batch: TableBatch, collection: nn.Module, sparsifier: BaseDataSparsifier, clock: Clock
     ) -> None:
         self.module, self.collection = batch.module, collection
-        self.places: dict[int, Place] = {}
-        self.trains_removed = False
         self.clock = clock
         self._batch = batch
-        self._store = store
-        self._features = list(batch.features)
+        self._sparsifier = sparsifier
+        self._store = sparsifier.masks.tables
+        # The masks of registered tables, by their number in the batch.
+        self._places: Mapping[int, Place] = {}
         # Identifies the state that _refresh() read: _masks_key(), then the addresses of weights.
         self._key: tuple[int, ...] = ()
         self._in_sync = self._storage()
@@ -109,25 +138,29 @@ class TableBatchHooks:
         views = self._batch.weights()
         device = views[0].device
         self._on_cpu = device.type == "cpu"
-        self._order = StreamOrder(device)
-        self._ids = MaskedIds(batch, device)
-        self._rows = ZeroedRows(self._features, device)
-        self._counts = LookupCounts(self._features)
-        self._sampled = SampledLookups(self._features)
-        # Whether rows of registered tables are cached.
-        self._caches = False
-        # All ids of the last forward, and those that were passed on to the kernel.
-        self._last: tuple[Any, Any] = (None, None)
         # FBGEMM's CPU backward writes wrong rows if a table is empty and widths differ.
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
         self._strays = self._on_cpu and has_empty and len(widths) > 1
-        self._written: WrittenRows | None = None
-        self._handles: list[RemovableHandle | Wrapped] = []
+        # Only a sum can do without rows of zeros. On a device the host would wait for the number of
+        # remaining ids.
+        self._drops = self._on_cpu and self._batch.pooling == "sum"
+        self._features = list(batch.features)
+        self._order = StreamOrder(device)
+        self._ids = MaskedIds(batch, self._drops)
+        self._rows = ZeroedRows(self._features, device)
+        self._counts = LookupCounts(self._features)
+        self._sampled = SampledLookups(self._features)
+        # Rows written since a mask update scored them; None before a score asks for them.
+        self._written: dict[int, RowFlags] | None = None
+        # Whether rows of registered tables are cached.
+        self._caches = False
+        # All ids of the last forward, and those that were passed on to the kernel.
+        self._last: tuple[Any, Any] = (None, None)
+        self._handles: list[RemovableHandle] = []
 
     def hook(self) -> None:
-        """Attach the hooks on lookups, on their backwards, and on FBGEMM's methods that write whole
-        tables, unless they are attached."""
+        """Attach the hooks on lookups and on their backwards, unless they are attached."""
         if self._handles:
             return
         self._handles = [
@@ -140,10 +173,6 @@ class TableBatchHooks:
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
             ]
-        # These methods run inside the forward, after _before_lookup() has cleaned rows.
-        for writer in self._batch.whole_row_writers():
-            write = partial(self._write_whole, writer)
-            self._handles.append(Wrapped(writer.owner, writer.method, write))
 
     def unhook(self) -> None:
         """Remove the hooks."""
@@ -151,9 +180,9 @@ class TableBatchHooks:
             handle.remove()
         self._handles = []
 
-    def moved_to(self, places: dict[int, Place]) -> None:
+    def moved_to(self, places: Mapping[int, Place]) -> None:
         """Use the masks at other places; dirty rows stay dirty."""
-        self.places = places
+        self._places = places
         self._key = ()
 
     def clean(self) -> None:
@@ -167,8 +196,7 @@ class TableBatchHooks:
         self._begin_write()
         self._rows.clean_all()
         self._order.after_write()
-        if self._written is not None:
-            self._written.add_all()
+        self._add_all_written()
 
     def masks_updated(self) -> None:
         """Have lookups on other streams wait for the mask update that ends here."""
@@ -178,8 +206,7 @@ class TableBatchHooks:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
         self._rows.revived = True
-        if self._written is not None:
-            self._written.add_all()
+        self._add_all_written()
 
     def mark_in_sync(self) -> None:
         """Mark the current storage as in sync with the dirty rows."""
@@ -192,55 +219,35 @@ class TableBatchHooks:
         # On a device the host does not know the ids; it never knows the rows of stray writes.
         if not self._on_cpu or self._strays:
             return
-        rows = {
-            table: slot.mask.rect.rows
+        kept = {
+            table
             for table, slot in self._current().items()
             if KeptScores.fits(slot.mask.rect, slot.mask.block)
         }
-        if self._written is None or self._written.tables.keys() != rows.keys():
-            self._written = WrittenRows(rows, self._features)
-        for table, written in self._written.tables.items():
-            yield self._slots[table].weight.data_ptr(), written
+        if self._written is None or self._written.keys() != kept:
+            self._written = {table: RowFlags(len(self._slots[table].weight)) for table in kept}
+            self._add_all_written()
+        for table, rows in self._written.items():
+            yield self._slots[table].weight.data_ptr(), rows
 
-    def weights(self) -> list[tuple[str, Tensor]]:
-        """Return the registered names and their live shards."""
-        slots = self._current().items()
-        return [(self.places[table].name, slot.weight) for table, slot in slots]
+    def masked(self) -> Iterator[Masked]:
+        """Yield the registered shards and their masks, which a mask update replaces."""
+        for table, slot in self._current().items():
+            yield Masked(self._places[table].name, slot.weight, slot.mask)
 
-    def masks(self) -> dict[int, BlockMask]:
-        """Return the current masks. A mask update replaces them, it does not edit them."""
-        return {table: slot.mask for table, slot in self._current().items()}
+    def states(self) -> Iterator[Stepped]:
+        """Yield the registered shards and their optimizer state; FBGEMM starts all of it at 0."""
+        slots, states = self._current(), self._batch.states()
+        for table, place in self._places.items():
+            weight = slots[table].weight
+            found: list[State] = [(state, 0.0) for state in states[table]]
+            sums = found[0] if self._batch.is_adagrad else None
+            by_element = any(state.shape == weight.shape for state, _ in found)
+            yield Stepped(place.name, weight, found, sums, by_element)
 
-    def accumulators(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the live shards of registered tables, each with its Adagrad sums: ``(rows,)`` or of
-        the shard's shape; nothing for other optimizers."""
-        if sums := adagrad_sums(self._batch):
-            for table, slot in self._current().items():
-                yield slot.weight, sums[table]
-
-    def states(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the live shards of registered tables, each with its optimizer state."""
-        slots = self._current()
-        for table, states in self._states().items():
-            yield slots[table].weight, [state for state, _ in states]
-
-    def reset(self, masks: Mapping[int, BlockMask]) -> None:
-        """Set the optimizer state of weights removed by ``masks`` to its initial value, zero."""
-        for table, states in self._states().items():
-            reset_state(masks[table], states)
-
-    def element_states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield the names of tables with element-wise optimizer state, and that state."""
-        slots = self._current()
-        for table, states in self._states().items():
-            shape = slots[table].weight.shape
-            if found := [each for each in states if each[0].shape == shape]:
-                yield self.places[table].name, found
-
-    def _states(self) -> dict[int, list[State]]:
-        """Return the optimizer state of registered tables; FBGEMM starts all of it at 0."""
-        states = self._batch.states()
-        return {table: [(state, 0.0) for state in states[table]] for table in self.places}
+    def _add_all_written(self) -> None:
+        for rows in (self._written or {}).values():
+            rows.add_all()
 
     def _begin_write(self) -> None:
         """Wait for lookups on other streams, and have the weights of this moment in place."""
@@ -256,7 +263,7 @@ class TableBatchHooks:
 
     def _masks_key(self) -> tuple[int, bool]:
         """Return a key that changes with the masks and with their use."""
-        return self._store.version, self.trains_removed
+        return self._store.version, self._sparsifier.trains_removed
 
     def _current(self) -> dict[int, Slot]:
         """Return the live weights and masks of registered tables, read again after either was
@@ -278,72 +285,62 @@ class TableBatchHooks:
         before, self._slots = self._slots, {}
         counted: dict[int, Tensor] = {}
         samples: dict[int, Tensor] = {}
-        for table, (name, number) in self.places.items():
+        for table, (name, number) in self._places.items():
             self._slots[table] = Slot(views[table].data, self._store.masks(name)[number])
             samples[table] = self._store.samples(name)[number]
             if (counts := self._store.counts(name)) is not None:
                 counted[table] = counts[number]
         # The mask update has zeroed newly removed rows: their scores have changed.
         if self._written is not None:
-            self._written.add_removed(before, self._slots)
+            add_pruned(self._written, before, self._slots)
         self._counts.use(counted)
-        self._sampled.begin(self._slots, samples)
-        by_ids = self._masked_by_ids()
-        self._rows.use(self._slots, self._slots.keys() - by_ids)
-        self._choose_ids(by_ids)
+        self._sampled.use({table: slot.mask for table, slot in self._slots.items()}, samples)
+        self._choose()
 
-    def _masked_by_ids(self) -> set[int]:
-        """Return the tables whose removed rows stay zero if their ids weigh nothing.
+    def _choose(self) -> None:
+        """Choose the tables that are masked by their ids, and those that are zeroed."""
+        whole: set[int] = set()
+        # Removed rows that are to be trained, or that the backward of another table writes, are
+        # read.
+        if not self._sparsifier.trains_removed and not self._strays:
+            whole = {table for table, slot in self._slots.items() if slot.whole_rows}
+        stay_zero = whole if self._batch.keeps_zeros else set()
+        self._refuse_cached(stay_zero)
+        self._rows.use(self._slots, self._slots.keys() - stay_zero)
+        kept: dict[int, Tensor] = {}
+        for table in whole if self._drops else stay_zero:
+            mask = self._slots[table].mask
+            # Otherwise its ids pass unchanged.
+            if mask.removes:
+                kept[table] = mask.dead_rows().logical_not_()
+        self._ids.use(kept)
+
+    def _refuse_cached(self, stay_zero: set[int]) -> None:
+        """Refuse cached tables whose removed rows do not stay zero by themselves.
 
         Raises:
-            ValueError: rows of another table are cached, and can't be zeroed after each backward.
+            ValueError: names them.
         """
-        found: set[int] = set()
-        if not self.trains_removed and not self._strays and self._batch.keeps_zeros:
-            found = {table for table, slot in self._slots.items() if slot.whole_rows}
         cached = self._batch.cached & self._slots.keys()
         self._caches = bool(cached)
-        if rest := sorted(self.places[table].name for table in cached - found):
+        if rest := sorted(self._places[table].name for table in cached - stay_zero):
             raise ValueError(
                 f"The tables {rest} have the compute kernel {CACHED!r}: rows in its cache can't be"
                 " zeroed after each backward, so that removed rows must stay zero by themselves."
                 " They do if masks are of whole rows, the score is not 'accumulator', and the fused"
                 " optimizer is SGD or Adagrad with eps > 0."
             )
-        return found
-
-    def _choose_ids(self, by_ids: Set[int]) -> None:
-        """Choose the rows whose ids weigh nothing, and the rows whose ids are dropped."""
-        # Only a sum can do without rows of zeros: a mean counts them, a sequence has a place for
-        # each. On a device the host would wait for the number of remaining ids.
-        drops = self._on_cpu and self._batch.pooling == "sum"
-        # Rows that are to be trained, or that the backward of another table writes, are read.
-        if self.trains_removed or self._strays:
-            drops = False
-        kept: dict[int, Tensor] = {}
-        passed: dict[int, Tensor] = {}
-        for table, slot in self._slots.items():
-            if not slot.mask.removes:
-                # Its ids pass unchanged.
-                continue
-            rows = slot.mask.dead_rows().logical_not_()
-            if table in by_ids:
-                kept[table] = rows
-            if drops and (slot.whole_rows or worth_dropping(rows)):
-                passed[table] = rows
-        self._ids.use(kept, passed)
 
     @timed
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._order.before_read()
         self._current()
         requested = args[0]
-        # Lookups of an evaluation are not sampled.
-        if torch.is_grad_enabled() and self._sampled.due():
-            with torch.no_grad():
-                self._sampled.add(*_local_ids(requested))
         passed = self._ids.pass_on(requested)
+        sampled = self._sampled.due()
         with torch.no_grad():
+            if sampled:
+                self._sampled.add(*_local_ids(requested))
             if self._rows.revived:
                 self.clean()
             if self._rows.cleans_lookups:
@@ -358,12 +355,12 @@ class TableBatchHooks:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
         # The kernel was called with args[0]: another hook may have replaced the ids.
-        dropped = passed is not requested and passed is args[0]
+        is_ours = passed is args[0]
         written = _copied_ids(args[0])
         lookup = _Lookup(
-            every=_copied_ids(requested) if dropped and self._counts else written,
+            every=_copied_ids(requested) if is_ours and self._counts else written,
             written=written,
-            masked=dropped or self._ids.weighed,
+            masked=is_ours and self._ids.masked,
             # The key begins with _masks_key().
             masks_key=self._key[:2],
         )
@@ -391,22 +388,16 @@ class TableBatchHooks:
 
     def _record_writes(self, lookup: _Lookup) -> None:
         """Record the rows that a backward is about to write."""
-        self._rows.add(*lookup.written)
-        if self._written is not None:
-            self._written.add(*lookup.written)
+        ids, ends = lookup.written
+        self._rows.add(ids, ends)
+        # Only kept on a CPU, where ends are a list.
+        if self._written and not isinstance(ends, Tensor):
+            flag(self._written, self._features, ids, ends)
         # Sequences are masked now, by without_removed(). Bags were masked in the forward: rows
         # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"
         if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):
             self._rows.revived |= self._ids.any_removed
-
-    def _write_whole(
-        self, writer: WholeRowWriter, write: Callable[[Any], None], mode: Mapping[str, float]
-    ) -> None:
-        """Call a method of FBGEMM's that may write all rows in a forward; then clean them all."""
-        write(mode)
-        if writer.wrote(mode):
-            self.clean_all()
 
 
 def places_of(located: Mapping[str, ShardedData]) -> Places:
@@ -428,29 +419,23 @@ def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
     return found
 
 
-def fused_sums(models: Iterable[nn.Module]) -> dict[int, tuple[Tensor, float]]:
+def fused_sums(models: Iterable[nn.Module]) -> dict[int, State]:
     """Return the sums of fused Adagrad optimizers and their initial value, by the address of the
     shard; nothing for other optimizers."""
-    found: dict[int, tuple[Tensor, float]] = {}
+    found: dict[int, State] = {}
     for collection in collections_of(module for model in models for module in model.modules()):
         for batch in collection_of(collection).batches():
-            for weight, sums in zip(batch.weights(), adagrad_sums(batch), strict=False):
-                found[weight.data_ptr()] = sums, 0.0
+            if batch.is_adagrad:
+                for weight, states in zip(batch.weights(), batch.states(), strict=True):
+                    found[weight.data_ptr()] = states[0], 0.0
     return found
-
-
-def adagrad_sums(batch: TableBatch) -> list[Tensor]:
-    """Return the sums of each table's fused Adagrad; nothing for other optimizers."""
-    if not batch.is_adagrad:
-        return []
-    return [states[0] for states in batch.states()]
 
 
 def collections_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield the sharded collections among some modules, each once."""
     torchrec = torchrec_port()
     if torchrec is not None:
-        yield from (module for module in dict.fromkeys(modules) if torchrec.is_sharded(module))
+        yield from filter(torchrec.is_sharded, dict.fromkeys(modules))
 
 
 def lookups_of(collection: nn.Module) -> list[nn.Module]:
@@ -460,29 +445,18 @@ def lookups_of(collection: nn.Module) -> list[nn.Module]:
     return [] if torchrec is None else torchrec.lookups(collection)
 
 
-def averages(module: nn.Module) -> bool:
-    """Whether a module averages copies of its tables now and then, by its method ``sync``."""
-    torchrec = torchrec_port()
-    return torchrec is not None and torchrec.averages(module)
-
-
 def _local_ids(features: Any) -> Ids:
     """Return the ids of a KeyedJaggedTensor, and where those of each feature begin and end."""
-    return features.values(), _ends(features)
+    ids = features.values()
+    if ids.is_cpu or features.variable_stride_per_key() or not features.stride():
+        return ids, features.offset_per_key()
+    # With one batch size for all features, the host need not wait for the device.
+    return ids, features.offsets()[:: features.stride()]
 
 
 def _copied_ids(features: Any) -> Ids:
     """Return the same as int64, to be kept until the backward."""
+    ids, ends = _local_ids(features)
     # long() copies int32 ids, as FBGEMM does: the caller may refill their memory before the
     # backward.
-    return features.values().long(), _ends(features)
-
-
-def _ends(features: Any) -> Ends:
-    """Return where the ids of each feature of a KeyedJaggedTensor begin and end."""
-    if features.values().is_cpu or features.variable_stride_per_key() or not features.stride():
-        ends: list[int] = features.offset_per_key()
-        return ends
-    # With one batch size for all features, the host need not wait for the device.
-    offsets: Tensor = features.offsets()[:: features.stride()]
-    return offsets
+    return ids.long(), ends

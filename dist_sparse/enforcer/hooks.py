@@ -66,29 +66,28 @@ class Wrapped:
     order."""
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        self._owner, self._name, self._around = owner, name, around
+        self._owner, self._name = owner, name
+        # None once it is removed.
+        self._around: Callable[..., Any] | None = around
         # The class's method, bound, or the wrapper below this one.
         self._method = getattr(owner, name)
-        self._removed = False
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (
-            self._method(*args, **kwargs)
-            if self._removed
-            else self._around(self._method, *args, **kwargs)
-        )
+        if self._around is None:
+            return self._method(*args, **kwargs)
+        return self._around(self._method, *args, **kwargs)
 
     def remove(self) -> None:
         """Restore the method. A wrapper below another one only passes calls on from now on."""
-        self._removed = True
-        # On top: uncover the wrapper below, unless it was removed too. Below: only pass calls on.
-        if self._owner.__dict__.get(self._name) is self:
+        self._around = None
+        top = self._owner.__dict__.get(self._name)
+        while isinstance(top, Wrapped) and top._around is None:
+            # Uncover what is below, which was perhaps removed before.
             delattr(self._owner, self._name)
-            if isinstance(self._method, Wrapped):
-                setattr(self._owner, self._name, self._method)
-                if self._method._removed:
-                    self._method.remove()
+            top = top._method
+            if isinstance(top, Wrapped):
+                setattr(self._owner, self._name, top)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # deepcopy enters an object in its memo before its attributes.
@@ -101,7 +100,18 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.running = False
+        self._depth = 0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._started = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._started
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,16 +119,7 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-        clock: Clock = self.clock
-        # A timed method inside another one: its time is counted by the outer one.
-        if clock.running:
+        with self.clock:
             return method(self, *args, **kwargs)
-        clock.running = True
-        started = time.perf_counter()
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            clock.seconds += time.perf_counter() - started
-            clock.running = False
 
     return measured

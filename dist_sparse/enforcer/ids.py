@@ -1,15 +1,18 @@
-"""Mask whole rows by their ids alone, without zeroing or watching the rows.
+"""The ids of lookups: removed ones dropped or without weight, all of them counted.
 
-A removed row is a row of zeros, and stays one if no optimizer moves it. In sums on a CPU its ids
-are dropped before the lookup: they are not read and get no gradient. All others keep their order,
-so that sums and updates are the same, bit for bit. Elsewhere its ids weigh nothing: on a device the
-host would wait in every forward for the number of remaining ids; a mean counts all ids; a sequence
-has a place for each.
+A removed row is a row of zeros, and stays one if no optimizer moves it. So whole rows are masked by
+their ids alone. In sums on a CPU, ids of removed rows are dropped before the lookup: they are not
+read and get no gradient. All others keep their order, so that sums and updates are the same, bit
+for bit. Elsewhere these ids weigh nothing: on a device the host would wait in every forward for the
+number of remaining ids; a mean counts all ids; a sequence has a place for each.
+
+Ids come feature after feature, int32 or int64 ``(n,)``, as local row numbers. An id outside of its
+table counts as row 0, which FBGEMM's bounds check makes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
@@ -17,20 +20,61 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dist_sparse.enforcer.rows import FlatRows, in_table
+from dist_sparse.masking.masks import BlockMask
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.port import torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 
-_LEAST_REMOVED: Final = 1 / 4
-"""A mask that also removes parts of rows needs zeroing anyway: ids are dropped only if it removes
-at least this share of the rows whole."""
+Ends = Sequence[int] | Tensor
+"""Where the ids of each feature begin and, last, where they end: one more than there are features.
+On a device a tensor, so that the host does not wait for it."""
+
+EVERY: Final = 16
+"""One forward in so many is sampled, beginning with the first after a mask update."""
 
 
-def worth_dropping(kept: Tensor) -> bool:
-    """Return whether a mask that removes parts of rows also removes enough whole rows to drop their
-    ids. ``kept``, bool ``(rows,)``, are the rows with any weight left."""
-    removed = len(kept) - int(kept.sum())
-    return removed >= len(kept) * _LEAST_REMOVED
+def in_table(ids: Tensor, rows: int) -> Tensor:
+    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``."""
+    ids = ids.long()
+    # Reading two numbers is quicker than three more passes, where that does not wait for a device.
+    if ids.is_cpu:
+        least, most = ids.aminmax()
+        if int(least) >= 0 and int(most) < rows:
+            return ids
+    return torch.where((ids < 0) | (ids >= rows), 0, ids)
+
+
+def rows_by_feature(
+    rows: Mapping[int, int], features: Sequence[int], ids: Tensor, ends: Ends
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the table of each feature, the rows that its ids name, int64 ``(n,)``, and which of
+    them count, bool ``(n,)``.
+
+    On a device, where slices would wait for ``ends``, all ids come with each feature, and count as
+    none in row 0 if they belong to another one.
+
+    Args:
+        rows: of each table, by its number; ids of other tables are left out.
+        features: for each feature the number of its table.
+    """
+    if isinstance(ends, Tensor):
+        feature_of_each = _feature_of_each(ids, ends)
+        for feature, table in enumerate(features):
+            if table in rows:
+                mine = feature_of_each == feature
+                yield table, in_table(ids, rows[table]).masked_fill(~mine, 0), mine
+        return
+    for table, (start, stop) in zip(features, pairwise(ends), strict=True):
+        if table in rows and start != stop:
+            found = in_table(ids[start:stop], rows[table])
+            yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
+
+
+def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
+    """Return the number of each id's feature, int64 ``(n,)``, without waiting for the device. Ids
+    before the first feature get -1, those behind the last the number of features."""
+    places = torch.arange(ids.numel(), device=ids.device)
+    return torch.bucketize(places, ends.long().contiguous(), right=True) - 1
 
 
 class KeptIds:
@@ -39,22 +83,16 @@ class KeptIds:
     Args:
         kept: kept rows, bool ``(rows,)``, by the number of the table. Other tables keep all ids.
         features: the number of each feature's table.
-        device: of the tables.
     """
 
-    def __init__(
-        self, kept: Mapping[int, Tensor], features: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, kept: Mapping[int, Tensor], features: Sequence[int]) -> None:
         self._kept = kept
-        self._features = list(features)
-        self._device = device
+        self._features = features
 
-    def flags(self, ids: Tensor, ends: Sequence[int] | Tensor) -> Tensor:
-        """Return which ids are kept, bool ``(n,)``. An id outside of its table counts as row 0.
-        Both arguments are as in :class:`~dist_sparse.enforcer.rows.RowCleaner`."""
+    def flags(self, ids: Tensor, ends: Ends) -> Tensor:
+        """Return which ids are kept, bool ``(n,)``."""
         if isinstance(ends, Tensor):
-            flat, flags = self._flat_flags
-            return flags.index_select(0, flat.of(ids, ends))
+            return self._flags_on_device(ids, ends)
         found = torch.ones(ids.numel(), dtype=torch.bool)
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
             kept = self._kept.get(table)
@@ -64,36 +102,16 @@ class KeptIds:
         return found
 
     def among(self, features: Any) -> Any:
-        """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights. Gradients
-        flow back to all weights, 0 to the weights of dropped ids.
+        """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
+        Gradients flow back to all weights, 0 to the weights of dropped ids.
 
         If an id is outside of its table, return ``features`` itself: FBGEMM raises an error, or
         warns and takes row 0.
         """
-        chosen = self._chosen(features.values(), features.length_per_key())
-        if chosen is None:
-            return features
-        torchrec = torchrec_port()
-        # It has made the features.
-        assert torchrec is not None
-        return torchrec.among(features, chosen)
-
-    @cached_property
-    def _flat_flags(self) -> tuple[FlatRows, Tensor]:
-        """The flags of all tables in one tensor: on a device each read is a launch."""
-        rows = {table: len(kept) for table, kept in self._kept.items()}
-        flat = FlatRows(rows, self._features, self._device)
-        # The last flag is for the ids of all other tables.
-        flags = torch.ones(flat.total + 1, dtype=torch.bool, device=self._device)
-        for table, start in flat.starts.items():
-            flags[start : start + rows[table]] = self._kept[table]
-        return flat, flags
-
-    def _chosen(self, ids: Tensor, counts: list[int]) -> Tensor | None:
-        """Return which ids to pass on, bool ``(n,)``; None if one is outside of its table."""
         chosen = []
+        parts = torch.split(features.values(), features.length_per_key())
         try:
-            for table, part in zip(self._features, torch.split(ids, counts), strict=True):
+            for table, part in zip(self._features, parts, strict=True):
                 kept = self._kept.get(table)
                 if kept is None:
                     chosen.append(torch.ones(part.shape, dtype=torch.bool))
@@ -101,8 +119,37 @@ class KeptIds:
                     # index_select() also checks the range of every id.
                     chosen.append(kept.index_select(0, part))
         except IndexError:
-            return None
-        return torch.cat(chosen)
+            return features
+        torchrec = torchrec_port()
+        # It has made the features.
+        assert torchrec is not None
+        return torchrec.among(features, torch.cat(chosen))
+
+    def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
+        flags, starts, rows = self._flat
+        # Ids before the first feature and behind the last one are of no table.
+        feature = _feature_of_each(ids, ends) + 1
+        ids = ids.long()
+        outside = (ids < 0) | (ids >= rows[feature])
+        return flags.index_select(0, starts[feature] + torch.where(outside, 0, ids))
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The flags of all tables in one tensor, as on a device each read is a launch; and where
+        the table of each feature begins in it, and how many rows it has."""
+        device = next(iter(self._kept.values())).device
+        starts: dict[int, int] = {}
+        total = 0
+        for table, kept in self._kept.items():
+            starts[table] = total
+            total += len(kept)
+        # The last flag is for the ids of all other tables, which so have one row.
+        one = torch.ones(1, dtype=torch.bool, device=device)
+        flags = torch.cat([*self._kept.values(), one])
+        tables = [-1, *self._features, -1]
+        first = [starts.get(table, total) for table in tables]
+        rows = [len(self._kept.get(table, one)) for table in tables]
+        return flags, torch.tensor(first, device=device), torch.tensor(rows, device=device)
 
 
 class MaskedIds:
@@ -111,62 +158,52 @@ class MaskedIds:
 
     Args:
         batch: FBGEMM's batch.
-        device: of its tables.
+        drops: ids are dropped, where all of a lookup are in range.
 
     Attributes:
-        weighed: whether ids of removed rows weighed nothing in the last lookup.
+        masked: whether ids of removed rows were dropped or weighed nothing in the last lookup.
     """
 
-    def __init__(self, batch: TableBatch, device: torch.device) -> None:
+    def __init__(self, batch: TableBatch, drops: bool) -> None:
         self._batch = batch
-        self._device = device
-        # The kept ids of tables masked by their ids.
+        self._drops = drops
         self._kept: KeptIds | None = None
-        # The kept ids of tables whose other ids are dropped before the kernel.
-        self._passed: KeptIds | None = None
         self._to_weigh = False
-        self.weighed = False
+        self.masked = False
 
     @property
     def any_removed(self) -> bool:
         """Whether a table masked by its ids has removed rows."""
         return self._kept is not None
 
-    def use(self, kept: Mapping[int, Tensor], passed: Mapping[int, Tensor]) -> None:
-        """Take new masks, each bool ``(rows,)``, by the number of the table.
-
-        Args:
-            kept: the kept rows of tables masked by their ids.
-            passed: the rows whose ids reach the kernel.
-        """
-        features = self._batch.features
-        self._kept = KeptIds(kept, features, self._device) if kept else None
-        self._passed = KeptIds(passed, features, self._device) if passed else None
+    def use(self, kept: Mapping[int, Tensor]) -> None:
+        """Take the kept rows, bool ``(rows,)``, of the tables masked by their ids."""
+        self._kept = KeptIds(kept, self._batch.features) if kept else None
 
     def pass_on(self, requested: Any) -> Any:
         """Return the features of a lookup without the dropped ids."""
-        passed = requested if self._passed is None else self._passed.among(requested)
+        passed = requested
+        if self._drops and self._kept is not None:
+            passed = self._kept.among(requested)
+        self.masked = passed is not requested
         # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
-        self._to_weigh = passed is requested and torch.is_grad_enabled()
-        self.weighed = False
+        self._to_weigh = not self.masked and torch.is_grad_enabled()
         return passed
 
     def before_kernel(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
         """Forward pre-hook of FBGEMM's module: let ids of removed rows weigh nothing, unless they
         were dropped."""
-        self.weighed = self._to_weigh
-        if self._kept is None or not self._to_weigh:
+        if not self._to_weigh:
             return None
-        changed = self._batch.weighed(call, self._kept.flags)
+        self.masked = True
+        changed = None if self._kept is None else self._batch.weighed(call, self._kept.flags)
         return None if changed is None else (args, changed)
 
     def after_kernel(self, kernel: Any, args: Any, output: Any) -> None:
         """Forward hook of FBGEMM's module."""
         self._batch.restore_pooling()
 
-    def without_removed(
-        self, grad: Tensor, ids: Tensor, ends: Sequence[int] | Tensor
-    ) -> Tensor | None:
+    def without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
         """Return the gradient of a sequence with zeros for removed rows; None for no change."""
         if self._kept is None or self._batch.pooling != "none":
             return None
@@ -176,3 +213,95 @@ class MaskedIds:
         # Takes half the time of masked_fill(), but the host would wait for a device.
         copied = grad.clone(memory_format=torch.contiguous_format)
         return copied.index_fill_(0, removed.nonzero().view(-1), 0)
+
+
+class LookupCounts:
+    """Counts the lookups of each row, for scores that ask for them.
+
+    Args:
+        features: for each feature the number of its table.
+    """
+
+    def __init__(self, features: Sequence[int]) -> None:
+        self._features = features
+        self._counts: Mapping[int, Tensor] = {}
+        # Lookups until counts must be clamped, so that no integer overflows.
+        self._room = 0
+
+    def __bool__(self) -> bool:
+        """Whether any table is counted."""
+        return bool(self._counts)
+
+    def use(self, counts: Mapping[int, Tensor]) -> None:
+        """Take the counts to add to, live, int32 or float64 ``(rows,)``, by the number of the
+        table."""
+        # New tensors, loaded or moved, may hold the largest count already.
+        self._room = 0
+        self._counts = counts
+
+    def add(self, ids: Tensor, ends: Ends) -> None:
+        """Count the lookups of one forward."""
+        # No count grows by more than the number of ids: with room left, none can overflow. So
+        # counts are clamped once in 2**30 lookups, not checked each time.
+        self._room -= ids.numel()
+        if self._room < 0:
+            for count in self._counts.values():
+                count.clamp_(max=MOST_COUNTED)
+            self._room = MOST_COUNTED - 1 - ids.numel()
+        sizes = {table: count.numel() for table, count in self._counts.items()}
+        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+            count = self._counts[table]
+            count.index_add_(0, rows, mine.to(count.dtype))
+
+
+class SampledLookups:
+    """Counts lookups of tables, and lookups of removed rows, in one training forward of
+    :data:`EVERY`: next to nothing, for any score.
+
+    The sums are stored with the masks
+    (:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with new
+    ones.
+
+    Args:
+        features: for each feature the number of its table.
+    """
+
+    def __init__(self, features: Sequence[int]) -> None:
+        self._features = features
+        self._masks: Mapping[int, BlockMask] = {}
+        self._sums: Mapping[int, Tensor] = {}
+        self._removed: dict[int, Tensor] = {}
+        self._forwards = 0
+
+    def use(self, masks: Mapping[int, BlockMask], sums: Mapping[int, Tensor]) -> None:
+        """Take new masks; both by the number of the table.
+
+        Args:
+            sums: int64 ``(2,)`` each, all lookups and those of removed rows, added to in place.
+        """
+        self._sums = sums
+        if [*map(id, masks.values())] != [*map(id, self._masks.values())]:
+            self._removed = {}
+            self._forwards = 0
+        self._masks = masks
+
+    def due(self) -> bool:
+        """Whether this forward is counted."""
+        # Lookups of an evaluation are no traffic.
+        if not torch.is_grad_enabled():
+            return False
+        counted = self._forwards % EVERY == 0
+        self._forwards += 1
+        return counted
+
+    def add(self, ids: Tensor, ends: Ends) -> None:
+        """Count one forward."""
+        sizes = {table: mask.rect.rows for table, mask in self._masks.items()}
+        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+            sums, mask = self._sums[table], self._masks[table]
+            sums[0] += mine.sum()
+            if mask.removes:
+                # Made once for each mask.
+                if table not in self._removed:
+                    self._removed[table] = mask.dead_rows()
+                sums[1] += (self._removed[table].index_select(0, rows) & mine).sum()

@@ -12,13 +12,43 @@ import importlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.port import torchrec_port
+
+State = tuple[Tensor, float]
+"""A live view, and the optimizer's initial value."""
+
+
+class Masked(NamedTuple):
+    """A registered weight: its name, live storage and current mask (packed bits, or dense for plain
+    data)."""
+
+    name: str
+    weight: Tensor
+    mask: BlockMask | Tensor
+
+
+class Stepped(NamedTuple):
+    """A registered weight, and the state that an optimizer keeps of it.
+
+    Args:
+        name: under which it is registered.
+        weight: its live storage.
+        states: for each weight, for each row, or step counts.
+        sums: the squared gradients that Adagrad has summed; None of another optimizer.
+        by_element: it has state for each element, which a first step may yet have to make.
+    """
+
+    name: str
+    weight: Tensor
+    states: list[State]
+    sums: State | None
+    by_element: bool
 
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -30,13 +60,13 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """
     torchrec = torchrec_port()
     parts = torchrec.combined(optimizer) if torchrec else None
+    # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
+    if parts is None and hasattr(optimizer, "_optimizer"):
+        parts = [optimizer._optimizer]
     if parts is not None:
         for part in parts:
             yield from leaves(part)
-    # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
-    elif hasattr(optimizer, "_optimizer"):
-        yield from leaves(optimizer._optimizer)
-    elif torchrec is not None and torchrec.is_fused(optimizer):
+    elif combines(optimizer):
         return
     elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(
         optimizer, "_optimizer_step_post_hooks"
@@ -48,12 +78,6 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             " whose constructor has run, or a wrapper of one in its attribute _optimizer: masks"
             " are applied by a hook on its step()."
         )
-
-
-def steps_itself(optimizer: Any) -> bool:
-    """Whether an optimizer writes parameters in its own ``step``: it is no wrapper, and not fused
-    into the backward."""
-    return not hasattr(optimizer, "_optimizer") and not combines(optimizer)
 
 
 def combines(optimizer: object) -> bool:
@@ -85,7 +109,7 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
     if not isinstance(found, type) or not issubclass(found, abstract) or found is abstract:
         raise ValueError(
             f"Invalid optim_type={query!r}: must be a name in torch.optim (such as"
-            f" {', '.join(_optimizers_named_like(str(query)))}) or the dotted path of an optimizer."
+            f" {_optimizers_named_like(str(query))}) or the dotted path of an optimizer."
         )
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -96,11 +120,10 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
     return found
 
 
-def _optimizers_named_like(name: str) -> list[str]:
-    classes = vars(torch.optim).items()
-    known = {each.lower(): each for each, kind in classes if isinstance(kind, type)}
-    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    return [known[each] for each in close] or ["SGD", "Adagrad", "Adam", "AdamW"]
+def _optimizers_named_like(name: str) -> str:
+    known = {each.lower(): each for each in dir(torch.optim) if each[0].isupper()}
+    close = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+    return ", ".join(known[each] for each in close or ["sgd", "adagrad", "adam", "adamw"])
 
 
 def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
@@ -147,29 +170,26 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     # (first byte, byte behind the last, index), by storage: most storages hold one tensor.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
-        if (here := local(tensor)).numel():
-            known[here.untyped_storage().data_ptr()].append((*_span(here), i))
+        here = local(tensor)
+        known[here.untyped_storage().data_ptr()].append((*_span(here), i))
 
     def find(tensor: Tensor) -> list[int]:
-        if not tensor.numel():
-            return []
         start, stop = _span(tensor)
         entries = known.get(tensor.untyped_storage().data_ptr(), [])
-        return [i for first, last, i in entries if first < stop and start < last]
+        # Empty tensors share nothing.
+        return [i for first, last, i in entries if max(first, start) < min(last, stop)]
 
     return find
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte, and of the byte behind the last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
     # The last element, for any strides: those of torch are never negative.
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-State = tuple[Tensor, float]
-"""A live view, and the optimizer's initial value."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
@@ -188,22 +208,21 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
         mask: packed, of one shard, or dense, of plain data.
         states: those with neither the shape of the mask nor its number of rows are left alone.
     """
+    shape: tuple[int, ...] = tuple(mask.shape) if isinstance(mask, Tensor) else mask.rect[2:]
     if isinstance(mask, BlockMask) and not mask.removes:
         return
-    shape = (mask.rect.rows, mask.rect.cols) if isinstance(mask, BlockMask) else tuple(mask.shape)
-    removed_rows: Tensor | None = None
     for state, initial in states:
         if tuple(state.shape) == shape:
-            for rows, kept in _chunks(mask):
+            for rows, kept in _kept_elements(mask):
                 state.data[rows].masked_fill_(~kept, initial)
-        elif shape and _one_for_each_row(state, shape[0]):
-            if removed_rows is None:
-                removed_rows = _removed_rows(mask).to(state.device)
-            state.data.view(-1).masked_fill_(removed_rows, initial)
+        # One number for each row: (rows,) or (rows, 1).
+        elif state.dim() in (1, 2) and shape[:1] == (state.numel(),) == state.shape[:1]:
+            state.data.view(-1).masked_fill_(_removed_rows(mask).to(state.device), initial)
 
 
-def _one_for_each_row(state: Tensor, rows: int) -> bool:
-    return state.dim() in (1, 2) and state.numel() == state.shape[0] == rows
+def _kept_elements(mask: BlockMask | Tensor) -> Iterable[tuple[slice, Tensor]]:
+    """Return rows and which of their elements are kept, in parts."""
+    return mask.element_chunks() if isinstance(mask, BlockMask) else [(slice(None), mask != 0)]
 
 
 def _removed_rows(mask: BlockMask | Tensor) -> Tensor:
@@ -212,24 +231,26 @@ def _removed_rows(mask: BlockMask | Tensor) -> Tensor:
 
 
 def state_of(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor, only: str | None = None
-) -> Iterator[State]:
-    """Yield the optimizer's state for ``weight``, which is ``parameter``, its matrix of one row, or
-    a part of it: all of its state, or ``only`` the one of that name."""
+    optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
+) -> dict[str, State]:
+    """Return the optimizer's state by name for ``weight``, which is ``parameter``, its matrix of
+    one row, or a part of it."""
+    found: dict[str, State] = {}
     here = local(parameter)
     # A part of a parameter is contiguous elements of it, from the first one on.
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
     last = first + weight.numel()
     for name, value in optimizer.state.get(parameter, {}).items():
-        if not isinstance(value, Tensor) or only not in (None, name):
+        if not isinstance(value, Tensor):
             continue
         state, initial = local(value), initial_state(optimizer, parameter, name)
         if state.shape == here.shape and state.is_contiguous():
-            yield state.view(-1)[first:last].view_as(weight), initial
+            found[name] = state.view(-1)[first:last].view_as(weight), initial
         elif here.dim() and here.numel() and state.numel() == here.shape[0]:
             # One number for each row: a part of whole rows has a part of them.
             width = here.numel() // here.shape[0]
-            yield state.view(-1)[first // width : last // width], initial
+            found[name] = state.view(-1)[first // width : last // width], initial
+    return found
 
 
 def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
@@ -245,11 +266,4 @@ def summed(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) 
     part of ``parameter``; None for another optimizer."""
     if "initial_accumulator_value" not in optimizer.defaults:
         return None
-    return next(state_of(optimizer, parameter, weight, only="sum"), None)
-
-
-def _chunks(mask: BlockMask | Tensor) -> Iterator[tuple[slice, Tensor]]:
-    if isinstance(mask, BlockMask):
-        yield from mask.element_chunks()
-    else:
-        yield slice(None), mask != 0
+    return state_of(optimizer, parameter, weight).get("sum")

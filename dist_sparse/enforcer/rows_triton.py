@@ -1,6 +1,6 @@
 """A Triton kernel that zeroes the removed weights of a few rows of many tables.
 
-The :class:`dist_sparse.enforcer.rows.RowCleaner` for CUDA. Nothing else imports this module, so
+For :class:`dist_sparse.enforcer.rows.ZeroedRows` on CUDA. Nothing else imports this module, so
 that the package works where Triton is missing.
 """
 
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_sparse.enforcer.rows import Slot
 from dist_sparse.masking.masks import BlockMask
 
 _TILE = 1024
@@ -76,27 +75,29 @@ class Feature(NamedTuple):
 
 
 class TritonRowCleaner:
-    """A :class:`~dist_sparse.enforcer.rows.RowCleaner` that is one launch for all features and
-    tables, with no look at which rows are dirty.
+    """Cleans the rows that a lookup is about to read, in one launch for all features and tables,
+    without a look at which rows are dirty.
 
     It holds the addresses of the weights and bits it was made with (and keeps those tensors alive):
     make a new one when a table's storage or mask is replaced.
 
     Args:
-        slots: one for each feature, in the order of the ids; None where nothing is masked. All
-            weights have one device and one dtype, as the tables of a batch have.
+        slots: a live shard and its mask for each feature, in the order of the ids; None where
+            nothing is masked. All weights have one device and one dtype, as the tables of a batch
+            have.
     """
 
-    def __init__(self, slots: Sequence[Slot | None]) -> None:
+    def __init__(self, slots: Sequence[tuple[Tensor, BlockMask] | None]) -> None:
         self._alive: list[tuple[Tensor, Tensor]] = []
         features = []
         for slot in slots:
-            if slot is None or not slot.mask.removes:
+            if slot is None or not slot[1].removes:
                 features.append(Feature())
                 continue
-            bits = slot.mask.bits.contiguous()
-            self._alive.append((slot.weight, bits))
-            features.append(Feature.of(slot.weight, bits, slot.mask))
+            weight, mask = slot
+            bits = mask.bits.contiguous()
+            self._alive.append((weight, bits))
+            features.append(Feature.of(weight, bits, mask))
         self._features = len(features)
         self.needed = bool(self._alive)
         if not self.needed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
 from typing import NamedTuple
 
 from torch import nn
@@ -68,10 +69,9 @@ def _module_of(
     path = _path_of(data)
     # Of TorchRec's: <path of the collection>.embedding_bags.<table>
     torchrec, module = torchrec_port(), modules.get(".".join(path[:-2]))
-    if torchrec is not None and module is not None and len(path) > 1:
-        collection = torchrec.collection(module)
-        if collection is not None:
-            return module, collection.outputs()
+    collection = torchrec.collection(module) if torchrec and module and path[1:] else None
+    if collection is not None:
+        return module, collection.outputs()
     return modules.get(".".join(path)), None
 
 
@@ -100,7 +100,7 @@ def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
     places = {shard.tensor.data_ptr() for shard in data.shards}
     found = []
     for path, module in modules.items():
-        held = {p.data_ptr() for p in module._parameters.values() if p is not None}
+        held = {parameter.data_ptr() for parameter in module.parameters(recurse=False)}
         if held & places:
             found.append(path or type(module).__name__)
     return found
@@ -129,30 +129,22 @@ def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
     """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
     ``table``; "" for none."""
     for path, module in modules.items():
-        if _computed_by(module) is not nn.Sequential:
+        if type(module) is not nn.Sequential:
             continue
-        found = False
-        for name, part in _parts(module, path):
-            if found and not _computed_by(part).__module__.startswith("torch.nn."):
+        behind = dropwhile(lambda part: part[1] is not table, _parts(module, path))
+        for name, part in islice(behind, 1, None):
+            if not type(part).__module__.startswith("torch.nn."):
                 break  # the user's own, which may be the dot products
-            if found and not isinstance(part, _HARMLESS):
+            if not isinstance(part, _HARMLESS):
                 return f"{type(part).__name__} {name!r}"
-            found = found or part is table
     return ""
 
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that an ``nn.Sequential`` calls in turn, without wrappers, by path; the
-    parts of nested ones."""
-    inner = modules_by_path(module)[""]
-    if _computed_by(inner) is not nn.Sequential:
-        yield path, inner
+    """Yield the modules that an ``nn.Sequential`` calls in turn, and the parts of nested ones, by
+    path."""
+    if type(module) is not nn.Sequential:
+        yield path, module
         return
-    for name, child in inner._modules.items():
-        if child is not None:
-            yield from _parts(child, f"{path}.{name}".lstrip("."))
-
-
-def _computed_by(module: nn.Module) -> type:
-    """Return the class whose ``forward()`` a module runs."""
-    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    for name, child in module.named_children():
+        yield from _parts(child, f"{path}.{name}".lstrip("."))

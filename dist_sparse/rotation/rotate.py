@@ -4,6 +4,7 @@ possible."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     packed = sparsifier.masks.tables
     with group_over(world_ranks()).agreeing("rotate()") as facts:
         groups = _groups(tables, sparsifier)
-        names = _names(groups)
+        names = [*chain.from_iterable(groups)]
         facts["tables"] = groups
         located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
@@ -105,7 +106,7 @@ class _Rotation:
     @property
     def names(self) -> list[str]:
         """The tables that are rotated."""
-        return _names(self.groups)
+        return [*chain.from_iterable(self.groups)]
 
     @property
     def groups(self) -> list[Sequence[str]]:
@@ -124,7 +125,7 @@ class _Rotation:
             enforcer = _enforcer(self._sparsifier)
             # A removed weight that is not zero would be spread over the other columns.
             enforcer.settle()
-            enforcer.check_rotation(_names(groups))
+            enforcer.check_rotation(self.names)
             _refuse_unfit(self._sparsifier, located, groups)
         grams = self._gram_matrices(located)
         with packed.agreeing("step()"):
@@ -214,34 +215,26 @@ def rotation_groups(
     known = list(tables)
     if rotate == "table":
         return [[name] for name in known]
-    is_groups = isinstance(rotate, (list, tuple)) and all(map(_is_group, rotate))
-    if not is_groups:
+    groups = list(rotate) if isinstance(rotate, (list, tuple)) else [()]
+    # A lone name would be a group of letters.
+    if not all(isinstance(group, (list, tuple)) and group for group in groups):
         rule = 'must be "table", or groups of names such as [["user", "item"]]'
         raise ValueError(f"Invalid {argument}={rotate!r}: {rule}.")
-    named = _names(rotate)
+    named = [*chain.from_iterable(groups)]
     if unknown := [name for name in named if name not in known]:
         raise ValueError(
             f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {known}."
         )
     if len(set(named)) < len(named):
         raise ValueError(f"Invalid {argument}={rotate!r}: each name must be in one group only.")
-    return list(map(list, rotate))
-
-
-def _is_group(value: object) -> bool:
-    """Whether it is a list of names, and not one name."""
-    return isinstance(value, (list, tuple)) and len(value) > 0
-
-
-def _names(groups: Sequence[Sequence[str]]) -> list[str]:
-    return [name for group in groups for name in group]
+    return list(map(list, groups))
 
 
 def _refuse_unfit(
     sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
-    for name in _names(groups):
+    for name in chain.from_iterable(groups):
         # Any other block would remove rotated elements, which mean nothing alone.
         block = sparsifier.data_groups[name].get("sparse_block_shape")
         if not isinstance(block, (tuple, list)) or block[0] != COL:

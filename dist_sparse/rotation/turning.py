@@ -8,8 +8,7 @@ holds more than a chunk of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ def _whole_rows(
     step = max(1, _CHUNK // data.shape[1])
     if cut_by_columns(data):
         for top in range(0, data.shape[0], step):
-            yield from _exchanged(data, group, _within(readers, top, top + step))
+            yield from _exchanged(data, group, readers, (top, top + step))
         return
     # A reader reads its own shards: nothing is sent.
     held = {(rect.row, rect.row_end): weight for rect, weight in data.shards}
@@ -139,72 +138,41 @@ def _whole_rows(
             yield (start, stop), weight[start - first : stop - first]
 
 
-class _Part(NamedTuple):
-    """Some columns of rows that are read, from ``top`` on, and how to read them once they have
-    arrived."""
-
-    top: int
-    rect: Rect
-    read: Callable[[], Tensor]
-
-
-@dataclass
-class _Wanted:
-    """Rows that a rank reads, and the parts of them that arrive if it is this one."""
-
-    reader: int
-    span: Span
-    parts: list[_Part] = field(default_factory=list)
-
-
-def _within(readers: Sequence[Sequence[Span]], top: int, bottom: int) -> list[_Wanted]:
-    """Return the rows from ``top`` to ``bottom`` that each group rank reads."""
-    wanted = []
-    for reader, spans in enumerate(readers):
-        for span in spans:
-            start, stop = _clipped(span, top, bottom)
-            if start < stop:
-                wanted.append(_Wanted(reader, (start, stop)))
-    return wanted
-
-
 def _exchanged(
-    data: ShardedData, group: Group, wanted: Sequence[_Wanted]
+    data: ShardedData, group: Group, readers: Sequence[Sequence[Span]], chunk: Span
 ) -> Iterator[tuple[Span, Tensor]]:
-    """Yield the rows that this rank wants, put together. Collective over ``group``: one
+    """Yield the rows of a chunk that this rank reads, put together. Collective over ``group``: one
     all-to-all."""
-    parcels = Parcels(group)
-    # Both sides loop in the same order: parcels have no names.
-    for sender in range(group.size):
-        for rect in data.owned(sender):
-            for each in wanted:
-                start, stop = _clipped(each.span, rect.row, rect.row_end)
-                if start >= stop:
-                    continue
-                if sender == group.rank:
-                    weight = _weight_at(data, rect)
-                    rows = weight[start - rect.row : stop - rect.row]
-                    parcels.send(each.reader, rows.contiguous())
-                if each.reader == group.rank:
-                    read = parcels.expect(sender, (stop - start, rect.cols), data.dtype)
-                    each.parts.append(_Part(start - each.span[0], rect, read))
+    wanted = [_clipped(spans, chunk) for spans in readers]
     # A rank without a shard sends nothing, but takes part.
     device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
+    found: dict[Span, Tensor] = {}
+    for start, stop in wanted[group.rank]:
+        whole = torch.empty(stop - start, data.shape[1], dtype=data.dtype, device=device)
+        found[start, stop] = whole
+    parcels = Parcels(group)
+    arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    # Both sides loop in the same order: parcels have no names.
+    for sender, reader in product(range(group.size), repeat=2):
+        for rect, span in product(data.owned(sender), wanted[reader]):
+            for start, stop in _clipped([span], (rect.row, rect.row_end)):
+                if sender == group.rank:
+                    rows = _weight_at(data, rect)[start - rect.row : stop - rect.row]
+                    parcels.send(reader, rows.contiguous())
+                if reader == group.rank:
+                    rows = found[span][start - span[0] : stop - span[0], rect.col : rect.col_end]
+                    arriving.append((rows, parcels.expect(sender, rows.shape, data.dtype)))
     parcels.exchange(device)
-    for each in wanted:
-        if each.reader == group.rank:
-            first, last = each.span
-            rows = torch.empty(last - first, data.shape[1], dtype=data.dtype, device=device)
-            for part in each.parts:
-                arrived = part.read()
-                bottom = part.top + len(arrived)
-                rows[part.top : bottom, part.rect.col : part.rect.col_end] = arrived
-            yield each.span, rows
+    for rows, read in arriving:
+        rows.copy_(read())
+    yield from found.items()
 
 
 def _weight_at(data: ShardedData, rect: Rect) -> Tensor:
     return next(weight.data for held, weight in data.shards if held == rect)
 
 
-def _clipped(span: Span, start: int, stop: int) -> Span:
-    return max(span[0], start), min(span[1], stop)
+def _clipped(spans: Iterable[Span], within: Span) -> list[Span]:
+    """Return the parts of spans that lie within another one."""
+    parts = [(max(start, within[0]), min(stop, within[1])) for start, stop in spans]
+    return [(start, stop) for start, stop in parts if start < stop]

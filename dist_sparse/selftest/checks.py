@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -92,7 +94,7 @@ class _Trial:
         machine: where it is.
         block: of its masks.
         level: the sparsity level.
-        attach: whether an enforcer keeps removed weights at zero; else :meth:`mask` does.
+        attach: whether an enforcer keeps removed weights at zero.
         **options: of :func:`~dist_sparse.torchrec.trial.trial_model`.
     """
 
@@ -127,18 +129,10 @@ class _Trial:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train_next(self, coming: Iterator[Any]) -> None:
-        """Take a step with the next batch, as pipelines do."""
-        self.train(next(coming))
-
     def update(self, level: float) -> None:
         """Update the masks."""
         _set_level(self.sparsifier, level)
         self.sparsifier.step()
-
-    def mask(self) -> None:
-        """Zero what is removed in all rows."""
-        self.sparsifier.apply_masks()
 
     def shards(self) -> list[Tensor]:
         """Return the weights of this rank, clean, in CPU memory."""
@@ -171,14 +165,13 @@ class _Trial:
             Difference: they are not.
         """
         group = self.sparsifier.data_groups["wide"]
-        plain = DataNormSparsifier(
-            None, group["sparsity_level"], group["sparse_block_shape"], None, "L2"
-        )
+        level, block = group["sparsity_level"], group["sparse_block_shape"]
+        plain = DataNormSparsifier(None, level, block, None, "L2")
         dtype = next(iter(self.sparsifier.masks.tables.locate().values())).dtype
-        embeddings: dict[str, nn.Module] = {}
+        embeddings = nn.ModuleDict()
         for name, table in self.tables.items():
             embeddings[name] = nn.Embedding(len(table), table.shape[1], _weight=table.to(dtype))
-        plain.add_model(nn.ModuleDict(embeddings))
+        plain.add_model(embeddings)
         plain.step()
         for name in self.tables:
             differing = int((plain.full_mask(name) != self.sparsifier.full_mask(name).cpu()).sum())
@@ -260,15 +253,15 @@ def ordinary_steps_never_wait(machine: Machine) -> Found:
 def mask_updates(machine: Machine) -> Found:
     """Time, waits and memory of mask updates of one table of normal weights."""
     figures: dict[str, Any] = {}
-    for rows in (1_000_000, 10_000_000) if machine.has_gpu else (20_000, 100_000):
-        for block in ("row", "1x4"):
-            figures[f"{rows} x 128, {block}"] = _mask_update(machine, rows, block)
     lines = []
-    for name, one in figures.items():
-        waits = "" if one["waits"] is None else f", {one['waits']} waits"
-        share = one["peak_share"]
-        peak = "" if share is None else f", {percent(share)} more memory"
-        lines.append(f"{name}: {one['milliseconds']:.0f} ms{waits}{peak}")
+    sizes = (1_000_000, 10_000_000) if machine.has_gpu else (20_000, 100_000)
+    for rows, block in product(sizes, ("row", "1x4")):
+        name = f"{rows} x 128, {block}"
+        one = figures[name] = _mask_update(machine, rows, block)
+        on_gpu = ""
+        if machine.has_gpu:
+            on_gpu = f", {one['waits']} waits, {percent(one['peak_share'])} more memory"
+        lines.append(f"{name}: {one['milliseconds']:.0f} ms{on_gpu}")
     return Found("; ".join(lines), figures)
 
 
@@ -330,12 +323,12 @@ def pipeline(machine: Machine, kind: str) -> Found:
         trial = _Trial(machine, "1x4", 0.3)
         batches = trial.batches(12)
         coming = iter(batches)
-        if piped:
-            train = pipeline_of(kind, trial.model, trial.optimizer, machine.device).progress
-        else:
-            train = trial.train_next
+        piped_model = pipeline_of(kind, trial.model, trial.optimizer, machine.device)
         for step in range(len(batches)):
-            train(coming)
+            if piped:
+                piped_model.progress(coming)
+            else:
+                trial.train(next(coming))
             if step % 4 == 3:
                 trial.update(0.3 + step / 20)
         machine.wait()
@@ -368,16 +361,12 @@ def collectives(machine: Machine) -> Found:
     mine = torch.arange(1 << 16, device=device) + machine.rank
     total = world * torch.arange(1 << 16) + sum(range(world))
     sent = [[torch.full((machine.rank + 1,), peer, device=device)] for peer in range(world)]
-    sizes = [8 * (peer + 1) for peer in range(world)]
+    received = group.all_to_all(sent, [8 * (peer + 1) for peer in range(world)], device)
+    expected = [[machine.rank] * (peer + 1) for peer in range(world)]
     found = {
         "all_reduce": torch.equal(group.all_reduce(mine.clone()).cpu(), total),
-        "all_gather": torch.equal(
-            group.all_gather(mine)[:, 0].cpu(), torch.arange(world, dtype=torch.int64)
-        ),
-        "all_to_all": all(
-            bool((part.view(torch.int64) == machine.rank).all()) and part.numel() == size
-            for part, size in zip(group.all_to_all(sent, sizes, device), sizes, strict=True)
-        ),
+        "all_gather": group.all_gather(mine)[:, 0].tolist() == [*range(world)],
+        "all_to_all": [part.view(torch.int64).tolist() for part in received] == expected,
         "JSON": group.all_gather_json(machine.rank) == [*range(world)],
     }
     wrong = [name for name, right in found.items() if not right]
@@ -393,21 +382,12 @@ _ON_GPUS: Final = ("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB
 
 def fused_optimizers(machine: Machine) -> Found:
     """FBGEMM's optimizers: rows zeroed as they are read, against all rows after every step."""
-    figures: dict[str, Any] = {}
-    for name in (*_ON_EVERY_DEVICE, *_ON_GPUS):
-        try:
-            figures[name] = _fused_optimizer(machine, name)
-        except (NotImplementedError, AssertionError) as error:
-            # FBGEMM refuses those that it has for CUDA only; any other error is a finding.
-            if machine.has_gpu or name in _ON_EVERY_DEVICE:
-                raise
-            figures[name] = f"not run: needs a GPU ({type(error).__name__})"
-    done = [name for name, says in figures.items() if not says.startswith("not run")]
-    left = [name for name in figures if name not in done]
-    says = f"{', '.join(done)}"
-    if left:
-        says += f"; not run, for they need a GPU: {', '.join(left)}"
-    return Found(says, figures)
+    # FBGEMM has some for CUDA only.
+    left = () if machine.has_gpu else _ON_GPUS
+    done = _ON_EVERY_DEVICE if left else _ON_EVERY_DEVICE + _ON_GPUS
+    figures = {name: _fused_optimizer(machine, name) for name in done}
+    more = f"; not run, for they need a GPU: {', '.join(left)}" if left else ""
+    return Found(", ".join(done) + more, figures)
 
 
 def _fused_optimizer(machine: Machine, name: str) -> str:
@@ -417,7 +397,7 @@ def _fused_optimizer(machine: Machine, name: str) -> str:
         for batch in trial.batches(5):
             trial.train(batch)
             if not attach:
-                trial.mask()
+                trial.sparsifier.apply_masks()
         trial.check_removed()
         found.append(trial.shards())
     try:
@@ -426,14 +406,19 @@ def _fused_optimizer(machine: Machine, name: str) -> str:
         raise Difference(f"{name}: {error}") from None
 
 
+def _train_masked(machine: Machine, block: str, what: str, **options: Any) -> None:
+    """Check the masks of a model, and after five steps what they remove."""
+    trial = _Trial(machine, block, 0.5, **options)
+    trial.check_masks(what)
+    for batch in trial.batches(5):
+        trial.train(batch)
+    trial.check_removed()
+
+
 def half_precision(machine: Machine) -> Found:
     """float16 weights, which FBGEMM rounds stochastically on CUDA."""
     for block in ("row", "1x4"):
-        trial = _Trial(machine, block, 0.5, half=True)
-        trial.check_masks(f"float16, {block}")
-        for batch in trial.batches(5):
-            trial.train(batch)
-        trial.check_removed()
+        _train_masked(machine, block, f"float16, {block}", half=True)
     rounding = "with" if machine.has_gpu else "without"
     return Found(f"masks bit for bit, removed weights 0, {rounding} stochastic rounding")
 
@@ -444,13 +429,9 @@ def unified_memory(machine: Machine, kernel: str) -> Found:
     # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
     for block in ("row",) if kernel == CACHED else ("row", "1x4"):
         try:
-            trial = _Trial(machine, block, 0.5, kernel=kernel)
+            _train_masked(machine, block, block, kernel=kernel)
         except ValueError as error:
             raise NotRun(f"refused, {block}: {error}") from None
-        trial.check_masks(block)
-        for batch in trial.batches(5):
-            trial.train(batch)
-        trial.check_removed()
     return Found("masks bit for bit, 5 steps, removed weights 0")
 
 
@@ -459,13 +440,11 @@ CHECKS: Final[dict[str, Callable[[Machine], Found]]] = {
     "ordinary steps": ordinary_steps_never_wait,
     "mask updates": mask_updates,
     "collectives": collectives,
-    "TrainPipelineSparseDist": lambda machine: pipeline(machine, "TrainPipelineSparseDist"),
-    "TrainPipelineFusedSparseDist": lambda machine: pipeline(
-        machine, "TrainPipelineFusedSparseDist"
-    ),
+    "TrainPipelineSparseDist": partial(pipeline, kind="TrainPipelineSparseDist"),
+    "TrainPipelineFusedSparseDist": partial(pipeline, kind="TrainPipelineFusedSparseDist"),
     "fused optimizers": fused_optimizers,
     "float16": half_precision,
-    "fused_uvm": lambda machine: unified_memory(machine, "fused_uvm"),
-    "fused_uvm_caching": lambda machine: unified_memory(machine, "fused_uvm_caching"),
+    "fused_uvm": partial(unified_memory, kernel="fused_uvm"),
+    "fused_uvm_caching": partial(unified_memory, kernel="fused_uvm_caching"),
 }
 """By name, in the order in which they run."""

@@ -12,6 +12,8 @@ from dist_sparse.text import duration, printable
 
 Status: TypeAlias = Literal["ok", "differs", "failed", "not run"]
 
+WRONG: Final = ("differs", "failed")
+
 _WIDTH: Final = 80
 
 
@@ -53,7 +55,7 @@ class Results:
     @property
     def passed(self) -> bool:
         """Whether nothing differs or failed."""
-        return all(each.status in ("ok", "not run") for each in self.outcomes)
+        return all(each.status not in WRONG for each in self.outcomes)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values."""
@@ -76,7 +78,7 @@ class Results:
         return "\n".join(lines)
 
     def _conclusion(self) -> str:
-        wrong = [each.check for each in self.outcomes if each.status in ("differs", "failed")]
+        wrong = [each.check for each in self.outcomes if each.status in WRONG]
         skipped = sum(each.status == "not run" for each in self.outcomes)
         where = f"{self.device}, {self.nproc} process{'es' * (self.nproc > 1)}"
         if wrong:

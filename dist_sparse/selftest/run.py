@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from dist_sparse.selftest.results import Outcome, Results
+from dist_sparse.selftest.results import WRONG, Outcome, Results
 
 WORKER: Final = ("-m", "dist_sparse.selftest.worker")
 """What Python runs in each process."""
@@ -60,101 +60,81 @@ def selftest(
     world = nproc or (gpus if device == "cuda" else 2)
     outcomes: list[Outcome] = []
     while len(outcomes) < len(NAMES):
-        outcomes += _Attempt(device, world, NAMES[len(outcomes) :], progress).outcomes()
+        outcomes += _attempt(device, world, NAMES[len(outcomes) :], progress)
     return Results(device=device, nproc=world, machine=_machine(gpus), outcomes=tuple(outcomes))
 
 
-class _Attempt:
-    """One set of processes, until they are done or one of them fails."""
+def _attempt(
+    device: str, world: int, names: Sequence[str], progress: Callable[[str], None]
+) -> list[Outcome]:
+    """Run checks in one set of processes until they are done or one is not passed; return at least
+    one outcome."""
+    done: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [_start(folder, rank, world, device, names) for rank in range(world)]
+        try:
+            for number, check in enumerate(names):
+                progress(check)
+                done.append(_wait_for(check, number, folder, processes))
+                if done[-1].status in WRONG:
+                    break  # other ranks may wait for that one forever
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return done
 
-    def __init__(
-        self, device: str, world: int, names: Sequence[str], progress: Callable[[str], None]
-    ) -> None:
-        self._device, self._world, self._names = device, world, names
-        self._progress = progress
 
-    def outcomes(self) -> list[Outcome]:
-        """Return at least one outcome, in the order of the checks."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            processes = [self._start(folder, rank) for rank in range(self._world)]
-            try:
-                return self._collect(folder, processes)
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
+def _start(
+    folder: Path, rank: int, world: int, device: str, names: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    words = [str(folder), str(rank), str(world), device, *names]
+    # Gloo would otherwise bind the address of the host's name, which may not be its own.
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    environment["LOCAL_RANK"] = str(rank)
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, *WORKER, *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
 
-    def _start(self, folder: Path, rank: int) -> subprocess.Popen[bytes]:
-        words = [str(folder), str(rank), str(self._world), self._device, *self._names]
-        # Gloo would otherwise bind the address of the host's name, which may not be its own.
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-        environment["LOCAL_RANK"] = str(rank)
-        with (folder / f"{rank}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, *WORKER, *words],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
 
-    def _collect(self, folder: Path, processes: list[subprocess.Popen[bytes]]) -> list[Outcome]:
-        done: list[Outcome] = []
-        for name in self._names:
-            self._progress(name)
-            outcome = self._wait_for(name, len(done), folder, processes)
-            done.append(outcome)
-            if outcome.status in ("differs", "failed"):
-                break  # other ranks may wait for that one forever
-        return done
+def _wait_for(
+    check: str, number: int, folder: Path, processes: Sequence[subprocess.Popen[bytes]]
+) -> Outcome:
+    """Return the outcome of the next check."""
+    started = time.monotonic()
+    while True:
+        # Asked before the files are read: a process that has ended writes no more.
+        ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
+        found = _answers(folder, number, len(processes))
+        is_wrong = any(answer["status"] in WRONG for answer in found.values())
+        if is_wrong or len(found) == len(processes):
+            return _worst([*found.values()])
+        lost = not ended <= found.keys()
+        if lost or time.monotonic() - started > _LIMIT:
+            says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
+            # The end of what each process has printed.
+            texts = [log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))]
+            logs = {"logs": [text[-2_000:] for text in texts]}
+            return Outcome(check=check, status="failed", says=says, figures=logs)
+        time.sleep(0.05)
 
-    def _wait_for(
-        self, name: str, number: int, folder: Path, processes: list[subprocess.Popen[bytes]]
-    ) -> Outcome:
-        """Return the outcome of the next check."""
-        started = time.monotonic()
-        while True:
-            # Asked before the files are read: a process that has ended writes no more.
-            ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-            found = self._answers(folder, number)
-            if len(found) == self._world or _is_wrong(found.values()):
-                return _worst([*found.values()])
-            lost = not ended <= found.keys()
-            if lost or time.monotonic() - started > _LIMIT:
-                return self._no_answer(name, folder, lost)
-            time.sleep(0.05)
 
-    def _no_answer(self, name: str, folder: Path, lost: bool) -> Outcome:
-        says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
-        logs = [_tail(folder / f"{rank}.log") for rank in range(self._world)]
-        return Outcome(check=name, status="failed", says=says, figures={"logs": logs})
-
-    def _answers(self, folder: Path, number: int) -> dict[int, dict[str, Any]]:
-        """Return by rank what has been found in a check so far."""
-        found = {}
-        for rank in range(self._world):
-            if (answer := self._answer(folder, rank, number)) is not None:
-                found[rank] = answer
-        return found
-
-    def _answer(self, folder: Path, rank: int, number: int) -> dict[str, Any] | None:
-        """Return what a rank has found in a check, None if nothing yet."""
+def _answers(folder: Path, number: int, world: int) -> dict[int, dict[str, Any]]:
+    """Return by rank what has been found in a check so far."""
+    found = {}
+    for rank in range(world):
         file = folder / f"{rank}.jsonl"
         # The last line may not be whole yet.
         *lines, _ = file.read_text().split("\n") if file.exists() else [""]
-        found: dict[str, Any] | None = json.loads(lines[number]) if len(lines) > number else None
-        return found
-
-
-def _is_wrong(found: Iterable[dict[str, Any]]) -> bool:
-    """Return whether a rank has found a difference or an error."""
-    return any(answer["status"] in ("differs", "failed") for answer in found)
-
-
-def _tail(log: Path) -> str:
-    """Return the end of what a process has printed."""
-    return log.read_text(errors="replace")[-2_000:]
+        if len(lines) > number:
+            found[rank] = json.loads(lines[number])
+    return found
 
 
 def _worst(found: Sequence[dict[str, Any]]) -> Outcome:

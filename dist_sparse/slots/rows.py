@@ -83,9 +83,9 @@ def stored_parts(
             states = fused.get(shard.tensor.data_ptr())
             if states is None:
                 parameter = parameters[table]
-                states = [
-                    state for leaf in steppers for state in state_of(leaf, parameter, shard.tensor)
-                ]
+                states = []
+                for leaf in steppers:
+                    states += state_of(leaf, parameter, shard.tensor).values()
             parts.append(Stored(shard.rect, shard.tensor, states))
         found[table] = parts
     return found

@@ -8,7 +8,6 @@ is resharded, so a :class:`Collection` or :class:`TableBatch` is read again wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -16,27 +15,13 @@ from torch import Tensor, nn
 from dist_sparse.tables.shards import ShardedData
 
 
-@dataclass(frozen=True)
-class TableConfig:
+class TableConfig(NamedTuple):
     """A table of a collection: which features look it up, and how their rows are pooled."""
 
     name: str
     features: tuple[str, ...]
     rows: int
     pooling: Literal["sum", "mean", "none"]
-
-
-class WholeRowWriter(NamedTuple):
-    """A method of a table batch that writes rows no lookup has named.
-
-    Args:
-        owner: the object that calls its own ``method(mode)`` in the middle of a forward.
-        wrote: returns whether the call with this mode has just written.
-    """
-
-    owner: Any
-    method: str
-    wrote: Callable[[Mapping[str, float]], bool]
 
 
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
@@ -113,10 +98,6 @@ class TableBatch(LookupKernel, Protocol):
 
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
-        ...
-
-    def whole_row_writers(self) -> list[WholeRowWriter]:
-        """Return what writes rows other than those of a lookup, besides the caller."""
         ...
 
     @property

@@ -70,15 +70,12 @@ NAMES: Final = {
         # Table batches: storage, ids, optimizer state, and the methods that write all rows.
         f"{_TBE}.SplitTableBatchedEmbeddingBagsCodegen": (
             "weights_dev weights_host weights_uvm split_embedding_weights"
-            " pooling_mode optimizer optimizer_args iter iter_cpu split_optimizer_states"
+            " pooling_mode optimizer optimizer_args iter split_optimizer_states"
             " weight_decay_mode indices offsets per_sample_weights feature_requires_grad"
             " batch_size_per_feature_per_rank"
             " get_learning_rate set_optimizer_step update_hyper_parameters"
-            " ema_inplace ensemble_and_swap"
             " lxu_cache_weights timesteps_prefetched flush reset_cache_states"
         ),
-        f"{_TBE}.EmainplaceModeDefinition": "step_ema",
-        f"{_TBE}.EnsembleModeDefinition": "step_ema step_swap",
         "split_embedding_codegen_lookup_invokers.lookup_args.OptimizerArgs": (
             "beta1 beta2 eps weight_decay"
         ),

@@ -7,18 +7,19 @@ them, so that it can report a mix that does not load.
 from __future__ import annotations
 
 import warnings
-from typing import Final
+from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
-_TESTED: Final = ((1, 7), (1, 8))
+_TESTED: Final[dict[Any, tuple[int, int]]] = {(2, 12): (1, 7), (2, 13): (1, 8)}
+"""Releases of TorchRec and FBGEMM by that of torch."""
 
 
 def fitting(torch_version: str) -> str | None:
     """Return the release of TorchRec and FBGEMM that fits a torch, such as ``"1.8"``; None where
     none is known."""
-    base = _minor(torch_version)
-    return next((f"{rec[0]}.{rec[1]}" for rec in _TESTED if base == _torch_of(rec)), None)
+    found = _TESTED.get(_minor(torch_version))
+    return None if found is None else "{}.{}".format(*found)
 
 
 def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
@@ -27,11 +28,13 @@ def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
 
     Those that fit the torch; if none is known, those that fit the TorchRec; else the latest.
     """
-    base, rec = _minor(torch_version), _minor(torchrec_version)
-    by_torch = [each for each in _TESTED if base == _torch_of(each)]
-    release = (by_torch or [each for each in _TESTED if rec == each] or _TESTED)[-1]
-    torch = _torch_of(release)
-    return f"{torch[0]}.{torch[1]}", f"{release[0]}.{release[1]}"
+    base: Any = _minor(torch_version)
+    if base not in _TESTED:
+        by_torchrec: dict[Any, tuple[int, int]] = {
+            release: each for each, release in _TESTED.items()
+        }
+        base = by_torchrec.get(_minor(torchrec_version), max(_TESTED))
+    return "{}.{}".format(*base), "{}.{}".format(*_TESTED[base])
 
 
 def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: str) -> None:
@@ -61,8 +64,8 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
             f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*;"
             f" installed: {have}."
         )
-    if rec not in _TESTED:
-        tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED)
+    if rec not in _TESTED.values():
+        tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED.values())
         warnings.warn(
             f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed:"
             f" {have}.",

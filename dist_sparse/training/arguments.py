@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
@@ -108,29 +109,20 @@ class SparsifyArgs:
         if self.end is not None:
             # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
-        self.auto = self.level == AUTO
-        if self.auto:
-            self._take_auto()
-        self.level = _optional("level", self.level, _levels)
+        self._take_auto()
+        for argument, check in _CHECKS.items():
+            value = getattr(self, argument)
+            if value is not None or argument not in _OPTIONAL:
+                setattr(self, argument, check(argument, value))
         if self._removes_untouched:
             self._take_untouched()
-        self.budget = None if self.budget is None else parse_budget(self.budget)
-        self.scope = checks.choice("scope", self.scope, SCOPES)
-        self.floor = _optional("floor", self.floor, _numeric_levels)
         self.protect = checks.name_list("protect", self.protect)
-        if isinstance(self.block, str):
-            self.block = checks.parse_block(self.block)
-        if self.norm is not None:
-            self.norm = checks.choice("norm", self.norm, ("L1", "L2"))
-        if self.score is not None:
-            self.score = checks.choice("score", self.score, SCORES)
+        if self.schedule is None:
+            self.schedule = "constant" if self.end is None else "cubic"
+        # A callable is a scheduler's class, and is taken as it is.
         if not callable(self.schedule):
-            # A callable is a scheduler's class, and is taken as it is.
-            self.schedule = _schedule(self.schedule, self.end)
-        states = ("keep", "reset")
-        self.optimizer_state = checks.choice("optimizer_state", self.optimizer_state, states)
-        self.min_rows = checks.integer("min_rows", self.min_rows, least=0)
-        self.decay = _optional("decay", self.decay, checks.level)
+            more = " or the class of a ready scheduler"
+            self.schedule = _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, more)]
         self._refuse_conflicts()
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
@@ -143,6 +135,9 @@ class SparsifyArgs:
 
     def _take_auto(self) -> None:
         """Set the defaults of the level ``"auto"``: equal steps, until one block is left."""
+        self.auto = self.level == AUTO
+        if not self.auto:
+            return
         # Capped for each table where its blocks are known.
         self.level = math.nextafter(1.0, 0.0)
         if self.schedule is None:
@@ -192,19 +187,6 @@ class SparsifyArgs:
         return found
 
 
-def _optional(argument: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
-    return None if value is None else check(argument, value)
-
-
-def _schedule(name: object, end: int | None) -> Callable[..., ReadyDataScheduler]:
-    """Return the schedule of a name; by default a curve, or without an end the final level."""
-    if name is None:
-        name = "constant" if end is None else "cubic"
-    return _SCHEDULES[
-        checks.choice("schedule", name, _SCHEDULES, " or the class of a ready scheduler")
-    ]
-
-
 def _levels(
     argument: str, given: object, check: Callable[[str, object], Any] = checks.scheduled_level
 ) -> Levels:
@@ -217,8 +199,30 @@ def _levels(
     return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
 
-def _numeric_levels(argument: str, given: object) -> Levels:
-    return _levels(argument, given, checks.level)
+def _choice(known: Iterable[str]) -> Callable[[str, object], str]:
+    return partial(checks.choice, known=known)
+
+
+def _block(argument: str, given: Any) -> Any:
+    return checks.parse_block(given) if isinstance(given, str) else given
+
+
+_CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "level": _levels,
+    "budget": lambda _, given: parse_budget(given),
+    "scope": _choice(SCOPES),
+    "floor": partial(_levels, check=checks.level),
+    "block": _block,
+    "norm": _choice(("L1", "L2")),
+    "score": _choice(SCORES),
+    "optimizer_state": _choice(("keep", "reset")),
+    "min_rows": partial(checks.integer, least=0),
+    "decay": checks.level,
+}
+"""By argument the check of its value: takes both, and returns what the value means."""
+
+_OPTIONAL: Final = {"level", "budget", "floor", "norm", "score", "decay"}
+"""Arguments that may be None."""
 
 
 def left_dense(
@@ -263,21 +267,24 @@ def _reasons(
     tables = _embedding_weights(modules)
     # Shards are views of parameters: only their memory tells which one they belong to.
     frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
-    reasons = {}
-    for data in located:
+
+    def reason(data: ShardedData) -> str:
+        if data.name in guarded:
+            return "protected"
         # A shard's tensor is not the parameter that knows whether it is trained.
         whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        if data.name in guarded:
-            reasons[data.name] = "protected"
-        elif any(map(frozen, whole)):
-            reasons[data.name] = "frozen (requires_grad=False)"
-        elif whole and not any(map(tables, whole)):
-            continue  # a parameter that dense= selects, no table
-        elif data.shape[0] < args.min_rows:
-            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
-        elif _is_of_positions(data) and not _matches_any(data, include):
-            reasons[data.name] = "position embeddings; include= prunes them"
-    return reasons
+        if any(map(frozen, whole)):
+            return "frozen (requires_grad=False)"
+        if whole and not any(map(tables, whole)):
+            return ""  # a parameter that dense= selects, no table
+        if data.shape[0] < args.min_rows:
+            return f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
+        if _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
+            return "position embeddings; include= prunes them"
+        return ""
+
+    reasons = {data.name: reason(data) for data in located}
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _embedding_weights(modules: Iterable[nn.Module]) -> Callable[[Tensor], list[int]]:
@@ -394,10 +401,6 @@ def _by_name(
             )
         found |= dict.fromkeys(pruned, value)
     return found
-
-
-def _matches_any(data: ShardedData, patterns: Sequence[str]) -> bool:
-    return any(_matches(data, pattern) for pattern in patterns)
 
 
 def _matches(data: ShardedData, pattern: str) -> bool:

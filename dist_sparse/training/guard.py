@@ -12,8 +12,9 @@ All decisions follow from numbers that all ranks have in common. Nothing here co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from dist_sparse import checks
@@ -64,13 +65,15 @@ class GuardState:
         for name in ("active", "waiting", "owed"):
             if not isinstance(given[name], bool):
                 raise ValueError(f"Invalid {name}={given[name]!r} of the guard: must be a bool.")
-        for name in ("pending", "accepted", "undone"):
+        step = partial(checks.integer, least=0)
+        mode = partial(checks.choice, known=MODES)
+        optional: dict[str, Callable[[str, Any], Any]] = {
+            **{"pending": step, "accepted": step, "undone": step},
+            **{"mode": mode, "best": checks.number},
+        }
+        for name, check in optional.items():
             if given[name] is not None:
-                checks.integer(f"{name} of the guard", given[name], least=0)
-        if given["mode"] is not None:
-            checks.choice("mode of the guard", given["mode"], MODES)
-        if given["best"] is not None:
-            checks.number("best of the guard", given["best"])
+                check(f"{name} of the guard", given[name])
         return cls(**given)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,7 @@ from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Score
 from dist_sparse.sparsifiers.lookups import removed_lookups
 from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ROW, ShardedData, Source
+from dist_sparse.tables.shards import ROW, Source
 from dist_sparse.text import (
     block_shape_text,
     count,
@@ -548,7 +548,8 @@ def sparsify(
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
     # Nothing moves tables before this call returns: what was located is not looked up again.
-    walked = Walked(_pruned(located, unpruned), {model: modules})
+    pruned = {data.name: data for data in located if data.name not in unpruned}
+    walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(plan, sparsifier, final)
     training = SparseTraining(
         sparsifier,
@@ -593,10 +594,6 @@ def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSp
         scope=plan.scope,
         floors=floors,
     )
-
-
-def _pruned(located: Iterable[ShardedData], unpruned: Collection[str]) -> dict[str, ShardedData]:
-    return {data.name: data for data in located if data.name not in unpruned}
 
 
 def _scheduler(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse.tables.protocols import KeptOf, TableConfig, WholeRowWriter
+from dist_sparse.tables.protocols import KeptOf, TableConfig
 from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.torchrec import port
 from tests.device.fake import cuda, inner
@@ -109,9 +109,6 @@ class Kernel(nn.Module):
 
     def storage(self) -> list[Tensor]:
         return [self._stored]
-
-    def whole_row_writers(self) -> list[WholeRowWriter]:
-        return []
 
     def hyperparameters(self) -> dict[str, float]:
         return {"lr": RATE, "eps": EPS}

@@ -4,12 +4,10 @@ ceilings."""
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from dist_sparse.enforcer import fused
 from tests.device.account import Spent
 from tests.device.ceilings import FIRST_STEP, GROWS, ORDINARY_STEP, UPDATE, above
 from tests.device.runs import BLOCKS, Run, on_device
@@ -23,9 +21,7 @@ SMALL = {name: (1 << 18, 8) if name == "row" else (1 << 13, 128) for name in BLO
 
 def trained(device: str, block: Any, **options: Any) -> tuple[Run, dict[str, Spent]]:
     """Two training steps between mask updates, and what the parts of training cost."""
-    # Rows that fine blocks remove whole keep their optimizer state where CPUs drop their ids.
-    never = mock.patch.object(fused, "worth_dropping", lambda kept: False)
-    with on_device(), never:
+    with on_device():
         run = Run(device, block, **options)
         run.update()
         run.train(2)
@@ -107,8 +103,7 @@ def test_ties_at_the_threshold_are_the_cpus(name: str, level: float) -> None:
     """Few different weights: the threshold has ties in every table, of blocks that score 0 too."""
     layouts = [one_rank(601, 32), one_rank(37, 32), one_rank(300, 32)]
     found = []
-    never = mock.patch.object(fused, "worth_dropping", lambda kept: False)
-    with on_device(), never:
+    with on_device():
         for device in ("cpu", "cuda"):
             run = Run(device, BLOCKS[name], layouts)
             for table in run.kernel.rows():

@@ -8,33 +8,23 @@ oracle. Then what FBGEMM writes behind all hooks, and what becomes of the optimi
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    EmainplaceModeDefinition,
-    SplitTableBatchedEmbeddingBagsCodegen,
-    invokers,
-)
 from torch import Tensor, nn
-from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
 from tests.dist.cells import Cell, batch, build, gathered, plain, set_weights
 from tests.dist.enforcing import (
-    SMALL,
     Run,
     cut,
     kernels,
     loss_of,
     optimizer_of,
     pieces,
-    small,
     total,
     trained_cells,
 )
@@ -263,66 +253,6 @@ def test_detach(name: str) -> None:
         theirs.train(features)
     same(held, free)
     assert total(ours.reads.wrong) > 0  # what was removed has come back
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["row_wise", "mixed"])
-def test_fbgemm_writes(name: str) -> None:
-    """FBGEMM writes half of every row in the middle of a forward, behind all hooks: read from below
-    it."""
-    generators: dict[str, Any] = {"a": row_wise(), "b": row_wise()}
-    if name == "mixed":
-        generators = {"a": column_wise(ranks=[0, 0]), "b": table_wise(rank=1)}
-    fused_params = {
-        "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-        "learning_rate": LR,
-        "emainplace_mode": EmainplaceModeDefinition(step_ema=3, step_start=2, step_ema_coef=0.5),
-    }
-    written = 0
-    ema = SplitTableBatchedEmbeddingBagsCodegen.ema_inplace
-    lookup = invokers.lookup_rowwise_adagrad.invoke
-    model = small(generators, fused_params=fused_params)
-
-    def alive() -> int:
-        held = [piece for kernel in kernels(model) for piece in pieces(kernel)]
-        return sum(
-            int((weight[cut(run.reads.masks[name], at, weight) == 0] != 0).sum())
-            for name, at, weight in held
-        )
-
-    def counted(batches: Any, mode: Any) -> None:
-        nonlocal written
-        before = alive()
-        ema(batches, mode)
-        written += alive() - before
-
-    def looked_at(common: Any, *args: Any, **kwargs: Any) -> Any:
-        for kernel in kernels(model):
-            if kernel.emb_module.weights_host.data_ptr() == common.host_weights.data_ptr():
-                run.reads.wrong += run.reads.look(kernel, common.indices, common.offsets)[1]
-                if (
-                    int(kernel.emb_module.iter_cpu) % 3 == 0
-                    and int(kernel.emb_module.iter_cpu) >= 2
-                ):
-                    run.faults += [f"{alive()} removed elements are not 0 after an update"] * bool(
-                        alive()
-                    )
-        return lookup(common, *args, **kwargs)
-
-    cell = Cell("small", 2, {}, SMALL)
-    with (
-        mock.patch.object(SplitTableBatchedEmbeddingBagsCodegen, "ema_inplace", counted),
-        mock.patch.object(invokers.lookup_rowwise_adagrad, "invoke", looked_at),
-    ):
-        run = Run(model, (1, 4))
-        run.move(0.6)
-        for step in range(10):
-            run.train(batch(cell, seed=2 * step + dist.get_rank(), size=3))
-        run.check_given_out()
-        run.check_reads()
-        assert total(written) > 0
-        run.enforcer.detach()
-        assert not any("ema_inplace" in vars(kernel.emb_module) for kernel in kernels(model))
 
 
 @on_ranks(2)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import BaseDataSparsifier, ImportanceSparsifier
-from dist_sparse.enforcer.ids import KeptIds, worth_dropping
+from dist_sparse.enforcer.ids import KeptIds
 
-CPU = torch.device("cpu")
 Bag = list[int]
 
 
@@ -49,7 +47,7 @@ def test_by_sample(data: st.DataObject) -> None:
     before = given_.values().clone()
 
     flags = {table: ~torch.tensor(rows) for table, rows in enumerate(tables) if rows is not None}
-    kept = KeptIds(flags, features, CPU)
+    kept = KeptIds(flags, features)
     found = kept.among(given_)
 
     assert torch.equal(given_.values(), before)
@@ -99,7 +97,7 @@ def test_batches_of_several_sizes() -> None:
         lengths=torch.tensor([2, 1, 2]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    found = KeptIds({0: torch.tensor([False, True, True])}, [0, 1], CPU).among(features)
+    found = KeptIds({0: torch.tensor([False, True, True])}, [0, 1]).among(features)
     assert found.values().tolist() == [1, 2, 2, 0] and found.lengths().tolist() == [1, 1, 2]
     assert found.variable_stride_per_key() and found.stride_per_key() == [2, 1]
 
@@ -124,14 +122,10 @@ def test_flags_by_id(data: st.DataObject) -> None:
     for table, count in enumerate(rows):
         if table != left_out:
             kept[table] = torch.tensor([row not in removed[table] for row in range(count)])
+    assume(kept)
     ids = torch.tensor([i for of_feature in drawn for i in of_feature], dtype=torch.int64)
-    assert KeptIds(kept, features, CPU).flags(ids, ends).tolist() == want
-    assert KeptIds(kept, features, CPU).flags(ids, torch.tensor(ends)).tolist() == want
-
-
-@pytest.mark.parametrize(("kept", "worth"), [(75, True), (76, False), (0, True), (100, False)])
-def test_worth_dropping(kept: int, worth: bool) -> None:
-    assert worth_dropping(torch.arange(100) < kept) == worth
+    assert KeptIds(kept, features).flags(ids, ends).tolist() == want
+    assert KeptIds(kept, features).flags(ids, torch.tensor(ends)).tolist() == want
 
 
 def test_who_gets_zeros() -> None:

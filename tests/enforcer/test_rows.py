@@ -19,17 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
+from dist_sparse.enforcer.ids import LookupCounts, in_table
 from dist_sparse.enforcer.optimizers import reset_state
-from dist_sparse.enforcer.rows import (
-    DirtyRows,
-    Slot,
-    TorchRowCleaner,
-    count_lookups,
-    in_table,
-    many,
-    zero_rows,
-)
-from dist_sparse.enforcer.zeroed import row_cleaner_on
+from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, flag, many, zero_rows
 from dist_sparse.masking import device
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of
@@ -233,55 +225,8 @@ def lookups(draw: st.DrawFn) -> tuple[list[Slot | None], Tensor, list[int]]:
     return slots, torch.tensor(ids, dtype=draw(st.sampled_from([torch.int32, torch.int64]))), ends
 
 
-def all_dirty(slots: list[Slot | None]) -> DirtyRows:
-    """A table for each feature, with all rows dirty."""
-    rows = [0 if slot is None else slot.mask.rect.rows for slot in slots]
-    dirty = DirtyRows(dict(enumerate(rows)), range(len(slots)), CPU)
-    for table in range(len(rows)):
-        dirty.add_all(table)
-    return dirty
-
-
-class TestTorchRowCleaner:
-    @settings(max_examples=200, deadline=None)
-    @given(lookups(), st.booleans())
-    def test_by_definition(
-        self, drawn: tuple[list[Slot | None], Tensor, list[int]], as_tensor: bool
-    ) -> None:
-        """A lookup of many ids may clean the whole table, and else touches its rows alone."""
-        slots, ids, ends = drawn
-        tables = {id(slot): slot for slot in slots if slot is not None}
-        read: dict[int, set[int]] = {key: set() for key in tables}
-        for slot, (start, stop) in zip(slots, pairwise(ends), strict=True):
-            if slot is not None:
-                rows = slot.mask.rect.rows
-                everything = (
-                    range(rows)
-                    if start < stop and (many(slot.mask, stop - start) or stop - start >= rows)
-                    else ()
-                )
-                read[id(slot)].update(of_table(ids[start:stop].tolist(), rows), everything)
-        want = {key: expected(slot, sorted(read[key])) for key, slot in tables.items()}
-        lookup = TorchRowCleaner(slots, all_dirty(slots))
-        assert lookup.needed == any(not bool(kept_by(slot.mask).all()) for slot in tables.values())
-        lookup(ids, torch.tensor(ends) if as_tensor else ends)
-        for key, slot in tables.items():
-            assert torch.equal(words(slot.weight), want[key])
-
-    def test_nothing_removed_is_not_needed(self) -> None:
-        mask = BlockMask.full(Rect(0, 0, 3, 5), (1, 1), CPU)
-        for slots in ([None, Slot(torch.ones(3, 5), mask)], []):
-            assert not TorchRowCleaner(slots, all_dirty(slots)).needed
-
-    def test_ends_that_do_not_fit_are_refused(self) -> None:
-        slot = Slot(torch.ones(3, 5), BlockMask.full(Rect(0, 0, 3, 5), (1, 1), CPU))
-        with pytest.raises(ValueError):
-            TorchRowCleaner([slot, slot], all_dirty([slot]))(torch.tensor([1, 2]), [0, 2])
-
-    def test_the_form_of_a_cpu(self) -> None:
-        assert isinstance(row_cleaner_on(CPU, [], DirtyRows({}, [], CPU)), TorchRowCleaner)
-
-    @settings(max_examples=150, deadline=None)
+class TestReads:
+    @settings(max_examples=250, deadline=None)
     @given(lookups(), st.data())
     def test_only_rows_that_are_dirty(
         self, drawn: tuple[list[Slot | None], Tensor, list[int]], data: st.DataObject
@@ -289,38 +234,66 @@ class TestTorchRowCleaner:
         """What is read of the dirty rows is cleaned; many ids may clean the whole table."""
         slots, ids, ends = drawn
         tables = list({id(slot): slot for slot in slots}.values())
-        rows = [10 if slot is None else slot.mask.rect.rows for slot in tables]
-        features = [
-            next(i for i, slot in enumerate(tables) if slot is of_feature) for of_feature in slots
-        ]
-        noted = [data.draw(st.sets(st.integers(0, count - 1))) for count in rows]
-        dirty = DirtyRows(dict(enumerate(rows)), list(range(len(rows))) + features, CPU)
-        start = [0, *torch.tensor([len(of_table) for of_table in noted]).cumsum(0).tolist()]
-        dirty.add(
-            torch.tensor([row for of_table in noted for row in sorted(of_table)]),
-            start + start[-1:] * len(features),
-        )
+        features = [next(i for i, slot in enumerate(tables) if slot is each) for each in slots]
+        masked = {table: slot for table, slot in enumerate(tables) if slot is not None}
+        noted = {}
+        for table, slot in masked.items():
+            noted[table] = data.draw(st.sets(st.integers(0, slot.mask.rect.rows - 1)))
 
-        cleaned: list[set[int]] = [set() for _ in rows]
+        cleaned: dict[int, set[int]] = {table: set() for table in masked}
         for table, (first, stop) in zip(features, pairwise(ends), strict=True):
-            slot = tables[table]
-            if slot is not None and many(slot.mask, stop - first):
-                cleaned[table].update(range(rows[table]) if first < stop and any(noted) else ())
-            elif slot is not None:
-                found = set(of_table(ids[first:stop].tolist(), rows[table]))
-                cleaned[table].update(
-                    noted[table] & found if stop - first < rows[table] else noted[table]
-                )
-        want = [
-            slot and expected(slot, sorted(each))
-            for slot, each in zip(tables, cleaned, strict=True)
-        ]
-        none = [None] * len(rows)  # the features by which rows were noted
-        TorchRowCleaner([*none, *slots], dirty)(ids, [0] * len(rows) + ends)
-        for table, slot in enumerate(tables):
-            assert slot is None or torch.equal(words(slot.weight), want[table])
-            left = [row for part in dirty.rows(table) for row in part.tolist()]
-            assert left == sorted(noted[table])
+            if table in masked and first < stop and any(noted.values()):
+                mask = masked[table].mask
+                found = set(of_table(ids[first:stop].tolist(), mask.rect.rows))
+                if many(mask, stop - first):
+                    cleaned[table].update(range(mask.rect.rows))
+                elif stop - first < mask.rect.rows:
+                    cleaned[table].update(noted[table] & found)
+                else:
+                    cleaned[table].update(noted[table])
+        want = {table: expected(masked[table], sorted(cleaned[table])) for table in masked}
+
+        zeroed = ZeroedRows(features, CPU)
+        zeroed.use(masked, set(masked))
+        assert zeroed.cleans_lookups == any(
+            not bool(kept_by(slot.mask).all()) for slot in masked.values()
+        )
+        for table, rows in noted.items():
+            # The lookup that wrote them: ids of this table alone.
+            first = features.index(table)
+            some = [0] * (first + 1) + [len(rows)] * (len(features) - first)
+            zeroed.add(torch.tensor(sorted(rows), dtype=torch.int64), some)
+            if len(rows) == masked[table].mask.rect.rows:
+                noted[table] = set(range(len(rows)))
+        zeroed.clean_read(ids, ends)
+        for table, slot in masked.items():
+            assert torch.equal(words(slot.weight), want[table])
+        # They stay dirty.
+        want = {table: expected(slot, sorted(noted[table])) for table, slot in masked.items()}
+        zeroed.clean()
+        for table, slot in masked.items():
+            assert torch.equal(words(slot.weight), want[table])
+
+    def test_ends_that_do_not_fit_are_refused(self) -> None:
+        mask = BlockMask(Rect(0, 0, 3, 5), (1, 1), torch.zeros(2, dtype=torch.uint8))
+        zeroed = ZeroedRows([0, 0], CPU)
+        zeroed.use({0: Slot(torch.ones(3, 5), mask)}, {0})
+        with pytest.raises(ValueError):
+            zeroed.add(torch.tensor([1, 2]), [0, 2])
+        with pytest.raises(ValueError):
+            zeroed.clean_read(torch.tensor([1, 2]), [0, 2])
+
+    def test_rows_that_are_no_longer_watched(self) -> None:
+        """Their flags are lost, so that all rows are cleaned."""
+        mask = BlockMask(Rect(0, 0, 3, 5), (1, 1), torch.zeros(2, dtype=torch.uint8))
+        slot = Slot(torch.ones(3, 5), mask)
+        zeroed = ZeroedRows([0], CPU)
+        zeroed.use({0: slot}, {0})
+        zeroed.add(torch.tensor([1]), [0, 1])
+        zeroed.use({0: slot}, set())
+        assert zeroed.revived and not zeroed.cleans_lookups
+        zeroed.clean()
+        assert not slot.weight.any() and not zeroed.revived
 
 
 @st.composite
@@ -341,90 +314,54 @@ def noted(draw: st.DrawFn) -> tuple[list[int], list[int], list[tuple[Tensor, lis
     return rows, features, batches
 
 
-class TestDirtyRows:
+class TestRowFlags:
     @settings(max_examples=200, deadline=None)
-    @given(
-        noted(),
-        st.sampled_from(["list", "int64", "int32"]),
-        st.sampled_from([64, 1 << 20]),
-        st.integers(0, 5),
-    )
+    @given(noted(), st.sampled_from([64, 1 << 20]), st.integers(0, 5))
     def test_by_sets(
         self,
         drawn: tuple[list[int], list[int], list[tuple[Tensor, list[int]]]],
-        kind: str,
         chunk: int,
         ignored: int,
     ) -> None:
-        """Ends as a list may flag all of a table that gets as many ids as it has rows; as a tensor
-        they do not. Ids of a table that is not followed leave the others alone."""
+        """All of a table may be flagged that gets as many ids as it has rows. Ids of a table that
+        is not followed leave the others alone."""
         rows, features, batches = drawn
-        dirty = DirtyRows({t: rows[t] for t in range(len(rows)) if t != ignored}, features, CPU)
-        assert not dirty
+        flags = {t: RowFlags(rows[t]) for t in range(len(rows)) if t != ignored}
         want: list[set[int]] = [set() for _ in rows]
         for ids, ends in batches:
-            dirty.add(
-                ids, ends if kind == "list" else torch.tensor(ends, dtype=getattr(torch, kind))
-            )
+            flag(flags, features, ids, ends)
             for table, (start, stop) in zip(features, pairwise(ends), strict=True):
                 want[table].update(of_table(ids[start:stop].tolist(), rows[table]))
-                if kind == "list" and stop - start >= rows[table]:
+                if stop - start >= rows[table]:
                     want[table].update(range(rows[table]))
-        if kind != "list":
-            assert bool(dirty) == any(ids.numel() and dirty.tables for ids, _ in batches)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rows_module, "TAKEN", chunk)
-            for table in dirty.tables:
-                of_this, parts = want[table], list(dirty.rows(table))
-                assert all(part.dtype == torch.int64 for part in parts)
-                assert [row for part in parts for row in part.tolist()] == sorted(of_this)
-        dirty.clear()
-        assert not dirty and not any(list(dirty.rows(table)) for table in dirty.tables)
+            for table, of_this in flags.items():
+                assert all(part.dtype == torch.int64 for part in of_this.parts())
+                assert of_this.rows().tolist() == sorted(want[table])
+                of_this.clear()
+                assert not of_this.rows().numel()
 
-    def test_whole_tables(self) -> None:
-        dirty = DirtyRows({0: 9, 1: 3, 2: 17}, [0, 1, 2], CPU)
-        dirty.add_all(2)
-        assert dirty
-        assert [
-            torch.cat([*dirty.rows(i), torch.tensor([], dtype=torch.int64)]).tolist()
-            for i in range(3)
-        ] == [
-            *([], []),
-            list(range(17)),
-        ]
-
-    def test_cleared_tables(self) -> None:
-        dirty = DirtyRows({0: 9, 1: 17}, [0, 1], CPU)
-        dirty.add_all(0)
-        dirty.add_all(1)
-        dirty.clear()
-        assert not dirty and list(dirty.rows(0)) == list(dirty.rows(1)) == []
+    @pytest.mark.parametrize("count", [3, 8, 17])
+    def test_whole_tables(self, count: int) -> None:
+        flags = RowFlags(count)
+        flags.add_all()
+        assert flags.rows().tolist() == list(range(count))
 
     def test_tables_of_more_rows_than_are_taken_at_a_time(self) -> None:
         count = (1 << 20) * 2 + 13
-        dirty = DirtyRows({0: 5, 1: count, 2: 8}, [1], CPU)
+        flags = RowFlags(count)
         ids = torch.tensor([0, 7, (1 << 20) - 1, 1 << 20, count - 1])
-        dirty.add(ids, [0, 5])
-        parts = list(dirty.rows(1))
+        flags.add(ids)
+        parts = list(flags.parts())
         assert len(parts) == 3 and torch.cat(parts).tolist() == ids.tolist()
 
-    def test_ends_with_a_stride(self) -> None:
-        """Every n-th of FBGEMM's offsets, where they lie."""
-        dirty = DirtyRows({0: 9, 1: 4}, [0, 1], CPU)
-        offsets = torch.tensor([0, 1, 2, 3, 3, 4, 6])
-        dirty.add(torch.tensor([8, 1, 30, 3, 1, 2]), offsets[::3])
-        assert torch.cat(list(dirty.rows(0))).tolist() == [0, 1, 8]
-        assert torch.cat(list(dirty.rows(1))).tolist() == [1, 2, 3]
-
-    @pytest.mark.parametrize("as_tensor", [False, True])
-    def test_ids_that_belong_to_no_feature_are_left_out(self, as_tensor: bool) -> None:
+    def test_ids_that_belong_to_no_feature_are_left_out(self) -> None:
         """In front of the first end and behind the last, as a slice of a larger KeyedJaggedTensor
         has them."""
-        dirty = DirtyRows({0: 9, 1: 9}, [0, 1], CPU)
-        ends = [1, 2, 4]
-        dirty.add(torch.tensor([5, 1, 2, 3, 6, 7]), torch.tensor(ends) if as_tensor else ends)
-        assert torch.cat(list(dirty.rows(0))).tolist() == [1]
-        assert torch.cat(list(dirty.rows(1))).tolist() == [2, 3]
+        flags = {0: RowFlags(9), 1: RowFlags(9)}
+        flag(flags, [0, 1], torch.tensor([5, 1, 2, 3, 6, 7]), [1, 2, 4])
+        assert flags[0].rows().tolist() == [1] and flags[1].rows().tolist() == [2, 3]
 
 
 class TestResetState:
@@ -471,5 +408,7 @@ def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
     want = torch.bincount(torch.tensor([3, 3, 0, 0, 3, 1]), minlength=5).int()
     for form in (ends, torch.tensor(ends)):
         counts = torch.zeros(5, dtype=torch.int32)
-        count_lookups({0: counts}, features, ids, form)
+        lookups = LookupCounts(features)
+        lookups.use({0: counts})
+        lookups.add(ids, form)
         assert torch.equal(counts, want)

@@ -18,10 +18,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    EmainplaceModeDefinition,
-    WeightDecayMode,
-)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor
 from torchrec import (
     EmbeddingBagCollection,
@@ -39,7 +36,6 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
 from dist_sparse.enforcer import rows
-from dist_sparse.enforcer import zeroed as zeroed_rows
 from dist_sparse.enforcer.ids import KeptIds
 from dist_sparse.masking.masks import BlockMask
 from tests.dist.enforcing import kernels, read_as_zeros
@@ -65,10 +61,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "weight_decay_mode": WeightDecayMode.DECOUPLE,
     },
     "no_eps": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "eps": 0.0},
-    "ema": {
-        "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-        "emainplace_mode": EmainplaceModeDefinition(step_ema=3, step_start=2, step_ema_coef=0.5),
-    },
 }
 
 KINDS = ("sum", "dropped", "mean", "weighted", "trained_weights", "sequence")
@@ -415,7 +407,6 @@ def test_no_row_is_watched() -> None:
     zeroed = AssertionError("rows were zeroed")
     with (
         as_on_a_device("sum"),
-        mock.patch.object(zeroed_rows, "zero_rows", side_effect=zeroed),
         mock.patch.object(rows, "zero_rows", side_effect=zeroed),
         mock.patch.object(BlockMask, "apply_", side_effect=zeroed),
     ):
