@@ -26,10 +26,6 @@ from dist_sparse.rotation.turning import change_rows_
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import ShardedData
 
-Ordered = dict[str, Lookup | None]
-"""Tables whose columns change places. Those by themselves have the lookup whose output is turned
-back; of others only dot products read the output."""
-
 
 def dealt(columns: int, groups: int) -> Tensor:
     """Return the columns, group after group: dealt out to the groups in turn, in every second round
@@ -55,8 +51,9 @@ def tables_to_order(
     optimizers: list[Any],
     located: Mapping[str, ShardedData],
     groups: Mapping[str, int],
-) -> Ordered:
-    """Check the argument ``order`` of :func:`~dist_sparse.quantize`. Local.
+) -> dict[str, Lookup | None]:
+    """Return the tables that the argument ``order`` of :func:`~dist_sparse.quantize` names. Those
+    by themselves have the lookup whose output is turned back; only dot products read others. Local.
 
     Raises:
         ValueError: as :func:`~dist_sparse.rotate`; tables in a group have other codes; or an
@@ -64,7 +61,7 @@ def tables_to_order(
     """
     if order is None:
         return {}
-    found: Ordered = {}
+    found: dict[str, Lookup | None] = {}
     for names in rotation_groups(order, located, "order"):
         check_group([located[name] for name in names])
         if len({groups[name] for name in names}) > 1:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.codes.books import ENTRIES, assign, entries_at
+from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.tables import (
     CompactEmbedding,
     CompactEmbeddingBag,
@@ -33,27 +33,25 @@ _MODULES = (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag
 
 
 class Cut(NamedTuple):
-    """The groups of a table's columns that a shard has: ``[first, last)``, each of ``width``
-    columns."""
+    """A shard of a table whose groups have ``width`` columns."""
 
     name: str
     rect: Rect
-    first: int
-    last: int
     width: int
+
+    @property
+    def groups(self) -> slice:
+        """The groups of its columns among those of the table."""
+        return slice(self.rect.col // self.width, self.rect.col_end // self.width)
 
 
 class Attached:
-    """The hooks of a model as it is stored now, until :meth:`remove`, and the codes of this rank's
-    shards, zeros at first.
+    """The hooks on lookups of a model as it is stored now, until :meth:`remove`, and the codes of
+    this rank's shards, zeros at first.
 
     Args:
-        model: with the tables.
-        located: the tables.
         groups: codes of a row, by table.
-        commitment: see :func:`~dist_sparse.quantize`.
-        moved: called by :meth:`follow`, which each forward calls, after a reshard: that leaves the
-            hooks behind.
+        moved: called before a forward after a reshard, which leaves the hooks behind.
 
     Raises:
         ValueError: shards cut a group of columns, or something else reads a table; no hook is left.
@@ -80,7 +78,7 @@ class Attached:
                     self._hook_kernel(kernel, cuts)
             for path, module in model.named_modules():
                 self._hook_module(path, module, cuts)
-            read = {cut for cut, _ in self._shards()}
+            read = {cut for cut, _ in self._coded()}
             for cut in cuts.values():
                 if cut not in read:
                     raise ValueError(
@@ -100,19 +98,15 @@ class Attached:
         """Return the live codes, uint8 ``(rows, groups)``, by table and rectangle of the
         weights."""
         found: dict[str, dict[Rect, Tensor]] = {}
-        for cut, codes in self._shards():
+        for cut, codes in self._coded():
             found.setdefault(cut.name, {})[cut.rect] = codes
         return found
 
-    def assign(self, located: Sequence[ShardedData], books: Mapping[str, Tensor]) -> None:
-        """Assign the codes of all rows of this rank's shards. Local."""
-        for cut, codes, weight in self._with_weights(located):
-            assign(weight, books[cut.name][cut.first : cut.last], codes)
-
-    def zero_removed(self, located: Sequence[ShardedData]) -> None:
-        """Let rows of zeros decode to zeros. Local."""
-        for _, codes, weight in self._with_weights(located):
-            codes *= weight.any(1, keepdim=True)
+    def shards(self, located: Sequence[ShardedData]) -> Iterator[tuple[Cut, Tensor, Tensor]]:
+        """Yield each of this rank's shards, its live codes and its weights."""
+        weights = {data.name: dict(data.shards) for data in located}
+        for cut, codes in self._coded():
+            yield cut, codes, weights[cut.name][cut.rect]
 
     def follow(self, *_: Any) -> None:
         """Report a reshard, which makes new lookups on every rank."""
@@ -124,21 +118,16 @@ class Attached:
         for handle in self._handles:
             handle.remove()
 
-    def _shards(self) -> Iterator[tuple[Cut, Tensor]]:
+    def _coded(self) -> Iterator[tuple[Cut, Tensor]]:
         for lookups in self._held:
             yield from lookups.shards()
-
-    def _with_weights(self, located: Sequence[ShardedData]) -> Iterator[tuple[Cut, Tensor, Tensor]]:
-        weights = {data.name: dict(data.shards) for data in located}
-        for cut, codes in self._shards():
-            yield cut, codes, weights[cut.name][cut.rect]
 
     def _hook_kernel(self, kernel: LookupKernel, cuts: _Cuts) -> None:
         by_shape: dict[tuple[int, int], dict[int, Cut]] = {}
         for shard, view in enumerate(kernel.weights()):
             cut = cuts.get((view.data_ptr(), tuple(view.shape)))
             if cut is not None:
-                by_shape.setdefault((cut.last - cut.first, cut.width), {})[shard] = cut
+                by_shape.setdefault((cut.rect.cols, cut.width), {})[shard] = cut
         for alike in by_shape.values():
             lookups = KernelLookups(kernel, alike, self._commitment)
             self._held.append(lookups)
@@ -174,8 +163,7 @@ def _cuts(located: Sequence[ShardedData], groups: Mapping[str, int]) -> _Cuts:
         width = data.shape[1] // groups[data.name]
         _refuse_cut_groups(data, width)
         for rect, weight in data.shards:
-            cut = Cut(data.name, rect, rect.col // width, rect.col_end // width, width)
-            found[weight.data_ptr(), tuple(weight.shape)] = cut
+            found[weight.data_ptr(), tuple(weight.shape)] = Cut(data.name, rect, width)
     return found
 
 
@@ -215,17 +203,13 @@ def _through(output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
 class CodedLookups:
     """Codes of shards with as many groups of as many columns, behind one another, and their books.
 
-    Behind the last row is one of codes 0, which decode to zeros.
-
     Args:
         cuts: by the number of the shard in its kernel; 0 in a module of torch's.
-        device: of the tables.
-        commitment: see :func:`~dist_sparse.quantize`.
 
     Attributes:
-        codes: uint8 ``(rows + 1, groups)``.
+        codes: uint8 ``(rows + 1, groups)``; the last row, of codes 0, decodes to zeros.
         found: the rows of each shard, the first of them in ``codes``, and its place among ``cuts``.
-        total: the row of codes 0.
+        total: the last row.
     """
 
     def __init__(self, cuts: Mapping[int, Cut], device: torch.device, commitment: float) -> None:
@@ -236,7 +220,7 @@ class CodedLookups:
         for place, (shard, cut) in enumerate(cuts.items()):
             self.found[shard] = cut.rect.rows, self.total, place
             self.total += cut.rect.rows
-        groups = self._cuts[0].last - self._cuts[0].first
+        groups = self._cuts[0].rect.cols // self._cuts[0].width
         self.codes = torch.zeros(self.total + 1, groups, dtype=torch.uint8, device=device)
         self._group_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
         self._books: Tensor | None = None
@@ -256,7 +240,7 @@ class CodedLookups:
         if books is None:
             self._books = None
             return
-        parts = [books[cut.name][cut.first : cut.last] for cut in self._cuts]
+        parts = [books[cut.name][cut.groups] for cut in self._cuts]
         self._books = torch.cat(parts).flatten(0, 1).to(self.codes.device)
 
     def decoded(self, rows: Tensor, of: Tensor | None = None) -> Tensor:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import integer, number
-from dist_sparse.codes.books import ENTRIES, fit, refit
-from dist_sparse.codes.columns import Ordered, put_in_order, tables_to_order
+from dist_sparse.codes.books import ENTRIES, assign, fit, refit
+from dist_sparse.codes.columns import put_in_order, tables_to_order
 from dist_sparse.codes.lookups import Attached
 from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.facts import digest
 from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.rotation.lookups import Lookup
 from dist_sparse.rotation.outputs import turn_back
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.schedulers.curves import Window
@@ -60,10 +61,8 @@ def quantize(
     of floats, which its optimizer trains as before. Due steps refit the books, one round of
     Lloyd's over all rows, and assign the codes again. Books and codes are the same on every
     sharding and number of ranks. ``export(model, handle, path, dtype="codes")`` writes what lookups
-    return, bit for bit.
-
-    Codes take ``codes`` bytes a row beside the floats. A row of zeros, such as a removed one,
-    decodes to exactly 0.
+    return, bit for bit. Codes take ``codes`` bytes a row beside the floats. A row of zeros, such as
+    a removed one, decodes to exactly 0.
 
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
@@ -125,9 +124,8 @@ def quantize(
         groups = _groups_of(codes, located)
         if sparsifier is not None:
             _refuse_masks(sparsifier, located)
-        facts["codes, commitment"] = [groups, pull]
         facts["begin, end, every"] = asdict(schedule)
-        facts["order, sparse"] = [repr(order), sparsifier is None]
+        facts["codes, commitment, order"] = [groups, pull, repr(order), sparsifier is None]
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         ordered = tables_to_order(order, model, list(optimizers), located, groups)
     for name, lookup in ordered.items():
@@ -163,14 +161,14 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         groups: Mapping[str, int],
         schedule: Window,
         commitment: float,
-        order: Ordered,
+        order: Mapping[str, Lookup | None],
         sparsifier: BaseDataSparsifier | None,
     ) -> None:
         self.sparsifier = sparsifier
         self._source, self._groups = source, groups
         self._schedule, self._commitment, self._order = schedule, commitment, order
         self._step, self._is_fitted = 0, False
-        self._masks_version = self._version_of_masks()
+        self._masks_version: int | None = None
         self._attached: Attached | None = None
         self.books = {}
         for data in self._located():
@@ -186,12 +184,14 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             RuntimeError: the handle is detached.
         """
         attached = self._while_attached()
-        version = self._version_of_masks()
+        version = None if self.sparsifier is None else self.sparsifier.masks.tables.version
         if self._schedule.updates(self._step):
             self._fit()
         elif version != self._masks_version:
             self._settle()
-            attached.zero_removed(self._located())
+            for _, codes, weight in attached.shards(self._located()):
+                # A row that was just removed decodes to zeros.
+                codes *= weight.any(1, keepdim=True)
         self._masks_version = version
         self._step += 1
 
@@ -233,8 +233,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             for name, table in self._coded().items():
                 pieces += _pieces_of(table, state_dict["codes"].get(name))
             facts["step, schedule"] = [step, asdict(schedule), fitted]
-            bits = {name: each.view(torch.int16).flatten() for name, each in books.items()}
-            facts["books"] = {name: digest(each.tolist()) for name, each in bits.items()}
+            facts["books"] = {name: digest(each.tolist()) for name, each in books.items()}
         for codes, piece in pieces:
             codes.copy_(piece)
         self._step, self._schedule, self._is_fitted, self.books = step, schedule, fitted, books
@@ -249,14 +248,13 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     def summary(self) -> str:
         """Return a text table of the tables and their bytes. Local."""
         head = ("table", "shape", "codes x columns", "floats", "codes", "books")
-        rows = []
+        lines = []
         for data in self._located():
             groups, _, width = self._book_shape(data)
-            floats = data.shape[0] * data.shape[1] * data.dtype.itemsize
-            sizes = floats, data.shape[0] * groups, self.books[data.name].nbytes
-            cells = data.name, shape_text(data.shape), f"{groups} x {width}"
-            rows.append((*cells, *map(size, sizes)))
-        return "\n".join([repr(self), *table_lines(head, rows, right={3, 4, 5})])
+            codes, books = data.shape[0] * groups, self.books[data.name].nbytes
+            sizes = map(size, (codes * width * data.dtype.itemsize, codes, books))
+            lines.append((data.name, shape_text(data.shape), f"{groups} x {width}", *sizes))
+        return "\n".join([repr(self), *table_lines(head, lines, right={3, 4, 5})])
 
     def attach(self) -> None:
         """Put hooks on all lookups, in the place of earlier ones, and assign codes by the books.
@@ -273,7 +271,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         if self._is_fitted:
             with torch.no_grad():
                 self._settle()
-                self._attached.assign(located, self.books)
+                for cut, codes, weight in self._attached.shards(located):
+                    assign(weight, self.books[cut.name][cut.groups], codes)
             self._attached.use(self.books)
 
     def coded(self) -> dict[str, ShardedData]:
@@ -291,9 +290,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         self.detach()
 
     def __repr__(self) -> str:
-        fitted = "fitted" if self._is_fitted else "not fitted"
         tables = number_of(len(self._groups), "table")
-        return f"CodedTraining(step {self._step}, {self._schedule}, {tables}, {fitted})"
+        return f"CodedTraining(step {self._step}, {tables}, {self._schedule})"
 
     def _located(self) -> list[ShardedData]:
         return self._source.locate(self._groups)
@@ -313,21 +311,18 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         found = {}
         for data in self._located():
             groups, _, width = self._book_shape(data)
-            tiling = tuple(tuple(_in_groups(rect, width) for rect in held) for held in data.tiling)
-            shards = tuple(
-                Shard(_in_groups(rect, width), codes[data.name][rect]) for rect, _ in data.shards
-            )
+            tiling = [tuple(_in_groups(rect, width) for rect in held) for held in data.tiling]
+            shards = []
+            for rect, _ in data.shards:
+                shards.append(Shard(_in_groups(rect, width), codes[data.name][rect]))
             found[data.name] = replace(
                 data,
                 shape=(data.shape[0], groups),
                 dtype=torch.uint8,
-                tiling=tiling,
-                shards=shards,
+                tiling=tuple(tiling),
+                shards=tuple(shards),
             )
         return found
-
-    def _version_of_masks(self) -> int | None:
-        return None if self.sparsifier is None else self.sparsifier.masks.tables.version
 
     def _settle(self) -> None:
         """Zero removed weights that an optimizer has written since."""
@@ -390,8 +385,7 @@ def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedD
     """Refuse masks that change what is left of a row."""
     if sparsifier.masks.rotation is not None:
         raise ValueError(
-            "sparse rotates tables at its mask updates, which would turn them away from their"
-            " books: compact() the model, then quantize it."
+            "sparse rotates tables away from their books: compact() the model, then quantize it."
         )
     for name, config in sparsifier.data_groups.items():
         if name not in located:
@@ -399,9 +393,8 @@ def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedD
         block = resolve_block(name, config["sparse_block_shape"], located[name].shape)
         if block[1] < located[name].shape[1]:
             raise ValueError(
-                f"Table {name!r}: sparse removes blocks of {block[0]} x {block[1]}, parts of rows,"
-                " which books can't keep at zero. Masks of whole rows work; of columns, compact()"
-                " the model first."
+                f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
+                " books keep whole rows at zero: compact() removed columns first."
             )
 
 
