@@ -16,6 +16,7 @@ from dist_sparse import export, load_served, quantize
 from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.plugin import on_ranks
+from tests.dist.test_reshard import moves, reshard
 from tests.serving.stored import crcs
 
 CELLS = {
@@ -87,6 +88,19 @@ def test_a_checkpoint_loads_on_another_sharding(tmp_path: Path) -> None:
     resumed.load_state_dict(state["codes"])
     export(resharded, resumed, tmp_path / "found", dtype="codes")
     assert crcs(tmp_path / "found") == crcs(tmp_path / "expected")
+
+
+@on_ranks(2)
+def test_hooks_and_codes_follow_a_reshard(tmp_path: Path) -> None:
+    cell, move = moves(2)["table_wise"]
+    model = build(cell)
+    handle = quantized(cell, model, tmp_path / "before")
+    reshard(model, move, 2)
+    model(batch(cell, seed=dist.get_rank()))
+    export(model, handle, tmp_path / "after", dtype="codes")
+    assert crcs(tmp_path / "after") == crcs(tmp_path / "before")
+    check_served(cell, model, tmp_path / "after")
+    handle.step()
 
 
 def alone(cell: Cell, path: Path, order: Any = None) -> dict[str, Any]:
