@@ -210,6 +210,7 @@ class CodedLookups:
         codes: uint8 ``(rows + 1, groups)``; the last row, of codes 0, decodes to zeros.
         found: the rows of each shard, the first of them in ``codes``, and its place among ``cuts``.
         total: the last row.
+        books: of all shards, float16 ``(entries, width)``; None for lookups of floats.
     """
 
     def __init__(self, cuts: Mapping[int, Cut], device: torch.device, commitment: float) -> None:
@@ -223,12 +224,7 @@ class CodedLookups:
         groups = self._cuts[0].rect.cols // self._cuts[0].width
         self.codes = torch.zeros(self.total + 1, groups, dtype=torch.uint8, device=device)
         self._group_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
-        self._books: Tensor | None = None
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether there are books."""
-        return self._books is not None
+        self.books: Tensor | None = None
 
     def shards(self) -> Iterator[tuple[Cut, Tensor]]:
         """Yield the live codes of each shard, uint8 ``(rows, groups)``."""
@@ -238,10 +234,10 @@ class CodedLookups:
     def use(self, books: Mapping[str, Tensor] | None) -> None:
         """Decode by these books from now on, by table; None for not at all."""
         if books is None:
-            self._books = None
+            self.books = None
             return
         parts = [books[cut.name][cut.groups] for cut in self._cuts]
-        self._books = torch.cat(parts).flatten(0, 1).to(self.codes.device)
+        self.books = torch.cat(parts).flatten(0, 1).to(self.codes.device)
 
     def decoded(self, rows: Tensor, of: Tensor | None = None) -> Tensor:
         """Return decoded rows, float32 ``(n, columns)``.
@@ -250,11 +246,11 @@ class CodedLookups:
             rows: their numbers in :attr:`codes`.
             of: the place of each row's shard; None of one shard.
         """
-        assert self._books is not None
+        assert self.books is not None
         places = self.codes.index_select(0, rows) + self._group_starts
         if of is not None:
             places += (of.int() * (len(self._group_starts) * ENTRIES)).unsqueeze(1)
-        return entries_at(places, self._books)
+        return entries_at(places, self.books)
 
 
 class KernelLookups(CodedLookups):
@@ -277,7 +273,7 @@ class KernelLookups(CodedLookups):
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         ids = args[0]
-        if not self.is_fitted:
+        if self.books is None:
             return None
         if ids.variable_stride_per_key():
             raise ValueError("Codes do not support batches of another size for each feature.")
@@ -322,7 +318,7 @@ class ModuleLookups(CodedLookups):
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        if not self.is_fitted:
+        if self.books is None:
             return None
         names = ("input", "offsets", "per_sample_weights")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
