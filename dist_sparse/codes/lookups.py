@@ -68,11 +68,11 @@ class Attached:
         self._commitment, self._moved = commitment, moved
         self._held: list[CodedLookups] = []
         self._handles: list[RemovableHandle] = []
-        self._lookups: dict[nn.Module, list[nn.Module]] = {}
+        self._known: dict[nn.Module, list[nn.Module]] = {}
         cuts = _cuts(located, groups)
         try:
             for collection in collections_of(model.modules()):
-                self._lookups[collection] = lookups_of(collection)
+                self._known[collection] = lookups_of(collection)
                 self._handles.append(collection.register_forward_pre_hook(Hook(self.follow)))
                 for kernel in collection_of(collection).kernels():
                     self._hook_kernel(kernel, cuts)
@@ -110,7 +110,7 @@ class Attached:
 
     def follow(self, *_: Any) -> None:
         """Report a reshard, which makes new lookups on every rank."""
-        if any(lookups_of(each) != known for each, known in self._lookups.items()):
+        if any(lookups_of(each) != known for each, known in self._known.items()):
             self._moved()
 
     def remove(self) -> None:
