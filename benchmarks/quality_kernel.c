@@ -49,37 +49,38 @@ static void update(Table *table, long dim, float mean_of, float lr, float eps) {
   table->count = 0;
 }
 
+static void look_up(float *sum, const float *rows, const long *which, long each, long dim) {
+  for (long d = 0; d < dim; d++) sum[d] = 0;
+  for (long e = 0; e < each; e++)
+    for (long d = 0; d < dim; d++) sum[d] += rows[which[e] * dim + d];
+}
+
 /* tables: of users, items and biases. user_rows (batch, each) and item_rows (batch, items, each) are what is looked up and
-   added; items (batch, items) are the biases, the interaction first. mean_of: columns that the row-wise mean is over. */
+   added; items (batch, items) are the biases, the interaction first. mean_of: columns that the row-wise mean is over. L2 is of
+   the weights, not of their decoded copy: of the copy it would let weights drift from it. */
 void step(Table tables[3], long batch, long items, long each, const long *user_rows, const long *item_rows,
           const long *biases, long dim, float mean_of, float l2, float lr) {
-  float user[dim], item[dim], change[dim];
+  float user[dim], item[dim], change[dim], own[dim];
   for (long b = 0; b < batch; b++) {
     if (b + AHEAD < batch) {
       for (long e = 0; e < each; e++) prefetch(&tables[0], tables[0].read, user_rows[(b + AHEAD) * each + e], dim);
       for (long i = 0; i < items * each; i++)
         prefetch(&tables[1], tables[1].read, item_rows[(b + AHEAD) * items * each + i], dim);
     }
-    for (long d = 0; d < dim; d++) user[d] = 0;
-    for (long e = 0; e < each; e++) {
-      const float *w = tables[0].read + user_rows[b * each + e] * dim;
-      for (long d = 0; d < dim; d++) user[d] += w[d];
-    }
-    for (long d = 0; d < dim; d++) change[d] = l2 * user[d];
+    look_up(user, tables[0].read, user_rows + b * each, each, dim);
+    look_up(own, tables[0].weight, user_rows + b * each, each, dim);
+    for (long d = 0; d < dim; d++) change[d] = l2 * own[d];
     for (long i = 0; i < items; i++) {
       const long *rows = item_rows + (b * items + i) * each, bias = biases[b * items + i];
       float score = tables[2].weight[bias];
-      for (long d = 0; d < dim; d++) item[d] = 0;
-      for (long e = 0; e < each; e++) {
-        const float *w = tables[1].read + rows[e] * dim;
-        for (long d = 0; d < dim; d++) item[d] += w[d];
-      }
+      look_up(item, tables[1].read, rows, each, dim);
+      look_up(own, tables[1].weight, rows, each, dim);
       for (long d = 0; d < dim; d++) score += user[d] * item[d];
       float slope = 1.0f / (1.0f + expf(-score)) - (i == 0);
       for (long d = 0; d < dim; d++) change[d] += slope * item[d];
       for (long e = 0; e < each; e++) {
         float *sum = sum_of(&tables[1], rows[e], dim);
-        for (long d = 0; d < dim; d++) sum[d] += slope * user[d] + l2 * item[d];
+        for (long d = 0; d < dim; d++) sum[d] += slope * user[d] + l2 * own[d];
       }
       *sum_of(&tables[2], bias, 1) += slope;
     }
@@ -97,15 +98,15 @@ void step(Table tables[3], long batch, long items, long each, const long *user_r
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int Ints __attribute__((vector_size(4 * LANES)));
 
-/* For each row and group of columns the entry of its book with the smallest sum of factor * (weight - entry)^2, the first
-   of equals. scaled (groups, size, ENTRIES): factor * entry; halves (groups, ENTRIES): sum of factor * entry^2 / 2. */
-void nearest(const float *weight, long rows, long groups, long size, const float *scaled, const float *halves,
+/* For each row and group of columns the entry of its book with the smallest sum of (weight - entry)^2, the first of equals.
+   books (groups, size, ENTRIES); halves (groups, ENTRIES): sum of entry^2 / 2. */
+void nearest(const float *weight, long rows, long groups, long size, const float *books, const float *halves,
              unsigned char *codes) {
   Floats score[ENTRIES / LANES], best;
   Ints lanes, at, entry;
   for (int l = 0; l < LANES; l++) lanes[l] = l;
   for (long i = 0; i < rows * groups; i++) {
-    const float *w = weight + i * size, *book = scaled + i % groups * size * ENTRIES;
+    const float *w = weight + i * size, *book = books + i % groups * size * ENTRIES;
     memcpy(score, halves + i % groups * ENTRIES, sizeof score);
     for (long s = 0; s < size; s++)
       for (int k = 0; k < ENTRIES; k++) ((float *)score)[k] -= w[s] * book[s * ENTRIES + k];

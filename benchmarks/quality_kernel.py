@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+from dist_sparse.codes.columns import dealt
 from two_tower.data import NEGATIVES, Interactions
 from two_tower.model import INIT
 
-__all__ = ["Books", "Model", "balanced", "rotated"]
+__all__ = ["Books", "Model", "rotated"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -85,12 +86,11 @@ class Books:
     Args:
         weight: the table, (rows, columns) float32.
         groups: bytes of a row.
-        factors: of the squared errors of each column, (columns,).
         seed: draws the sample.
     """
 
-    def __init__(self, weight: Floats, groups: int, factors: Floats, seed: int) -> None:
-        self.groups, self.factors = groups, factors.reshape(groups, 1, -1)
+    def __init__(self, weight: Floats, groups: int, seed: int) -> None:
+        self.groups = groups
         made = np.random.default_rng(seed)
         sample = weight[made.permutation(len(weight))[:_SAMPLE]]
         # Of fewer rows than entries some are drawn twice.
@@ -114,14 +114,13 @@ class Books:
 
     def codes(self, weight: Floats) -> npt.NDArray[np.uint8]:
         """Return the nearest entries, (rows, groups)."""
-        scaled = self.books * self.factors
-        halves = np.ascontiguousarray((scaled * self.books).sum(2) / 2)
-        scaled = np.ascontiguousarray(scaled.transpose(0, 2, 1))
+        halves = np.ascontiguousarray(np.square(self.books).sum(2) / 2)
+        books = np.ascontiguousarray(self.books.transpose(0, 2, 1))
         found = np.empty((len(weight), self.groups), np.uint8)
         _kernel().nearest(
             ctypes.c_void_p(weight.ctypes.data),
             *map(ctypes.c_long, (len(weight), self.groups, self.books.shape[2])),
-            *(ctypes.c_void_p(each.ctypes.data) for each in (scaled, halves, found)),
+            *(ctypes.c_void_p(each.ctypes.data) for each in (books, halves, found)),
         )
         return found
 
@@ -214,17 +213,12 @@ class Model:
         """Train on straight through codes of ``groups`` bytes a row: lookups return decoded rows,
         whose gradients update the float rows.
 
-        Columns are ordered into groups of about equal products of variances (OPQ's eigenvalue
-        allocation, Ge et al., CVPR 2013). Errors of a column count by its mean square in the other
-        table: that is what they change of the scores.
+        Columns, in descending order of what they hold, are dealt out to the groups. L2 stays that
+        of the float rows, as ``quantize(commitment=)`` makes it.
         """
-        squares = [np.square(weight).mean(0) for weight in self.weights]
-        order = balanced(squares[0] * squares[1], groups)
+        order = dealt(self.weights[0].shape[1], groups).numpy()
         self.weights = [np.ascontiguousarray(weight[:, order]) for weight in self.weights]
-        self.books = [
-            Books(weight, groups, factors[order], seed)
-            for weight, factors in zip(self.weights, reversed(squares), strict=True)
-        ]
+        self.books = [Books(weight, groups, seed) for weight in self.weights]
 
     def served(self) -> list[Floats]:
         """Return both tables as lookups return them."""
@@ -280,20 +274,6 @@ class Model:
                 _Table(*(array.ctypes.data if array is not None else None for array in arrays), 0)
             )
         return (_Table * 3)(*found), held
-
-
-def balanced(sizes: Floats, groups: int) -> npt.NDArray[np.int64]:
-    """Return the order of columns in which groups of neighbors have about equal products of
-    ``sizes``: each round the groups take a column each, from the largest, the group with the
-    smallest product first."""
-    found: list[list[int]] = [[] for _ in range(groups)]
-    products = np.zeros(groups)
-    logs = np.log(np.maximum(sizes, 1e-30))
-    for column in np.argsort(-logs, kind="stable"):
-        group = min(range(groups), key=lambda group: (len(found[group]), products[group]))
-        found[group].append(int(column))
-        products[group] += logs[column]
-    return np.array(found).ravel()
 
 
 def rotated(weights: Sequence[Floats]) -> list[Floats]:

@@ -137,6 +137,13 @@ MUTATIONS = [
     M("serving/delta.py", "if self.previous != found:", "if self.base != base:", "tests/serving/test_delta.py -k refusals"),
     M("serving/check.py", " | ((weight == 0) & (found != 0))", "", "tests/serving/test_check.py -k exact"),
     M("serving/codes.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
+    # -- codes
+    # -----------------------------------------------------------------------------------------------------------
+    M("codes/lookups.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
+    M("codes/books.py", "torch.arange(sampled) * total // sampled", "torch.arange(sampled)", "tests/codes/test_quantize.py -k first_books"),
+    M("codes/books.py", "    entries[:, 0] = 0\n", "", "tests/codes/test_quantize.py -k loop"),
+    M("codes/quantize.py", "codes *= weight.any(1, keepdim=True)", "pass", "tests/codes/test_quantize.py -k removed_rows"),
+    M("codes/quantize.py", "codes.copy_(piece)", "pass", "tests/codes/test_quantize.py -k resumed"),
 ]
 # fmt: on
 

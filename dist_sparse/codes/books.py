@@ -1,24 +1,27 @@
 """Books of a table: the vectors that the bytes of a row stand for, learned from the rows.
 
 The columns of a table are cut into groups of equal width. A book holds 256 vectors of that width
-for one group, and a row is a byte per group: product quantization (Jégou et al., 2011). Entry 0 of
-every book is zeros, so that a row of zeros, such as a removed one, has codes 0 and decodes to
-exactly 0.
+for one group, and a row is a byte per group: product quantization (Jégou et al., 2011). Books are
+one tensor, float16 ``(groups, 256, width)``. Entry 0 of every book is zeros, so that a row of
+zeros, such as a removed one, has codes 0 and decodes to exactly 0.
 
-Every sharding and number of ranks learns the same bytes. Weights are taken to integers on the grid
-of their table, and float64 and int64 add and multiply such integers without rounding.
+Every sharding and number of ranks learns the same bytes. Weights are taken to integers on a grid
+that the entries of their group set, and float64 and int64 add and multiply such integers without
+rounding. Of replicas, the first holder counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dist_sparse.groups import Group
+from dist_sparse.tables.shards import Rect, ShardedData
 
 ENTRIES: Final = 256
 """Entries of a book: a byte has as many values."""
@@ -26,44 +29,17 @@ ENTRIES: Final = 256
 LARGEST_HALF: Final = torch.finfo(torch.float16).max
 """The largest magnitude of an entry."""
 
+# An entry as one number: gathered in a third of the time that a row of halves takes.
+_WHOLE: Final = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.complex128}
 # Bits of an integer that float64 holds exactly.
 _EXACT_BITS: Final = 53
-# Weights may grow to this multiple of the magnitude that the grid was made for, until they are cut.
-_HEADROOM_BITS: Final = 2
+# Weights are cut at 8 times the power of two above the largest entry of their group.
+_HEADROOM_BITS: Final = 3
 # Rows whose distances are computed together: 1 MiB of float64, which caches hold.
 _CHUNK: Final = 512
+# Rows of a table that the first books are learned from, 40 for each entry, and rounds of k-means.
+_SAMPLED: Final = 10_240
 _ROUNDS: Final = 8
-
-
-@dataclass(frozen=True)
-class Books:
-    """The books of one table.
-
-    Args:
-        entries: float16 ``(groups, 256, columns of a group)``.
-        exponent: the table's magnitudes were below ``2 ** exponent`` when they were fitted.
-    """
-
-    entries: Tensor
-    exponent: int
-
-    @property
-    def bits(self) -> int:
-        """Bits of a weight on the grid, so that a distance and an entry's number fit in float64."""
-        # A distance has three products of two weights for each column, and 8 bits for the number.
-        columns = self.entries.shape[2]
-        room = _EXACT_BITS - 8 - math.ceil(math.log2(3 * columns))
-        return room // 2 - _HEADROOM_BITS
-
-    def integers(self, values: Tensor) -> Tensor:
-        """Return values of any floating dtype on the table's grid: whole numbers, float64."""
-        most = 2.0 ** (self.bits + _HEADROOM_BITS)
-        scaled = values.double() * 2.0 ** (self.bits - self.exponent)
-        return scaled.round_().clamp_(-most, most)
-
-    def part(self, first: int, last: int) -> Books:
-        """Return the books of the groups ``[first, last)``, on the same grid."""
-        return Books(self.entries[first:last], self.exponent)
 
 
 def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
@@ -75,97 +51,121 @@ def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
         columns: of the table; the last group may have more.
     """
     starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
-    found = F.embedding(codes + starts, books.flatten(0, 1))
-    return found.flatten(1)[:, :columns].float()
+    return entries_at(codes + starts, books.flatten(0, 1))[:, :columns]
 
 
-def exponent_of(largest: float) -> int:
-    """Return the power of two above a magnitude; of 0 the least one that float16 has."""
-    return max(math.frexp(largest)[1], -23)
+def entries_at(places: Tensor, entries: Tensor) -> Tensor:
+    """Return the entries at ``places`` side by side: float32 ``(n, groups * width)``.
+
+    Args:
+        places: of any integer dtype, ``(n, groups)``.
+        entries: float16 ``(entries, width)``, contiguous.
+    """
+    groups, width = places.shape[1], entries.shape[1]
+    kind = _WHOLE.get(width)
+    if kind is None:
+        found = F.embedding(places, entries)
+    else:
+        whole = entries.view(kind).view(-1)
+        found = whole.index_select(0, places.flatten()).view(torch.float16)
+    return found.view(-1, groups * width).float()
 
 
-def assign(rows: Tensor, books: Books, out: Tensor) -> None:
+def scales_of(books: Tensor) -> Tensor:
+    """Return the units of each group's grid in a weight of 1: powers of two, float64
+    ``(groups, 1)``."""
+    largest = books.float().abs().amax((1, 2)).tolist()
+    bits = _bits(books.shape[2])
+    found = [2.0 ** (bits - math.frexp(each)[1]) for each in largest]
+    return torch.tensor(found, dtype=torch.float64, device=books.device).unsqueeze(1)
+
+
+def integers(values: Tensor, scales: Tensor) -> Tensor:
+    """Return values of any floating dtype, ``(..., groups, width)``, on the grids of their groups:
+    whole numbers, float64."""
+    most = 2.0 ** (_bits(values.shape[-1]) + _HEADROOM_BITS)
+    # The scale is a power of two: this rounding is the only one.
+    return (values.double() * scales).round_().clamp_(-most, most)
+
+
+def _bits(width: int) -> int:
+    """Return the bits of an entry on its grid, so that a distance, times 256, plus the number of an
+    entry is below 2**53."""
+    # For each column the square of an entry, and twice its product with a weight.
+    of_sum = math.ceil(math.log2(width)) + 2 + _HEADROOM_BITS
+    return (_EXACT_BITS - 8 - of_sum) // 2
+
+
+def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
     """Write the nearest entry of each group to ``out``, uint8 ``(n, groups)``: the first of several
     that are as near.
 
     Args:
         rows: of any floating dtype, ``(n, columns)``.
+        books: of these columns.
     """
-    groups, _, width = books.entries.shape
-    entries = books.integers(books.entries.to(rows.device))
+    groups, _, width = books.shape
+    scales = scales_of(books).to(rows.device)
+    entries = integers(books.to(rows.device).transpose(0, 1), scales).transpose(0, 1)
     numbers = torch.arange(ENTRIES, dtype=torch.float64, device=rows.device)
     # A distance without the square of the row itself, which all entries share; times 256, plus the
     # entry's number. Its minimum is the nearest entry, and the first one of equals, at an eighth of
     # the time of argmin().
     constant = entries.square().sum(2) * ENTRIES + numbers
     linear = entries.transpose(1, 2) * (-2 * ENTRIES)
-    for some in _chunks(len(rows)):
-        parts = torch.split(books.integers(rows[some]), width, 1)
+    for some, codes in zip(torch.split(rows, _CHUNK), torch.split(out, _CHUNK), strict=True):
+        whole = integers(some.view(-1, groups, width), scales)
         for group in range(groups):
-            nearest = torch.addmm(constant[group], parts[group], linear[group]).amin(1)
-            out[some, group] = nearest.long().bitwise_and_(ENTRIES - 1).to(torch.uint8)
+            nearest = torch.addmm(constant[group], whole[:, group], linear[group]).amin(1)
+            codes[:, group] = nearest.long().bitwise_and_(ENTRIES - 1).to(torch.uint8)
 
 
-def zero_sums(books: Books) -> Tensor:
-    """Return sums over no row: int64 ``(groups * 256, columns of a group + 1)``, the number of rows
-    behind the sums of the columns."""
-    groups, _, width = books.entries.shape
-    return torch.zeros(groups * ENTRIES, width + 1, dtype=torch.int64, device=books.entries.device)
-
-
-def add_sums(sums: Tensor, rows: Tensor, codes: Tensor, books: Books) -> None:
-    """Add rows ``(n, columns)`` to the sums of their entries; integers, so that their order does
-    not matter.
+def fit(data: ShardedData, group: Group, groups: int) -> Tensor:
+    """Return the first books of a table, by k-means of evenly spaced rows. Collective over the
+    table's ``group``: an all-reduce of these rows.
 
     Args:
-        sums: as of :func:`zero_sums`.
-        codes: of the rows, uint8 ``(n, groups)``.
-        books: of the same groups.
+        groups: of the table's columns.
     """
-    groups, _, width = books.entries.shape
-    starts = torch.arange(groups, device=rows.device) * ENTRIES
-    for some in _chunks(len(rows)):
-        whole = books.integers(rows[some]).long().view(-1, width)
-        counted = F.pad(whole, (0, 1), value=1)
-        sums.index_add_(0, (codes[some] + starts).flatten(), counted)
-
-
-def refitted(books: Books, sums: Tensor, exponent: int) -> Books:
-    """Return books of the means of their rows: one round of Lloyd's. An entry without rows stays as
-    it is, and entry 0 stays zeros, whichever rows have it.
-
-    Args:
-        sums: over all ranks.
-        exponent: of the table's magnitudes now.
-    """
-    groups, _, width = books.entries.shape
-    counts = sums[:, width:]
-    scale = 2.0 ** (books.exponent - books.bits)
-    means = sums[:, :width].double() / counts.clamp(min=1) * scale
-    entries = torch.where(counts > 0, means, books.entries.flatten(0, 1).double())
-    entries = entries.clamp_(-LARGEST_HALF, LARGEST_HALF).half().view(groups, ENTRIES, width)
-    entries[:, 0] = 0
-    return Books(entries, exponent)
-
-
-def first_books(rows: Tensor, groups: int) -> Books:
-    """Return books learned from sampled rows alone: k-means that starts from some of them.
-
-    Args:
-        rows: at least one, ``(n, columns)`` on the CPU, the same on every rank.
-        groups: a divisor of the columns.
-    """
-    exponent = exponent_of(float(rows.abs().max()))
+    # The same on every rank from here on: nothing has to be sent.
+    rows = group.all_reduce(_sample(data, group.rank))
     parts = rows.view(len(rows), groups, -1).unbind(1)
-    entries = torch.stack([_spread(part) for part in parts])
-    books = Books(entries, exponent)
+    books = torch.stack([_spread(part) for part in parts])
     codes = torch.empty(len(rows), groups, dtype=torch.uint8)
     for _ in range(_ROUNDS):
         assign(rows, books, codes)
-        sums = zero_sums(books)
-        add_sums(sums, rows, codes, books)
-        books = refitted(books, sums, exponent)
+        books = _means(books, _sums(rows, codes, books))
     return books
+
+
+def refit(data: ShardedData, group: Group, books: Tensor, codes: Mapping[Rect, Tensor]) -> Tensor:
+    """Return books of the means of all rows that share an entry, one round of Lloyd's. Collective
+    over the table's ``group``: an all-reduce of sums and counts.
+
+    Args:
+        codes: of this rank's shards.
+    """
+    groups, entries, width = books.shape
+    sums = torch.zeros(groups, entries, width + 1, dtype=torch.int64)
+    held = dict(data.shards)
+    for rect in data.owned(group.rank):
+        mine = slice(rect.col // width, rect.col_end // width)
+        sums[mine] += _sums(held[rect], codes[rect], books[mine])
+    return _means(books, group.all_reduce(sums))
+
+
+def _sample(data: ShardedData, rank: int) -> Tensor:
+    """Return the sampled rows as far as a rank owns them, zeros elsewhere: float32."""
+    total, columns = data.shape
+    sampled = min(total, _SAMPLED)
+    ids = torch.arange(sampled) * total // sampled
+    rows = torch.zeros(sampled, columns)
+    held = dict(data.shards)
+    for rect in data.owned(rank):
+        here = ((ids >= rect.row) & (ids < rect.row_end)).nonzero().flatten()
+        found = held[rect][(ids[here] - rect.row).to(held[rect].device)]
+        rows[here, rect.col : rect.col_end] = found.float().cpu()
+    return rows
 
 
 def _spread(vectors: Tensor) -> Tensor:
@@ -182,6 +182,25 @@ def _spread(vectors: Tensor) -> Tensor:
     return chosen
 
 
-def _chunks(rows: int) -> Iterator[slice]:
-    for start in range(0, rows, _CHUNK):
-        yield slice(start, min(start + _CHUNK, rows))
+def _sums(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
+    """Return the sums of the rows of each entry, int64 ``(groups, 256, width + 1)`` on the CPU: of
+    integers, so that their order does not matter. The last place is the number of rows."""
+    groups, entries, width = books.shape
+    sums = torch.zeros(groups * entries, width + 1, dtype=torch.int64, device=rows.device)
+    starts = torch.arange(groups, device=rows.device) * entries
+    scales = scales_of(books).to(rows.device)
+    for some, chosen in zip(torch.split(rows, _CHUNK), torch.split(codes, _CHUNK), strict=True):
+        whole = integers(some.view(-1, groups, width), scales).long()
+        counted = F.pad(whole, (0, 1), value=1).flatten(0, 1)
+        sums.index_add_(0, (chosen + starts).flatten(), counted)
+    return sums.view(groups, entries, -1).cpu()
+
+
+def _means(books: Tensor, sums: Tensor) -> Tensor:
+    """Return books of means. An entry without rows stays as it is, and entry 0 stays zeros,
+    whichever rows have it."""
+    counts = sums[:, :, -1:]
+    means = sums[:, :, :-1].double() / counts.clamp(min=1) / scales_of(books).unsqueeze(1)
+    entries = torch.where(counts > 0, means, books.double())
+    entries[:, 0] = 0
+    return entries.clamp_(-LARGEST_HALF, LARGEST_HALF).half()

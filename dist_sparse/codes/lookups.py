@@ -8,8 +8,7 @@ ids are local to the shard, whatever the sharding. Nothing waits for an accelera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,235 +16,293 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.codes.books import ENTRIES, Books
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.tables import (
     CompactEmbedding,
     CompactEmbeddingBag,
     CompactTable,
     padding_id_of,
 )
+from dist_sparse.enforcer.fused import collections_of, lookups_of
 from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.protocols import LookupKernel
+from dist_sparse.tables.shards import Rect, ShardedData
 
 _MODULES = (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag)
 
 
-class CodedShard(NamedTuple):
-    """The codes of a shard, live: its table, its number there, uint8 ``(rows, groups)``, and the
-    first of its table's groups."""
+class Cut(NamedTuple):
+    """A shard of a table whose groups have ``width`` columns."""
 
     name: str
-    number: int
-    codes: Tensor
-    first: int
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The groups of a table that a shard has: ``[first, last)``, each of ``width`` columns."""
-
-    name: str
-    number: int
-    rows: int
-    first: int
-    last: int
+    rect: Rect
     width: int
+
+    @property
+    def groups(self) -> slice:
+        """The groups of its columns among those of the table."""
+        return slice(self.rect.col // self.width, self.rect.col_end // self.width)
+
+
+class Attached:
+    """The hooks on lookups of a model as it is stored now, until :meth:`remove`, and the codes of
+    this rank's shards, zeros at first.
+
+    Args:
+        groups: codes of a row, by table.
+        moved: called before a forward after a reshard, which leaves the hooks behind.
+
+    Raises:
+        ValueError: shards cut a group of columns, or something else reads a table; no hook is left.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        located: Sequence[ShardedData],
+        groups: Mapping[str, int],
+        commitment: float,
+        moved: Callable[[], object],
+    ) -> None:
+        self._commitment, self._moved = commitment, moved
+        self._held: list[CodedLookups] = []
+        self._handles: list[RemovableHandle] = []
+        self._known: dict[nn.Module, list[nn.Module]] = {}
+        cuts = _cuts(located, groups)
+        try:
+            for collection in collections_of(model.modules()):
+                self._known[collection] = lookups_of(collection)
+                self._handles.append(collection.register_forward_pre_hook(Hook(self.follow)))
+                for kernel in collection_of(collection).kernels():
+                    self._hook_kernel(kernel, cuts)
+            for path, module in model.named_modules():
+                self._hook_module(path, module, cuts)
+            read = {cut for cut, _ in self._coded()}
+            for cut in cuts.values():
+                if cut not in read:
+                    raise ValueError(
+                        f"Table {cut.name!r} can't have codes: neither a module of torch's nor a"
+                        f" sharded collection of TorchRec's looks up its shard {cut.rect}."
+                    )
+        except BaseException:
+            self.remove()
+            raise
+
+    def use(self, books: Mapping[str, Tensor] | None) -> None:
+        """Decode by these books from now on; None for not at all."""
+        for lookups in self._held:
+            lookups.use(books)
+
+    def codes(self) -> dict[str, dict[Rect, Tensor]]:
+        """Return the live codes, uint8 ``(rows, groups)``, by table and rectangle of the
+        weights."""
+        found: dict[str, dict[Rect, Tensor]] = {}
+        for cut, codes in self._coded():
+            found.setdefault(cut.name, {})[cut.rect] = codes
+        return found
+
+    def shards(self, located: Sequence[ShardedData]) -> Iterator[tuple[Cut, Tensor, Tensor]]:
+        """Yield each of this rank's shards, its live codes and its weights."""
+        weights = {data.name: dict(data.shards) for data in located}
+        for cut, codes in self._coded():
+            yield cut, codes, weights[cut.name][cut.rect]
+
+    def follow(self, *_: Any) -> None:
+        """Report a reshard, which makes new lookups on every rank."""
+        if any(lookups_of(each) != known for each, known in self._known.items()):
+            self._moved()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _coded(self) -> Iterator[tuple[Cut, Tensor]]:
+        for lookups in self._held:
+            yield from lookups.shards()
+
+    def _hook_kernel(self, kernel: LookupKernel, cuts: _Cuts) -> None:
+        by_shape: dict[tuple[int, int], dict[int, Cut]] = {}
+        for shard, view in enumerate(kernel.weights()):
+            cut = cuts.get((view.data_ptr(), tuple(view.shape)))
+            if cut is not None:
+                by_shape.setdefault((cut.rect.cols, cut.width), {})[shard] = cut
+        for alike in by_shape.values():
+            lookups = KernelLookups(kernel, alike, self._commitment)
+            self._held.append(lookups)
+            self._handles.append(kernel.module.register_forward_hook(Hook(lookups)))
+
+    def _hook_module(self, path: str, module: nn.Module, cuts: _Cuts) -> None:
+        for weight in module.parameters(recurse=False):
+            cut = cuts.get((weight.data_ptr(), tuple(weight.shape)))
+            # Not the parameters that a sharded collection shows: its kernels read them.
+            if cut is None or type(module) is nn.Module:
+                continue
+            if not _has_plain_rows(module):
+                raise ValueError(
+                    f"Table {cut.name!r} can't have codes: what looks it up, the"
+                    f" {type(module).__name__} at {path!r}, must be an nn.Embedding, or an"
+                    " nn.EmbeddingBag without padding_idx and mode='max', and without max_norm."
+                )
+            lookups = ModuleLookups({0: cut}, weight.device, self._commitment)
+            self._held.append(lookups)
+            # Before the hook that turns outputs of rotated tables back.
+            handle = module.register_forward_hook(Hook(lookups), with_kwargs=True, prepend=True)
+            self._handles.append(handle)
+
+
+_Cuts = Mapping[tuple[int, tuple[int, ...]], Cut]
+"""By the address and the shape of the weights."""
+
+
+def _cuts(located: Sequence[ShardedData], groups: Mapping[str, int]) -> _Cuts:
+    """Return the groups that each of this rank's shards has."""
+    found = {}
+    for data in located:
+        width = data.shape[1] // groups[data.name]
+        _refuse_cut_groups(data, width)
+        for rect, weight in data.shards:
+            found[weight.data_ptr(), tuple(weight.shape)] = Cut(data.name, rect, width)
+    return found
+
+
+def _refuse_cut_groups(data: ShardedData, width: int) -> None:
+    columns = data.shape[1]
+    for rect in data.rects:
+        if rect.col % width or rect.cols % width:
+            fits = [each for each in range(width, columns + 1, width) if columns % each == 0]
+            raise ValueError(
+                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
+                f" {fits} columns fit {columns // width} codes."
+            )
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The decoded rows forward, the gradient unchanged backward."""
+    """The decoded rows forward; backward the gradient, and that of ``commitment`` times half the
+    squared distance between floats and decoded rows."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, decoded: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
+        if commitment:
+            ctx.save_for_backward((output - decoded).mul_(commitment))
         return decoded
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        pulls = ctx.saved_tensors
+        return (grads[0] + pulls[0] if pulls else grads[0]), None, None
 
 
-def _through(output: Tensor, decoded: Tensor) -> Tensor:
-    decoded = decoded.to(output.dtype)
-    found: Tensor = _StraightThrough.apply(output, decoded)  # type: ignore[no-untyped-call]
+def _through(output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
+    """Return ``decoded``, whose gradient goes to ``output``."""
+    found: Tensor = _StraightThrough.apply(output, decoded.to(output.dtype), commitment)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Rows:
+class CodedLookups:
     """Codes of shards with as many groups of as many columns, behind one another, and their books.
 
-    Behind the last row is one of codes 0, which decode to zeros.
-
     Args:
-        cuts: by the number of the shard.
-        device: of the tables.
+        cuts: by the number of the shard in its kernel; 0 in a module of torch's.
+
+    Attributes:
+        codes: uint8 ``(rows + 1, groups)``; the last row, of codes 0, decodes to zeros.
+        found: the rows of each shard, the first of them in ``codes``, and its place among ``cuts``.
+        total: the last row.
+        books: of all shards, float16 ``(entries, width)``; None for lookups of floats.
     """
 
-    def __init__(self, cuts: Mapping[int, Cut], device: torch.device) -> None:
-        self.cuts = dict(cuts)
-        any_cut = next(iter(self.cuts.values()))
-        self.groups, self.width = any_cut.last - any_cut.first, any_cut.width
-        self.starts: dict[int, int] = {}
+    def __init__(self, cuts: Mapping[int, Cut], device: torch.device, commitment: float) -> None:
+        self.commitment = commitment
+        self._cuts = list(cuts.values())
         self.total = 0
-        for table, cut in self.cuts.items():
-            self.starts[table] = self.total
-            self.total += cut.rows
-        self.codes = torch.zeros(self.total + 1, self.groups, dtype=torch.uint8, device=device)
-        self._group_starts = torch.arange(
-            0, self.groups * ENTRIES, ENTRIES, dtype=torch.int32, device=device
-        )
-        self._books = torch.zeros(0, self.width, device=device)
+        self.found: dict[int, tuple[int, int, int]] = {}
+        for place, (shard, cut) in enumerate(cuts.items()):
+            self.found[shard] = cut.rect.rows, self.total, place
+            self.total += cut.rect.rows
+        groups = self._cuts[0].rect.cols // self._cuts[0].width
+        self.codes = torch.zeros(self.total + 1, groups, dtype=torch.uint8, device=device)
+        self._group_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
+        self.books: Tensor | None = None
 
-    @property
-    def shards(self) -> list[CodedShard]:
-        found = []
-        for table, cut in self.cuts.items():
-            start = self.starts[table]
-            part = self.codes[start : start + cut.rows]
-            found.append(CodedShard(cut.name, cut.number, part, cut.first))
-        return found
+    def shards(self) -> Iterator[tuple[Cut, Tensor]]:
+        """Yield the live codes of each shard, uint8 ``(rows, groups)``."""
+        parts = torch.split(self.codes[:-1], [cut.rect.rows for cut in self._cuts])
+        yield from zip(self._cuts, parts, strict=True)
 
-    def use(self, books: Mapping[str, Books]) -> None:
-        """Decode by these books from now on, by table."""
-        parts = [books[cut.name].entries[cut.first : cut.last] for cut in self.cuts.values()]
-        # In float32, which adds a fourth of a MiB a table and spares a pass over what was decoded.
-        self._books = torch.cat(parts).flatten(0, 1).float().to(self.codes.device)
+    def use(self, books: Mapping[str, Tensor] | None) -> None:
+        """Decode by these books from now on, by table; None for not at all."""
+        if books is None:
+            self.books = None
+            return
+        parts = [books[cut.name][cut.groups] for cut in self._cuts]
+        self.books = torch.cat(parts).flatten(0, 1).to(self.codes.device)
 
-    def vectors(self, rows: Tensor, of: Tensor | None = None) -> Tensor:
+    def decoded(self, rows: Tensor, of: Tensor | None = None) -> Tensor:
         """Return decoded rows, float32 ``(n, columns)``.
 
         Args:
             rows: their numbers in :attr:`codes`.
-            of: the number of each row's shard among :attr:`cuts`; None of one shard.
+            of: the place of each row's shard; None of one shard.
         """
+        assert self.books is not None
         places = self.codes.index_select(0, rows) + self._group_starts
         if of is not None:
-            places += (of * (self.groups * ENTRIES)).unsqueeze(1)
-        return F.embedding(places, self._books).flatten(1)
+            places += (of.int() * (len(self._group_starts) * ENTRIES)).unsqueeze(1)
+        return entries_at(places, self.books)
 
 
-class KernelLookups:
-    """The lookups of one of TorchRec's kernels.
+class KernelLookups(CodedLookups):
+    """A forward hook on one of TorchRec's kernels, for its shards of one shape of codes."""
 
-    Args:
-        kernel: with the tables of ``cuts``.
-        cuts: by the number of the shard in the kernel.
-        ready: called in each lookup; returns whether rows are decoded.
-    """
-
-    def __init__(
-        self, kernel: LookupKernel, cuts: Mapping[int, Cut], ready: Callable[[], bool]
-    ) -> None:
+    def __init__(self, kernel: LookupKernel, cuts: Mapping[int, Cut], commitment: float) -> None:
         weights = kernel.weights()
         device = weights[0].device
-        self._kernel, self._ready = kernel, ready
-        self._widths = [weights[table].shape[1] for table in kernel.features]
-        by_shape: dict[tuple[int, int], dict[int, Cut]] = {}
-        for table, cut in cuts.items():
-            by_shape.setdefault((cut.last - cut.first, cut.width), {})[table] = cut
-        self._parts = [_KernelPart(part, kernel.features, device) for part in by_shape.values()]
-        self._handle: RemovableHandle = kernel.module.register_forward_hook(Hook(self._decoded))
+        super().__init__(cuts, device, commitment)
+        self._pooling = kernel.pooling
+        self._widths = [weights[shard].shape[1] for shard in kernel.features]
+        # For each feature the rows of its shard, the first of them, and the shard's place.
+        # Ids of other shards read the row of zeros, in any book.
+        columns = []
+        for shard in kernel.features:
+            columns.append(self.found.get(shard, (0, self.total, 0)))
+        self._sizes, self._starts, self._places = torch.tensor(columns, device=device).unbind(1)
+        self._is_mine = self._sizes > 0
+        self._features = [at for at, shard in enumerate(kernel.features) if shard in cuts]
 
-    @property
-    def shards(self) -> list[CodedShard]:
-        """The codes of its shards."""
-        return [shard for part in self._parts for shard in part.rows.shards]
-
-    def use(self, books: Mapping[str, Books]) -> None:
-        """Decode by these books from now on."""
-        for part in self._parts:
-            part.rows.use(books)
-
-    def remove(self) -> None:
-        """Return the weights again."""
-        self._handle.remove()
-
-    def _decoded(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         ids = args[0]
-        if not ids.variable_stride_per_key() and not ids.stride():
-            return None
-        if not self._ready():
+        if self.books is None:
             return None
         if ids.variable_stride_per_key():
-            raise ValueError(
-                f"Tables {list(self._names())} have codes, which do not support batches of another"
-                " size for each feature."
-            )
+            raise ValueError("Codes do not support batches of another size for each feature.")
+        if not ids.stride():
+            return None
         with torch.no_grad():
-            found = [part(ids, self._kernel.pooling) for part in self._parts]
-            if self._kernel.pooling == "none":
-                decoded = self._sequence(ids, found, output)
+            feature = _features_of(ids)
+            vectors = self._vectors(ids.values().long(), feature)
+            if self._pooling == "none":
+                here = self._is_mine.index_select(0, feature).unsqueeze(1)
+                decoded = torch.where(here, vectors, output)
             else:
-                decoded = self._bags(found, output)
-        return _through(output, decoded)
+                bags = _pooled(vectors, ids.offsets(), self._pooling, ids.weights_or_none())
+                decoded = self._side_by_side(bags, output)
+        return _through(output, decoded, self.commitment)
 
-    def _names(self) -> list[str]:
-        return sorted({shard.name for shard in self.shards})
-
-    def _bags(self, found: Sequence[Tensor], output: Tensor) -> Tensor:
-        """Put the bags of all features side by side; of tables without codes the weights."""
-        if len(found) == 1 and self._parts[0].has_all:
-            # From feature after feature to bag after bag.
-            return found[0].transpose(0, 1).flatten(1)
-        columns = list(torch.split(output, self._widths, 1))
-        for part, bags in zip(self._parts, found, strict=True):
-            for feature in part.mine:
-                columns[feature] = bags[feature]
-        return torch.cat(columns, 1)
-
-    def _sequence(self, ids: Any, found: Sequence[Tensor], output: Tensor) -> Tensor:
-        """Put together the rows of all ids; of tables without codes the weights."""
-        decoded = output
-        for part, vectors in zip(self._parts, found, strict=True):
-            if part.has_all:
-                return vectors
-            here = part.is_mine.index_select(0, _features_of(ids)).unsqueeze(1)
-            decoded = torch.where(here, vectors, decoded)
-        return decoded
-
-
-class _KernelPart:
-    """The shards of a kernel that have as many groups of as many columns.
-
-    Attributes:
-        mine: the features that look them up.
-        has_all: whether these are all features.
-        is_mine: the same as ``mine``, bool ``(features,)``.
-    """
-
-    def __init__(
-        self, cuts: Mapping[int, Cut], features: Sequence[int], device: torch.device
-    ) -> None:
-        self.rows = _Rows(cuts, device)
-        self.mine = [at for at, table in enumerate(features) if table in cuts]
-        self.has_all = len(self.mine) == len(features)
-        numbers = {table: number for number, table in enumerate(cuts)}
-        self.is_mine = torch.tensor([table in cuts for table in features], device=device)
-        # Ids of other tables read the row of zeros, in any book.
-        sizes = [cuts[table].rows if table in cuts else 0 for table in features]
-        starts = [self.rows.starts.get(table, self.rows.total) for table in features]
-        of = [numbers.get(table, 0) for table in features]
-        self._sizes = torch.tensor(sizes, device=device)
-        self._starts = torch.tensor(starts, device=device)
-        self._of = torch.tensor(of, dtype=torch.int32, device=device)
-
-    def __call__(self, ids: Any, pooling: str) -> Tensor:
-        """Return the bags of all features, ``(features, bags, columns)``, or the row of each id,
-        ``(n, columns)``."""
-        feature = _features_of(ids)
-        rows = ids.values().long()
+    def _vectors(self, ids: Tensor, feature: Tensor) -> Tensor:
         # FBGEMM reads row 0 for an id out of range, unless it has raised an error.
-        outside = (rows < 0) | (rows >= self._sizes.index_select(0, feature))
-        rows = rows.masked_fill(outside, 0) + self._starts.index_select(0, feature)
-        vectors = self.rows.vectors(rows, self._of.index_select(0, feature))
-        if pooling == "none":
-            return vectors
-        weights = ids.weights_or_none()
-        if weights is not None and not weights.is_floating_point():
-            # TorchRec's kernels ignore them.
-            weights = None
-        bags = _pooled(vectors, ids.offsets(), pooling, weights)
-        return bags.view(len(self._starts), -1, bags.shape[1])
+        outside = (ids < 0) | (ids >= self._sizes.index_select(0, feature))
+        rows = ids.masked_fill(outside, 0) + self._starts.index_select(0, feature)
+        return self.decoded(rows, self._places.index_select(0, feature))
+
+    def _side_by_side(self, bags: Tensor, output: Tensor) -> Tensor:
+        """Return the bags of all features next to each other; of other shards the weights."""
+        by_feature = bags.view(len(self._widths), -1, bags.shape[1])
+        columns = list(torch.split(output, self._widths, 1))
+        for feature in self._features:
+            columns[feature] = by_feature[feature]
+        return torch.cat(columns, 1)
 
 
 def _features_of(ids: Any) -> Tensor:
@@ -255,67 +312,29 @@ def _features_of(ids: Any) -> Tensor:
     return torch.repeat_interleave(counts, output_size=ids.values().numel())
 
 
-class ModuleLookups:
-    """The lookups of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not.
+class ModuleLookups(CodedLookups):
+    """A forward hook on an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not."""
 
-    Args:
-        module: one that :func:`refusal_of` allows.
-        cut: of its weight.
-        ready: as of :class:`KernelLookups`.
-    """
-
-    def __init__(
-        self, module: nn.Embedding | nn.EmbeddingBag, cut: Cut, ready: Callable[[], bool]
-    ) -> None:
-        self._ready = ready
-        self._rows = _Rows({0: cut}, module.get_parameter("weight").device)
-        self._handle: RemovableHandle = module.register_forward_hook(
-            # Before the hook that turns outputs of rotated tables back.
-            Hook(self._decoded),
-            with_kwargs=True,
-            prepend=True,
-        )
-
-    @property
-    def shards(self) -> list[CodedShard]:
-        """The codes of its weight."""
-        return self._rows.shards
-
-    def use(self, books: Mapping[str, Books]) -> None:
-        """Decode by these books from now on."""
-        self._rows.use(books)
-
-    def remove(self) -> None:
-        """Return the weights again."""
-        self._handle.remove()
-
-    def _decoded(
+    def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        if not self._ready():
+        if self.books is None:
             return None
         names = ("input", "offsets", "per_sample_weights")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         ids = given["input"]
         with torch.no_grad():
-            rows = self._numbers(module, ids.reshape(-1).long())
-            vectors = self._rows.vectors(rows)
+            numbers = ids.reshape(-1).long()
+            if isinstance(module, CompactTable):
+                numbers = module.index(numbers).long()
+                # Removed ids read the row of zeros.
+                numbers = torch.where(numbers < 0, self.total, numbers)
+            decoded = self.decoded(numbers)
             if isinstance(module, nn.EmbeddingBag):
                 ends = _ends(ids, given.get("offsets"), module.include_last_offset)
                 weights = given.get("per_sample_weights")
-                weights = None if weights is None else weights.reshape(-1)
-                decoded = _pooled(vectors, ends, module.mode, weights)
-            else:
-                decoded = vectors.view(output.shape)
-        return _through(output, decoded)
-
-    def _numbers(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """Return the row of each id; of a compact table the row of zeros for removed ids."""
-        if not isinstance(module, CompactTable):
-            return ids
-        index: RowIndex = module.index
-        rows = index(ids).long()
-        return torch.where(rows < 0, self._rows.total, rows)
+                decoded = _pooled(decoded, ends, module.mode, weights)
+        return _through(output, decoded.view(output.shape), self.commitment)
 
 
 def _ends(ids: Tensor, offsets: Tensor | None, has_last: bool) -> Tensor:
@@ -333,34 +352,22 @@ def _pooled(vectors: Tensor, offsets: Tensor, pooling: str, weights: Tensor | No
         weights: a factor for each vector. A weighted mean is over the number of vectors, as in
             FBGEMM.
     """
+    # TorchRec's kernels ignore whole numbers.
+    if weights is not None and weights.is_floating_point():
+        vectors = vectors * weights.reshape(-1, 1)
     # Most bags of real models have one id. A device would have to be waited for.
-    has_single = offsets.is_cpu and weights is None and len(vectors) == len(offsets) - 1
-    if has_single and bool((offsets.diff() == 1).all()):
+    if offsets.is_cpu and len(vectors) == len(offsets) - 1 and bool((offsets.diff() == 1).all()):
         return vectors
-    bags = F.embedding_bag(
-        torch.arange(len(vectors), device=vectors.device),
-        vectors,
-        offsets.long(),
-        mode=pooling if weights is None else "sum",
-        per_sample_weights=None if weights is None else weights.to(vectors.dtype),
-        include_last_offset=True,
-    )
-    if pooling == "mean" and weights is not None:
-        bags /= offsets.diff().clamp(min=1).unsqueeze(1)
-    return bags
+    places = torch.arange(len(vectors), device=vectors.device)
+    return F.embedding_bag(places, vectors, offsets.long(), mode=pooling, include_last_offset=True)
 
 
-def refusal_of(module: nn.Module) -> str | None:
-    """Return why a module of torch's can't return decoded rows, as the rest of a sentence; None if
-    it can."""
+def _has_plain_rows(module: nn.Module) -> bool:
+    """Whether a module of torch's returns rows, or their sums or means."""
     # By exact class: a subclass may do more in its forward.
-    if type(module) not in _MODULES:
-        return f"{type(module).__name__} looks it up, and nn.Embedding and nn.EmbeddingBag can"
-    if getattr(module, "max_norm", None) is not None:
-        return "max_norm changes rows when they are looked up"
+    if type(module) not in _MODULES or getattr(module, "max_norm", None) is not None:
+        return False
     if isinstance(module, nn.EmbeddingBag):
-        if module.mode == "max":
-            return "its rows are pooled by their maximum"
-        if padding_id_of(module) is not None:
-            return "an EmbeddingBag with padding_idx leaves ids out of its bags"
-    return None
+        # Padding leaves ids out of bags.
+        return module.mode != "max" and padding_id_of(module) is None
+    return True

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.codes.books import decode_books
-from dist_sparse.serving.column_grid import books_of, encode_columns
+from dist_sparse.serving.column_grid import LEAST_HALF, books_of, encode_columns, in_halves
 from dist_sparse.serving.manifest import Dtype
 
 # The largest magnitude of a weight that each dtype holds.
@@ -33,7 +33,6 @@ LARGEST: Final[dict[Dtype, float]] = {
 BITS: Final[dict[Dtype, int]] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
 
 _CHUNK: Final = 1 << 18  # elements of a table that are in float64 at once: 2 MiB, which caches hold
-_LEAST_HALF: Final = 2.0**-24
 
 
 class Rows(NamedTuple):
@@ -81,7 +80,7 @@ def encode(weight: Tensor, dtype: Dtype, scales: Tensor | None = None) -> Rows:
     # In float64: a float32 division could round to the next code.
     exact = torch.round(weight.double() / scale - bias / scale)
     codes = exact.clamp_(0, 2 ** BITS[dtype] - 1).to(torch.uint8)
-    return Rows(_halves(codes) if dtype == "int4" else codes, tail)
+    return Rows(in_halves(codes) if dtype == "int4" else codes, tail)
 
 
 def decode(stored: Rows, columns: int) -> Tensor:
@@ -97,12 +96,6 @@ def decode(stored: Rows, columns: int) -> Tensor:
     codes = stored.rows if stored.rows.shape[1] == columns else _whole(stored.rows)[:, :columns]
     scale, bias = stored.scale_bias.float().unsqueeze(-1).unbind(1)
     return codes * scale + bias
-
-
-def _halves(codes: Tensor) -> Tensor:
-    """Put two 4-bit codes into each byte, the first in its lower half."""
-    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def _whole(halves: Tensor) -> Tensor:
@@ -134,8 +127,8 @@ def half_grid(weight: Tensor, bits: int) -> Tensor:
     low = exact.amin(dim=1).clamp_(max=0.0)
     span = exact.amax(dim=1).clamp_(min=0.0) - low
     wanted = span / (2**bits - 1)
-    power = torch.floor(torch.log2(wanted.clamp(min=_LEAST_HALF)))
+    power = torch.floor(torch.log2(wanted.clamp(min=LEAST_HALF)))
     # A zero point of ``bits`` bits times a scale of ``11 - bits`` ones has 11, as float16 has.
-    unit = torch.exp2(power - (10 - bits)).clamp_(min=_LEAST_HALF)
+    unit = torch.exp2(power - (10 - bits)).clamp_(min=LEAST_HALF)
     scale = torch.where(span == 0, torch.ones_like(span), torch.ceil(wanted / unit) * unit)
     return torch.stack([scale, 0.0 - torch.round(-low / scale) * scale], 1).half()

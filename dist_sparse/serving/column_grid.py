@@ -26,7 +26,8 @@ _SHIFT, _BINS = 17, 1 << 14
 # Scales that are tried for a column, 16 for each halving of the largest: its grid reaches the
 # column's largest weight.
 _TRIED, _PER_HALVING = 96, 16
-_LEAST_HALF: Final = 2.0**-24
+LEAST_HALF: Final = 2.0**-24
+"""The smallest float16 above 0."""
 
 
 class ColumnSpread:
@@ -62,13 +63,13 @@ class ColumnSpread:
 
 def _best_scale(centers: Tensor, counts: Tensor) -> Tensor:
     # The first bin holds what float16 can't tell from 0.
-    used = (counts > 0) & (centers >= _LEAST_HALF)
+    used = (counts > 0) & (centers >= LEAST_HALF)
     values, weights = centers[used].unsqueeze(1), counts[used].double()
     if not len(values):
         return torch.tensor(1.0, dtype=torch.float64)
     tried = values[-1] / _LAST_STEP * torch.exp2(-torch.arange(_TRIED) / _PER_HALVING)
-    power = torch.floor(torch.log2(tried.clamp(min=_LEAST_HALF)))
-    unit = torch.exp2(power - 7).clamp_(min=_LEAST_HALF)
+    power = torch.floor(torch.log2(tried.clamp(min=LEAST_HALF)))
+    unit = torch.exp2(power - 7).clamp_(min=LEAST_HALF)
     scales = torch.ceil(tried / unit) * unit
     steps = torch.round(values / scales).clamp_(max=_LAST_STEP)
     errors = weights @ (values - steps * scales) ** 2
@@ -80,8 +81,13 @@ def encode_columns(rows: Tensor, scales: Tensor) -> Tensor:
     columns in the lower half. Each weight is stored as the nearest step of its column's grid."""
     # In float64: a float32 division could round to the next step.
     steps = torch.round(rows.double() / scales.double()).clamp_(_LEAST_STEP, _LAST_STEP)
-    halves = F.pad(steps.to(torch.int32) & 15, (0, rows.shape[1] % 2))
-    return (halves[:, 0::2] | halves[:, 1::2] << 4).to(torch.uint8)
+    return in_halves((steps.to(torch.int32) & 15).to(torch.uint8))
+
+
+def in_halves(codes: Tensor) -> Tensor:
+    """Put two 4-bit codes, uint8 ``(n, columns)``, into each byte, the first in its lower half."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def books_of(scales: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.codes.books import ENTRIES
+from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import books_of
 from dist_sparse.serving.manifest import Pooling, Table
@@ -371,7 +371,7 @@ class _BookGroup(_Group):
         places = self.rows.index_select(0, here) + self.groups
         if feature is not None:
             places = places + self.tables.index_select(0, feature).unsqueeze(1)
-        return F.embedding(places, self.books).flatten(1)[:, : self.width].float()
+        return entries_at(places, self.books)[:, : self.width]
 
 
 class TurnedLookup(nn.Module):

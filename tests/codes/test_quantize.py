@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+import dist_sparse.codes.books as books_module
 import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import compact, export, load_served, quantize, sparsify
-from dist_sparse.codes.books import Books
-from dist_sparse.codes.columns import balanced_order
+from dist_sparse.codes.books import integers, scales_of
+from dist_sparse.codes.columns import dealt
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +40,33 @@ def decoded(handle: Any, name: str = "weight") -> Tensor:
     return torch.cat([books[group][codes[:, group]] for group in range(len(books))], 1)
 
 
-def nearest(row: Tensor, books: Tensor, grid: Books) -> list[int]:
+def whole(values: Tensor, scale: Tensor) -> list[int]:
+    """Weights of one group on its grid."""
+    return [int(each) for each in integers(values.unsqueeze(0), scale)[0]]
+
+
+def nearest(row: Tensor, books: Tensor) -> list[int]:
     """The loop: the first entry with the least distance, in whole numbers."""
     found = []
     width = books.shape[2]
-    for group, book in enumerate(books):
-        mine = [int(x) for x in grid.integers(row[group * width : (group + 1) * width])]
+    for group, (book, scale) in enumerate(zip(books, scales_of(books), strict=True)):
+        mine = whole(row[group * width : (group + 1) * width], scale)
         distances = []
         for entry in book:
-            whole = [int(x) for x in grid.integers(entry)]
-            distances.append(sum((a - b) ** 2 for a, b in zip(mine, whole, strict=True)))
+            there = whole(entry, scale)
+            distances.append(sum((a - b) ** 2 for a, b in zip(mine, there, strict=True)))
         found.append(distances.index(min(distances)))
     return found
+
+
+def mean(rows: Tensor, old: Tensor, scale: Tensor) -> Tensor:
+    """The loop: the mean of rows in whole numbers; the old entry of none."""
+    if not len(rows):
+        return old
+    sums = [0] * len(old)
+    for row in rows:
+        sums = [a + b for a, b in zip(sums, whole(row, scale), strict=True)]
+    return torch.tensor([each / len(rows) / float(scale) for each in sums]).half()
 
 
 def test_due_steps_against_a_loop() -> None:
@@ -58,32 +75,46 @@ def test_due_steps_against_a_loop() -> None:
         model.weight[5] = 0
     handle = quantize(model, sgd(model), codes=2, begin=0, every=1)
     handle.step()
-    old = {name: books.clone() for name, books in handle.books.items()}["weight"]
-    grid = Books(old, handle.state_dict()["books"]["weight"]["exponent"])
+    old = handle.books["weight"].clone()
     codes = handle.coded()["weight"].shards[0].tensor.clone()
     for row in (0, 5, 17, 299):
-        assert codes[row].tolist() == nearest(model.weight[row].detach(), old, grid)
+        assert codes[row].tolist() == nearest(model.weight[row].detach(), old)
     assert not codes[5].any()
     with torch.no_grad():
         model.weight.mul_(1.25)
-    # Codes of before, weights of now: as a due step after training sees them.
-    handle.stale = False
+    # Codes of before, weights of now.
     handle.step()
+    for group, scale in enumerate(scales_of(old)):
+        for entry in (1, 2, 77, 255):
+            mine = codes[:, group] == entry
+            rows = model.weight[mine, 2 * group : 2 * group + 2].detach()
+            expected = mean(rows, old[group, entry], scale)
+            assert torch.equal(handle.books["weight"][group, entry], expected), (group, entry)
+        assert not handle.books["weight"][group, 0].any()
+
+
+def test_first_books_against_a_loop() -> None:
+    """K-means of rows at even distances in the table, which start from 255 of them."""
+    model = table(rows=301)
+    with torch.no_grad():
+        model.weight[7] = 0
+    handle = quantize(model, sgd(model), codes=2, begin=0, end=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(books_module, "_SAMPLED", 290)
+        patch.setattr(books_module, "_ROUNDS", 2)
+        handle.step()
+    sample = torch.stack([model.weight[place * 301 // 290].detach() for place in range(290)])
     for group in (0, 1):
-        for entry in (0, 1, 77, 255):
-            mine = (codes[:, group] == entry).nonzero().flatten()
-            expected = old[group, entry].double()
-            if len(mine) and entry:
-                sums = [0, 0]
-                for row in mine.tolist():
-                    whole = grid.integers(model.weight[row, 2 * group : 2 * group + 2].detach())
-                    sums = [a + int(b) for a, b in zip(sums, whole, strict=True)]
-                scale = 2.0 ** (grid.exponent - grid.bits)
-                expected = torch.tensor([each / len(mine) * scale for each in sums])
-            assert torch.equal(handle.books["weight"][group, entry], expected.half()), (
-                group,
-                entry,
-            )
+        part = sample[:, 2 * group : 2 * group + 2]
+        by_size = sorted((row for row in part if row.any()), key=lambda row: float(row.abs().max()))
+        start = [by_size[place * len(by_size) // 256] for place in range(1, 256)]
+        book = torch.stack([torch.zeros(2), *start]).half()
+        for _ in range(2):
+            [scale] = scales_of(book.unsqueeze(0))
+            codes = torch.tensor([nearest(row, book.unsqueeze(0))[0] for row in part])
+            means = [mean(part[codes == entry], book[entry], scale) for entry in range(1, 256)]
+            book = torch.stack([book[0], *means])
+        assert torch.equal(handle.books["weight"][group], book)
 
 
 @pytest.mark.parametrize("kind", ["sum", "mean", "weighted", "sequence"])
@@ -121,21 +152,73 @@ def trained(model: nn.Module, handle: Any, optimizer: Any, steps: range) -> Iter
         yield out.detach()
 
 
-def test_a_resumed_run_goes_on_as_the_one_that_was_saved() -> None:
+@pytest.mark.parametrize("how", ["torch.save", "dcp"])
+@pytest.mark.parametrize("saved_at", [1, 4, 5])
+def test_a_resumed_run_goes_on_as_one_that_was_not_saved(
+    how: str, saved_at: int, tmp_path: Path
+) -> None:
+    """Before the first fit, at a due step and between two: codes are of the last due step."""
+    whole = table()
+    optimizer = sgd(whole)
+    handle = quantize(whole, optimizer, codes=2, begin=1, every=3)
+    expected = list(trained(whole, handle, optimizer, range(9)))
+
     model = table()
     optimizer = sgd(model)
-    handle = quantize(model, optimizer, codes=2, begin=1, every=2)
-    list(trained(model, handle, optimizer, range(5)))
-    state, weights = handle.state_dict(), model.weight.detach().clone()
+    handle = quantize(model, optimizer, codes=2, begin=1, every=3)
+    first = list(trained(model, handle, optimizer, range(saved_at)))
     other = table()
     resumed = quantize(other, sgd(other), codes=2, begin=0, every=9)
-    # In either order: the next lookup assigns the codes.
-    resumed.load_state_dict(state)
-    other.load_state_dict({"weight": weights})
-    mine = list(trained(model, handle, optimizer, range(5, 9)))
-    others = list(trained(other, resumed, sgd(other), range(5, 9)))
-    assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
-    assert torch.equal(handle.books["weight"], resumed.books["weight"])
+    state = {"codes": handle.state_dict(), "model": model.state_dict()}
+    if how == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path)
+        state = {"codes": resumed.state_dict(), "model": other.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+    else:
+        torch.save(state, tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+    # In either order.
+    resumed.load_state_dict(state["codes"])
+    other.load_state_dict(state["model"])
+    for steps, run in (
+        (range(saved_at, 9), trained(model, handle, optimizer, range(saved_at, 9))),
+        (range(saved_at, 9), trained(other, resumed, sgd(other), range(saved_at, 9))),
+    ):
+        for step, found in zip(steps, run, strict=True):
+            assert torch.equal(found, expected[step]), step
+    assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=False))
+
+
+def test_an_unfitted_state_returns_floats_again() -> None:
+    model = table()
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    ids = torch.arange(40).view(40, 1)
+    before, state = model(ids), handle.state_dict()
+    handle.step()
+    assert not torch.equal(model(ids), before)
+    handle.load_state_dict(state)
+    assert torch.equal(model(ids), before)
+
+
+@pytest.mark.parametrize("kind", ["mean", "weighted", "sequence"])
+def test_with_commitment_l2_of_lookups_acts_on_floats(kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "sequence":
+        model: nn.Module = nn.Embedding(40, 4)
+    else:
+        model = table(mode="mean" if kind == "mean" else "sum")
+    handle = quantize(model, sgd(model), codes=2, begin=0, commitment=0.3)
+    ids = torch.randint(40, (6, 3))
+    factors = {"per_sample_weights": torch.rand(6, 3)} if kind == "weighted" else {}
+
+    def gradient() -> Tensor:
+        weight = model.get_parameter("weight")
+        (found,) = torch.autograd.grad(model(ids, **factors).square().sum() * 0.15, weight)
+        return found
+
+    floats = gradient()
+    handle.step()
+    torch.testing.assert_close(gradient(), floats)
 
 
 def test_served_is_what_the_forward_used(tmp_path: Path) -> None:
@@ -196,10 +279,10 @@ def test_columns_in_order_leave_the_output_as_it_is() -> None:
     before = model.weight.detach().clone()
     handle = quantize(model, sgd(model), codes=2, begin=0, order="table")
     handle.step()
-    order = balanced_order([4096, 1024, 256, 64, 16, 4, 1, 0], 2)
+    order = dealt(8, 2)
     assert torch.equal(model.weight, before[:, order])
     ids = torch.arange(600).view(600, 1)
-    back = torch.empty(8, dtype=torch.long).index_copy(0, torch.tensor(order), torch.arange(8))
+    back = torch.empty(8, dtype=torch.long).index_copy(0, order, torch.arange(8))
     assert torch.equal(model(ids), decoded(handle)[:, back])
     handle.detach()
     assert torch.equal(model(ids), before)
@@ -210,12 +293,12 @@ def test_columns_in_order_leave_the_output_as_it_is() -> None:
     [
         ({}, {"codes": 3}, "3 does not divide the 4 columns of table 'weight'; [1, 2, 4] do"),
         ({}, {"codes": 0}, "must be an int"),
-        ({}, {"codes": {"x*": 2}}, "nothing matches table 'weight'"),
+        ({}, {"codes": {"x": 2}}, "table 'weight' is missing"),
         ({}, {"begin": -1}, "Invalid begin=-1"),
         ({}, {"begin": 3, "end": 2}, "Invalid end=2"),
-        ({"mode": "max"}, {}, "pooled by their maximum"),
-        ({"max_norm": 1.0}, {}, "max_norm changes rows"),
-        ({"padding_idx": 0}, {}, "padding_idx leaves ids out"),
+        ({"mode": "max"}, {}, "without padding_idx and mode='max', and without max_norm"),
+        ({"max_norm": 1.0}, {}, "the EmbeddingBag at '', must be"),
+        ({"padding_idx": 0}, {}, "without padding_idx and mode='max'"),
     ],
 )
 def test_refused_arguments(options: Any, arguments: Any, message: str) -> None:
@@ -249,23 +332,26 @@ def test_weights_that_are_not_finite_change_nothing() -> None:
         model.weight[3, 1] = torch.nan
     with pytest.raises(ValueError, match="has the value nan in rows"):
         handle.step()
-    assert not handle.books
+    assert not handle.books["weight"].any()
 
 
-@pytest.mark.parametrize("change", ["groups", "books", "version", "entry 0"])
+@pytest.mark.parametrize("change", ["key", "no table", "books", "entry 0", "codes"])
 def test_refused_states(change: str) -> None:
     model = table()
     handle = quantize(model, sgd(model), codes=2, begin=0)
     handle.step()
     state = handle.state_dict()
-    if change == "groups":
-        state["groups"] = {"weight": 4}
+    if change == "key":
+        del state["fitted"]
+    elif change == "no table":
+        state["books"] = {}
     elif change == "books":
-        state["books"]["weight"]["entries"] = torch.zeros(2, 256, 3).half()
-    elif change == "version":
-        state["version"] = 9
+        state["books"]["weight"] = torch.zeros(2, 256, 3).half()
+    elif change == "entry 0":
+        state["books"]["weight"][:, 0] = 1
     else:
-        state["books"]["weight"]["entries"][:, 0] = 1
+        other = table(rows=41)
+        state["codes"] = quantize(other, sgd(other), codes=2, begin=0).state_dict()["codes"]
     before = handle.books["weight"].clone()
     with pytest.raises(ValueError):
         handle.load_state_dict(state)

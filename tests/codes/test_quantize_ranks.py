@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torchrec.distributed.types import LazyAwaitable
 
 import dist_sparse.codes.quantize as quantize_module
@@ -15,6 +16,7 @@ from dist_sparse import export, load_served, quantize
 from dist_sparse.tables.modules import modules_by_path
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.plugin import on_ranks
+from tests.dist.test_reshard import moves, reshard
 from tests.serving.stored import crcs
 
 CELLS = {
@@ -25,11 +27,15 @@ CELLS = {
 EVERY = [(world, name) for world, names in CELLS.items() for name in names]
 
 
-def quantized(cell: Cell, model: torch.nn.Module, path: Path) -> Any:
+# Columns that change places travel between column cuts.
+ORDERED = [(2, "row_wise"), (2, "column_wise_uneven"), (4, "column_wise")]
+
+
+def quantized(cell: Cell, model: torch.nn.Module, path: Path, order: Any = None) -> Any:
     """A first fit, other weights, and a refit with the codes of before."""
     quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
     groups = {spec.name: spec.dim // 4 for spec in cell.tables}
-    handle = quantize(model, None, codes=groups, begin=0, every=1)
+    handle = quantize(model, [], codes=groups, begin=0, every=1, order=order)
     handle.step()
     set_weights(model, weights(cell, seed=1))
     handle.step()
@@ -52,7 +58,52 @@ def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path) 
         handle.step()
 
 
-def alone(cell: Cell, path: Path) -> dict[str, Any]:
+@on_ranks()
+@pytest.mark.parametrize(("world", "name"), ORDERED)
+def test_files_of_tables_in_order(world: int, name: str, tmp_path: Path) -> None:
+    cell = cells(world)[name]
+    model = build(cell)
+    quantized(cell, model, tmp_path / "sharded", "table")
+    if dist.get_rank() == 0:
+        assert crcs(tmp_path / "sharded") == alone(cell, tmp_path / "alone", "table")
+    dist.barrier()
+    check_served(cell, model, tmp_path / "sharded")
+
+
+@on_ranks(2)
+def test_a_checkpoint_loads_on_another_sharding(tmp_path: Path) -> None:
+    """With codes of a due step before it."""
+    cell, other = (cells(2)[name] for name in ("row_wise", "column_wise_uneven"))
+    model = build(cell)
+    handle = quantized(cell, model, tmp_path / "base")
+    set_weights(model, weights(cell, seed=2))
+    export(model, handle, tmp_path / "expected", dtype="codes")
+    dcp.save({"codes": handle.state_dict()}, checkpoint_id=tmp_path / "checkpoint")
+    resharded = build(other)
+    groups = {spec.name: spec.dim // 4 for spec in cell.tables}
+    resumed = quantize(resharded, [], codes=groups, begin=9)
+    set_weights(resharded, weights(cell, seed=2))
+    state = {"codes": resumed.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    resumed.load_state_dict(state["codes"])
+    export(resharded, resumed, tmp_path / "found", dtype="codes")
+    assert crcs(tmp_path / "found") == crcs(tmp_path / "expected")
+
+
+@on_ranks(2)
+def test_hooks_and_codes_follow_a_reshard(tmp_path: Path) -> None:
+    cell, move = moves(2)["table_wise"]
+    model = build(cell)
+    handle = quantized(cell, model, tmp_path / "before")
+    reshard(model, move, 2)
+    model(batch(cell, seed=dist.get_rank()))
+    export(model, handle, tmp_path / "after", dtype="codes")
+    assert crcs(tmp_path / "after") == crcs(tmp_path / "before")
+    check_served(cell, model, tmp_path / "after")
+    handle.step()
+
+
+def alone(cell: Cell, path: Path, order: Any = None) -> dict[str, Any]:
     """What one process writes of the unsharded model."""
     import subprocess
     import sys
@@ -61,7 +112,7 @@ def alone(cell: Cell, path: Path) -> dict[str, Any]:
         "import sys; from pathlib import Path; from tests.dist.cells import plain;"
         "from tests.codes.test_quantize_ranks import cells, quantized;"
         f"cell = cells({cell.world})[{cell.name!r}];"
-        "quantized(cell, plain(cell), Path(sys.argv[1]))"
+        f"quantized(cell, plain(cell), Path(sys.argv[1]), {order!r})"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     return crcs(path)
@@ -90,5 +141,5 @@ def test_a_shard_that_cuts_a_group_is_refused() -> None:
     quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
     cell = cells(2)["two_shards"]
     model = build(cell)
-    with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit"):
-        quantize(model, None, codes={"*": 1}, begin=0, include="user")
+    with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit 1 codes"):
+        quantize(model, [], codes=1, begin=0, include="user")

@@ -17,9 +17,10 @@ pytest.importorskip("torchrec")
 
 from benchmarks import quality
 from benchmarks.quality import BUDGETS
-from benchmarks.quality_kernel import Books, Model, balanced, rotated
+from benchmarks.quality_kernel import Books, Model, rotated
 from benchmarks.quality_methods import METHODS, forms, run
 from benchmarks.quality_report import plot, report
+from dist_sparse.codes.columns import dealt
 from tests.dist.plugin import on_ranks
 from two_tower.data import Interactions, load
 from two_tower.model import Towers, build, keyed
@@ -90,20 +91,30 @@ def test_codes_are_the_nearest_entries_and_zeros_stay_zeros() -> None:
     made = np.random.default_rng(0)
     weight = made.standard_normal((300, 6)).astype(np.float32)
     weight[7] = 0
-    factors = made.uniform(0.5, 2, 6).astype(np.float32)
-    book = Books(weight, 2, factors, seed=0)
+    book = Books(weight, 2, seed=0)
     found = book.decoded(weight)
     assert (found[7] == 0).all()
     for row, decoded in zip(weight, found, strict=True):
         for group in (slice(0, 3), slice(3, 6)):
-            wrong = (factors[group] * (row[group] - book.books[group.start // 3]) ** 2).sum(1)
-            mine = (factors[group] * (row[group] - decoded[group]) ** 2).sum()
+            wrong = ((row[group] - book.books[group.start // 3]) ** 2).sum(1)
+            mine = ((row[group] - decoded[group]) ** 2).sum()
             np.testing.assert_allclose(mine, wrong.min(), atol=1e-5)
 
 
-def test_groups_have_about_equal_products() -> None:
-    order = balanced(np.array([8.0, 4.0, 2.0, 1.0], np.float32), 2)
-    assert order.tolist() == [0, 3, 1, 2]
+@needs_compiler
+def test_l2_of_codes_acts_on_floats(tmp_path: Path) -> None:
+    """Without slope all gradients are those of L2."""
+    data = load(_npz(tmp_path), 0)
+    model = Model([data.users, data.items], data.items, 8, seed=0)
+    plain = model.copy()
+    # Far above 1: the gradients of the interactions are lost beside those of L2.
+    settings: dict[str, Any] = {"of": 1, "lr": 0.001, "l2": 1e6, "seed": 0, "batch_size": 16}
+    plain.train(data, range(1), **settings)
+    model.quantize(2, seed=0)
+    model.train(data, range(1), **settings)
+    order = dealt(8, 2).numpy()
+    for weight, expected in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(weight, expected[:, order], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
