@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from typing import Final
 
 import dist_sparse
-from dist_sparse.cli.output import fail, flush, has_colors, interrupted, progress, show
+from dist_sparse.cli.output import fail, flush, interrupted, progress, show
 from dist_sparse.cli.parsing import (
     STATUS,
     Commands,
@@ -73,7 +73,7 @@ _DOCTOR = """examples:
   dist-sparse doctor --json
   dist-sparse doctor --verbose
 
-Prints the conclusion, what is wrong and the commands that fix it. Changes
+Prints the verdict, what is wrong and the commands that fix it. Changes
 nothing; takes as long as TorchRec needs to load.
 
 exit status: 0 this machine can train TorchRec models, 1 something needed is
@@ -217,17 +217,15 @@ def _add_doctor(commands: Commands) -> None:
 
         found = examine(progress=progress)
         progress("")
-        text = found.text(has_colors(), options.verbose)
+        text = found.text(options.verbose)
         status = show(json.dumps(found.to_json(), indent=2) if options.json else text)
         # Output that could not be written comes first.
-        return status or (0 if found.can_train else 1)
+        return status or int(bool(found.broken))
 
     parser = subcommand(
         commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR
     )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="shows every finding, optional packages too"
-    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="shows every finding")
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -32,11 +32,6 @@ def progress(what: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def has_colors() -> bool:
-    """Return whether stdout is a terminal and NO_COLOR is not set (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
 def show(text: str) -> int:
     """Print; return the exit status."""
     try:
