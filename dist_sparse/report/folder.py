@@ -33,7 +33,7 @@ from weakref import WeakValueDictionary
 import dist_sparse
 from dist_sparse.text import shortened
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of the folder's layout; a reader refuses others."""
 
 RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dist_sparse.report.charts import charts
+from dist_sparse.report.charts import MOST_TABLES, charts
 from dist_sparse.report.comparison import (
     HEAD,
     compare,
@@ -36,7 +36,6 @@ from dist_sparse.report.summary import (
     target_text,
     time_text,
 )
-from dist_sparse.report.table_charts import MOST_TABLES
 
 _REPORT: Final = "report.html"
 _SECTIONS: Final = {
@@ -46,13 +45,10 @@ _SECTIONS: Final = {
     "bytes": "Tables",
     "traffic": "Tables",
     "churn": "Mask updates",
-    "dead": "Mask updates",
-    "scores": "Scores and thresholds",
-    "time": "Time",
 }
 """The heading of each chart, by the first word of its key, in the order of the page."""
 
-_WIDE: Final = ("auc", "bytes", "time")
+_WIDE: Final = ("auc", "bytes")
 """Charts as wide as the page."""
 
 _TABLE_HEAD: Final = (

@@ -13,15 +13,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import MaskChange, StepRecord, TableStats
+from dist_sparse.records import GuardCheck, MaskChange, StepRecord, TableStats
 from dist_sparse.report.artifacts import ArtifactBytes, read_artifacts
 from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
-from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.text import shortened
 
 Series = tuple[tuple[int, float | None], ...]
@@ -34,6 +33,15 @@ class DueStep:
 
     step: int
     record: StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Validation of a guard after training step ``step``; that of ``check`` counts calls of the
+    schedule."""
+
+    step: int
+    check: GuardCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +94,8 @@ class Run:
         sessions: how often the run was started or resumed, as far as the log shows.
         last_step: last step with a line; None for an empty log.
         values: a series for each name passed to ``RunLog.step``.
-        due: mask updates in ascending order; their ``scores`` are empty.
-        scores: one histogram per table (:func:`~dist_sparse.report.histograms.replaces`).
+        due: mask updates in ascending order.
+        validations: of the guard, in order.
         tables: statistics at the last end; empty before.
         dead_rows: rows without a kept element, at the last end.
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
@@ -114,7 +122,7 @@ class Run:
     tables: tuple[TableStats, ...]
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
-    scores: Mapping[str, Scored] = field(default_factory=dict)
+    validations: tuple[Validation, ...] = ()
     model_tables: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, RowTraffic] = field(default_factory=dict)
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -138,23 +146,25 @@ class Run:
         return [self, *self.compared.values()]
 
     @property
-    def changes(self) -> Iterator[MaskChange]:
-        """All changes of all tables, in order."""
-        for due in self.due:
-            yield from due.record.tables
+    def end(self) -> int:
+        """The last step: a mask update may be logged after the last one with values."""
+        return max([self.last_step or 0, *(due.step for due in self.due[-1:])])
+
+    @property
+    def undone(self) -> Validation | None:
+        """The validation that undid a mask update, at most one in a run."""
+        return next((one for one in self.validations if one.check.undone is not None), None)
 
     @property
     def last_changes(self) -> dict[str, MaskChange]:
         """The last change of each table."""
-        return {change.name: change for change in self.changes}
+        return {change.name: change for due in self.due for change in due.record.tables}
 
     @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
-        # `tables` is empty before the end of a run.
-        registered = {table.name for table in self.tables}
-        for due in self.due[-1:]:  # before its end, a run's last mask update names the tables
-            registered |= {change.name for change in due.record.tables}
+        # `tables` is empty before the end of a run: until then its mask updates name them.
+        registered = {*self.last_changes, *(table.name for table in self.tables)}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
     @property
@@ -197,6 +207,18 @@ class Run:
 def total(tables: Iterable[object], field: str) -> int:
     """Return the sum of a field over tables, without those where it is unknown."""
     return sum(getattr(table, field) or 0 for table in tables)
+
+
+def target_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+    """Return the configured level of all blocks; None where a table has no level."""
+    weighted, whole = 0.0, 0
+    for table in tables:
+        if table.target is None:
+            return None
+        # Weighted by blocks, so that it compares with the sparsity of all blocks.
+        weighted += table.target * table.blocks
+        whole += table.blocks
+    return share_of(weighted, whole)
 
 
 def share_of(part: float | None, whole: float | None) -> float | None:
@@ -356,14 +378,14 @@ class _Reader:
         self._repeats = False
         """The next mask update is the first of a resumed session."""
         self._masks = 0.0
-        self._scores: dict[str, Scored] = {}
+        self._validations: list[Validation] = []
         self._at_end: dict[str, Any] = {"tables": ()}
 
     def take(self, line: Mapping[str, Any]) -> None:
         kinds = {
             "values": self._take_values,
             "masks": self._take_masks,
-            "scores": self._take_scores,
+            "validation": self._take_validation,
             "resumed": self._begin_session,
             "end": self._take_end,
         }
@@ -382,7 +404,7 @@ class _Reader:
             "last_step": self._last,
             "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(self._due),
-            "scores": self._scores,
+            "validations": tuple(self._validations),
             "spent": spent,
             **self._at_end,
         }
@@ -421,11 +443,11 @@ class _Reader:
         self._due.append(due)
         self._masks += due.record.seconds
 
-    def _take_scores(self, line: Mapping[str, Any]) -> None:
-        for table in line["tables"]:
-            new = Scored(step=table["step"], change=MaskChange(**table["change"]))
-            if replaces(new, self._scores.get(new.change.name)):
-                self._scores[new.change.name] = new
+    def _take_validation(self, line: Mapping[str, Any]) -> None:
+        new = Validation(step=line["step"], check=GuardCheck(**line["check"]))
+        # A resumed run repeats validations too.
+        earlier = [known for known in self._validations if known.step < new.step]
+        self._validations = [*earlier, new]
 
     def _take_end(self, line: Mapping[str, Any]) -> None:
         session, tables = self._sessions[-1], line["tables"]
@@ -453,10 +475,7 @@ def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     # A long run has millions of them: one string per name.
-    tables = [
-        MaskChange(**table | {"name": sys.intern(table["name"]), "scores": ()})
-        for table in line["tables"]
-    ]
+    tables = [MaskChange(**table | {"name": sys.intern(table["name"])}) for table in line["tables"]]
     costs = {name: line[name] for name in ("number", "seconds", "collectives", "bytes")}
     return StepRecord(tables=tuple(tables), **costs)
 

@@ -76,7 +76,7 @@ def test_what_was_meant(words: list[str], message: str, capsys: pytest.CaptureFi
 
 def test_an_option_with_a_short_form_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """argparse's usage shows the short form alone."""
-    monkeypatch.setattr(doctor, "examine", lambda progress: Diagnosis(findings=()))
+    monkeypatch.setattr(doctor, "examine", lambda progress: Diagnosis((), "the CPU"))
     assert main(["doctor", "--verbose"]) == main(["doctor", "-v"]) == 0
 
 
@@ -306,7 +306,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["config"] == {"lr": 0.1}
     (tmp_path / RUN).write_text('{"format": 99}')
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "has format 99; this release reads and writes 2" in capsys.readouterr().err
+    assert "has format 99; this release reads and writes 3" in capsys.readouterr().err
 
 
 def test_runs_are_read_without_torch(tmp_path: Path) -> None:

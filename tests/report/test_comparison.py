@@ -227,11 +227,10 @@ def test_the_head_says_how_the_run_was_started(
 
 
 def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
-    """A run that prunes nothing has no churn, no dead rows and, of scores that are all 0, no
-    histogram."""
+    """A run that prunes nothing has no sparsity and no churn."""
     log(tmp_path / "run", level=0.0)
     found = {chart.key for chart in charts(read_run(tmp_path / "run"))}
-    assert found == {"sparsity", "value_loss", "bytes", "time"}
+    assert found == {"value_loss", "bytes"}
 
 
 def test_the_verdict_names_the_smallest_that_is_as_good(tmp_path: Path) -> None:

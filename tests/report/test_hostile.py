@@ -50,7 +50,7 @@ def test_no_value_is_markup(tmp_path: Path) -> None:
     about = json.loads((tmp_path / RUN).read_text())
     lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
     first = {line["kind"]: place for place, line in reversed([*enumerate(lines)])}
-    assert set(first) == {"values", "masks", "scores", "end"}
+    assert set(first) == {"values", "masks", "end"}
     shown = 0
     for place in (*first.values(), None):
         for path in paths(about if place is None else lines[place]):
