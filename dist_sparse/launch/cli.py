@@ -186,14 +186,16 @@ def _parsers(prog: str) -> tuple[argparse.ArgumentParser, dict[str, _Command]]:
     )
     of_command = {}
     for command, what in _COMMANDS.items():
+        # The command that is meant when none is given is shown as it is typed.
+        typed = prog if command == "local" else f"{prog} {command}"
         of_command[command] = commands.add_parser(
             command,
-            prog=f"{prog} {command}",
+            prog=typed,
             help=what,
             description=f"{what[0].upper()}{what[1:]}.",
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"{prog} {command} [OPTIONS] SCRIPT [-- ARGS]",
+            usage=f"{typed} [OPTIONS] SCRIPT [-- ARGS]",
             allow_abbrev=False,
         )
         add_options(of_command[command], command)

@@ -58,32 +58,28 @@ class Choices:
         tables: all that are served.
         budget: bytes.
         groups: tables that may be rotated, as in :class:`Candidate`.
-        cold: names of tables that may lose rows that training has touched.
+        prunable: names of tables that may lose rows that training has touched.
         untouched: number of rows that training has never touched, by table, where it is known.
     """
 
     tables: Sequence[SizedTable]
     budget: int
     groups: tuple[tuple[str, ...], ...]
-    cold: tuple[str, ...]
     untouched: Mapping[str, int]
+    prunable: tuple[str, ...] = ()
 
     def all(self) -> list[Choice]:
-        """Return the candidates: with all columns in each dtype, fitting or not; the widest that
-        fits of each kind and dtype; and, at several widths, the lowest level of rows that fits."""
+        """Return the candidates: with all columns in each dtype, fitting or not, and the widest
+        that fits of each kind and dtype."""
         found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         found += self.without_untouched()
         # Columns are removed only where tables may be rotated.
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
         for kind in kinds:
             for dtype in DTYPES:
-                if self.choice("full", dtype, 1.0).fits:
-                    # Nothing narrower is needed.
-                    continue
-                if widest := self.widest(kind, dtype):
-                    found.append(widest)
-        if self.cold:
-            found += self._with_fewer_rows()
+                # Where all columns fit, nothing narrower is needed.
+                if not self.choice("full", dtype, 1.0).fits:
+                    found += self.widest(kind, dtype)
         return found
 
     def without_untouched(self) -> list[Choice]:
@@ -91,11 +87,6 @@ class Choices:
         saves bytes."""
         found = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         return [choice for choice in found if choice.candidate.levels]
-
-    @property
-    def only_dots(self) -> bool:
-        """Whether tables may be rotated, and only dot products between them read them."""
-        return bool(self.groups) and all(len(group) > 1 for group in self.groups)
 
     @property
     def least(self) -> Choice:
@@ -121,17 +112,17 @@ class Choices:
         )
         return fractions, fitting
 
-    def widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
-        """Return the widest tables that fit, with fewer than all columns; None if none fit."""
+    def widest(self, kind: Kind, dtype: Dtype) -> list[Choice]:
+        """Return the widest tables that fit, with fewer than all columns; none if none fit."""
         fractions, fitting = self.widths(kind, dtype)
-        return self.choice(kind, dtype, fractions[fitting - 1]) if fitting else None
+        return [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
-        """Return a candidate with its ``cold`` tables at the lowest common level at which all
+        """Return a candidate with its ``prunable`` tables at the lowest common level at which all
         tables fit, or at the highest below 1 if none fits. Its own levels are lower bounds."""
-        cold = [table for table in self.tables if table.name in self.cold]
-        others = [table for table in self.tables if table.name not in self.cold]
-        # Priced once: the search below changes cold tables alone.
+        pruned = [table for table in self.tables if table.name in self.prunable]
+        others = [table for table in self.tables if table.name not in self.prunable]
+        # Priced once: the search below changes pruned tables alone.
         room = self.budget - candidate.served_bytes(others).total
 
         def level_at(step: int, table: SizedTable) -> float:
@@ -139,30 +130,17 @@ class Choices:
 
         def fits(step: int) -> bool:
             return room >= sum(
-                candidate.table_bytes(table, level_at(step, table)).total for table in cold
+                candidate.table_bytes(table, level_at(step, table)).total for table in pruned
             )
 
         # Bytes never grow with the level. The last step stays below level 1: a row is kept.
         lowest = bisect_left(range(_STEPS - 1), True, key=fits)
         levels = dict(candidate.levels)
-        for table in cold:
+        for table in pruned:
             rows = table.shape[0]
             # Rounded to whole rows.
             levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
         return self._priced("rows", replace(candidate, levels=levels))
-
-    def _with_fewer_rows(self) -> list[Choice]:
-        """Return cold tables with rows removed, at several widths: with fewer columns, fewer rows
-        are removed."""
-        # Rotated columns were better than small tables, where both are possible.
-        kind: Kind = "columns" if self.groups else "small"
-        widest = max(table.shape[1] for table in self._tables_of(kind))
-        # A few widths are enough: the best has to be measured anyway.
-        fractions = dict.fromkeys(min(width / widest, 1.0) for width in (4, 8, 16, widest))
-        wide = [self.choice(kind, dtype, fraction) for dtype in _FEW_BITS for fraction in fractions]
-        # Where all rows fit, none has to be removed.
-        found = [self.fewest_rows(choice.candidate) for choice in wide if not choice.fits]
-        return [choice for choice in found if choice.fits]
 
     def _tables_of(self, kind: Kind) -> Sequence[SizedTable]:
         """Return the tables that a kind may make narrower."""
@@ -212,24 +190,16 @@ def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
     return [width / widest for width in range(4, widest, 4)]
 
 
-_ROWS_BELOW: Final = 0.05
-"""Removing rows of cold crossed features helped below this share of the touched rows' bytes."""
-
 _COLUMNS_OR_SMALL: Final = (
     "Rotated columns that are removed during training, or smaller dense tables: which is better "
     "depends on the interactions per item, the passes over the data and the compute "
     "(docs/planning.md). Measure both, in int8 and int4."
-)
-_FEWER_ROWS: Final = (
-    "At so few bytes, removing most rows of cold crossed features can be better "
-    "than fewer columns: measure both."
 )
 _SMALL: Final = (
     "Train smaller dense tables: removing weights afterwards was no better, "
     "except rotated columns of tables that only dot products read. "
     'If yours are, name them, as in rotate=[["user", "item"]].'
 )
-_TURNED_BACK: Final = " For tables that are turned back no gain was measured: try both."
 
 
 def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
@@ -237,37 +207,29 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     measured; none means that the tables fit as they are, or that nothing fits."""
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
-    if int8 := _fitting(found, "full", "int8")[:1]:
+    int8, int4 = (_fitting(found, "full", dtype)[:1] for dtype in _FEW_BITS)
+    if int8:
         return int8, _why_int8(int8[0])
     # No gain was measured where a single table is turned back.
-    columns = _fitting(found, "columns", "int8", "int4") if choices.only_dots else ()
-    small = _fitting(found, "small", "int8", "int4")
-    if int4 := _fitting(found, "full", "int4")[:1]:
+    only_dots = all(len(group) > 1 for group in choices.groups)
+    columns = _fitting(found, "columns", *_FEW_BITS) if only_dots else ()
+    small = _fitting(found, "small", *_FEW_BITS)
+    if int4:
         # Narrower tables are in int8 alone: in int4 all columns fit.
         return int4 + (columns or small), _why_int4(int4[0], rotated=bool(columns))
-    fewer = columns + small
-    rows = _fitting(found, "rows", "int8") or _fitting(found, "rows", "int4")
-    if rows and _few_bytes(choices, fewer):
-        return fewer + rows[:2], _FEWER_ROWS
-    if not fewer:
+    if not columns + small:
         return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
-    if columns:
-        return fewer, _COLUMNS_OR_SMALL
-    if choices.groups and not choices.only_dots:
-        return fewer, _SMALL + _TURNED_BACK
-    return fewer, _SMALL
-
-
-def _few_bytes(choices: Choices, fewer_columns: Sequence[Choice]) -> bool:
-    """Return whether fewer columns alone can't fit, or the budget is below the measured share."""
-    return not fewer_columns or choices.budget < _ROWS_BELOW * _touched_bytes(choices)
+    return columns + small, _COLUMNS_OR_SMALL if columns else _SMALL
 
 
 def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
     """Return the candidates of a kind that fit, in the order of ``dtypes``."""
-    fitting = [each for each in found if each.kind == kind and each.fits]
-    of_dtypes = [each for each in fitting if each.candidate.dtype in dtypes]
-    return tuple(sorted(of_dtypes, key=lambda each: dtypes.index(each.candidate.dtype)))
+    fitting = []
+    for dtype in dtypes:
+        for each in found:
+            if each.fits and (each.kind, each.candidate.dtype) == (kind, dtype):
+                fitting.append(each)
+    return tuple(fitting)
 
 
 def _why_int8(whole: Choice) -> str:
@@ -289,12 +251,3 @@ def _why_int4(whole: Choice, *, rotated: bool) -> str:
         f"int4 of all columns{without} or {other} in int8: "
         "which is better depends on the data. Measure both."
     )
-
-
-def _touched_bytes(choices: Choices) -> int:
-    """Return the bytes of the rows that training has touched."""
-    untouched = 0
-    for table in choices.tables:
-        rows = choices.untouched.get(table.name, 0)
-        untouched += rows * table.shape[1] * table.dtype.itemsize
-    return dense_bytes(choices.tables) - untouched

@@ -18,7 +18,7 @@ from dist_sparse.planning.candidates import Candidate
 from dist_sparse.planning.choices import Choices
 from dist_sparse.planning.measure import Evaluate, Measured, Measurements, Train
 from dist_sparse.planning.methods import METHODS, Attempt, attempts_of
-from dist_sparse.planning.results import Frontier, Point, write_pages
+from dist_sparse.planning.results import Frontier, Point
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
@@ -78,7 +78,7 @@ def frontier(
         metric: by which methods are compared; None is the first that ``evaluate`` returns.
         lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
-        out: a folder for ``trials.jsonl``, ``frontier.json``, ``frontier.md`` and ``frontier.svg``.
+        out: a folder for ``trials.jsonl`` and ``frontier.json``, the result.
             An interrupted run continues from ``trials.jsonl``.
 
     Raises:
@@ -127,8 +127,8 @@ def frontier(
             tables=measurements.tables,
             budget=math.floor(share * measurements.table_bytes),
             groups=groups,
-            cold=pruned,
             untouched=untouched,
+            prunable=pruned,
         )
         tried[share] = attempts_of(choices, chosen, kinds)
     whole = Frontier(
@@ -145,9 +145,7 @@ def frontier(
     measured = measurements([attempt for some in tried.values() for attempt in some])
     points = _best_points(whole, tried, measured)
     result = replace(whole, points=points, trials=tuple(measured))
-    with world.agreeing("the pages of a frontier"):
-        if measurements.folder is not None:
-            write_pages(result, measurements.folder)
+    measurements.write(result.to_json())
     return result
 
 

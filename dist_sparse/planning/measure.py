@@ -121,6 +121,13 @@ class Measurements:
                 with (self.folder / _FILE).open("a") as stream:
                     stream.write(line + "\n")
 
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Write a result beside the trials. Collective."""
+        with self._world.agreeing("writing a frontier"):
+            if self.folder is not None:
+                text = json.dumps(result, indent=1, allow_nan=False)
+                (self.folder / "frontier.json").write_text(f"{text}\n")
+
     def _trained(self, part: Part, share: float) -> tuple[nn.Module, Evaluate]:
         """Return the model that was trained with a part of the tables; the last one is kept."""
         if self._other is None or self._other[0] != (part, share):

@@ -45,7 +45,7 @@ def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype
     """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
 
     Args:
-        choices: the tables and the budget. Of all tables in ``cold`` the same fraction of rows is
+        choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
             removed; the untouched rows are removed by a method of their own alone.
         methods: of :data:`METHODS`.
         dtypes: dtypes of the stored weights.
@@ -81,13 +81,13 @@ def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
     if whole.fits:
         return []
     found: list[Attempt] = []
-    if small := choices.widest("small", dtype):
+    for small in choices.widest("small", dtype):
         # Served whole: another model is trained that narrow.
         trained: tuple[Part, float] = ("columns", small.candidate.columns)
         found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
     pruned = [("rows", whole.candidate)]
     if choices.groups:
-        if rotated := choices.widest("columns", dtype):
+        for rotated in choices.widest("columns", dtype):
             found.append(Attempt(method="rotated", candidate=rotated.candidate))
         # A little wider than fits, and the rest of the bytes out of rows.
         fractions, fitting = choices.widths("columns", dtype)

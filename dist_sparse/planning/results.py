@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dist_sparse.planning.measure import Measured
 from dist_sparse.planning.methods import METHODS, Attempt
-from dist_sparse.report.drawing import svg_of
-from dist_sparse.report.figures import DotChart, Dots
-from dist_sparse.text import count, percent, size, table_lines
+from dist_sparse.text import count, percent, table_lines
 
 NOTE = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
@@ -172,50 +168,3 @@ def _advice(attempt: Attempt) -> str:
     if not parts:
         return f"Use {candidate.dtype}"
     return f"Remove {' and '.join(parts)} during training{served}"
-
-
-def write_pages(result: Frontier, folder: Path) -> None:
-    """Write ``frontier.json``, ``frontier.md`` and, of a frontier with points, ``frontier.svg``
-    into a folder that exists.
-
-    Raises:
-        OSError: a file can't be written.
-    """
-    (folder / "frontier.json").write_text(
-        json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n"
-    )
-    if result.points:
-        # A chart without points would have no axes.
-        (folder / "frontier.svg").write_text(svg_of(_chart(result)), encoding="utf-8")
-    (folder / "frontier.md").write_text(f"# Frontier\n\n```text\n{result}\n```\n")
-
-
-def _chart(result: Frontier) -> DotChart:
-    """Return the metric against the bytes: a line per method through its best within each budget,
-    the recommended method in the color of the main line."""
-    recommended = result.recommended
-    runs: list[Dots] = []
-    for method, name in METHODS.items():
-        points = [point for point in result.points if point.method == method]
-        if not points:
-            continue
-        # A method may be best with the same trial within two budgets: one dot.
-        labels = {_dot(result, point): "" for point in points}
-        if recommended in points:
-            labels[_dot(result, recommended)] = "recommended"
-        dots = tuple((label, *dot) for dot, label in sorted(labels.items()))
-        role: Literal["main", "other"] = "main" if recommended in points else "other"
-        runs.append(Dots(name=name, role=role, number=len(runs), dots=dots))
-    whole = size(result.table_bytes)
-    return DotChart(
-        key="frontier",
-        title=f"{result.metric} over bytes of the tables",
-        note=f"{result._better.title()} is better. The model as it is has {whole} of tables.",
-        runs=tuple(runs),
-        metric=result.metric,
-        level=("the model as it is", result.full[result.metric]),
-    )
-
-
-def _dot(result: Frontier, point: Point) -> tuple[int, float]:
-    return point.measured.bytes, point.measured.metrics[result.metric]

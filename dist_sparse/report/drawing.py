@@ -265,11 +265,7 @@ def _path(line: Line, axes: _Axes) -> str:
 
 def _dot_plot(chart: DotChart) -> Plot:
     axes = _dot_axes(chart)
-    shapes, legend = [], _legend(chart.runs)
-    if chart.level is not None:
-        name, height = chart.level
-        shapes.append(("target", f"M0 {axes.y_of(height)}H{WIDTH}"))
-        legend.append(("target", name))
+    shapes = []
     for run in chart.runs:
         places = [f"{axes.x_of(taken)} {axes.y_of(height)}" for _, taken, height in run.dots]
         shapes.append((f"{_look(run)} joined", f"M{'L'.join(places)}"))
@@ -279,7 +275,7 @@ def _dot_plot(chart: DotChart) -> Plot:
     return axes.plot(
         caption=f"{chart.title}: {'; '.join(': '.join(spot.text) for spot in spots)}",
         shapes=shapes,
-        legend=legend,
+        legend=_legend(chart.runs),
         spots=spots,
     )
 
@@ -287,11 +283,10 @@ def _dot_plot(chart: DotChart) -> Plot:
 def _dot_axes(chart: DotChart) -> _Axes:
     _, sizes, metrics = zip(*chart.dots, strict=True)
     logs = [*map(math.log10, sizes)]
-    heights = metrics if chart.level is None else (*metrics, chart.level[1])
     # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
     room = 0.06 * (max(logs) - min(logs)) + 0.02
     left, right = min(logs) - room, max(logs) + room
-    low, high = _range(heights, share=False)
+    low, high = _range(metrics, share=False)
     low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
     return _Axes(
@@ -319,7 +314,7 @@ def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
                 left=100 * x / WIDTH,
                 top=100 * y / HEIGHT,
                 label=label,
-                text=(name, f"{size(taken)}, {chart.metric} {height:.4f}"),
+                text=(name, f"{size(taken)}, AUC {height:.4f}"),
                 under=_is_under(x, y, everywhere, number),
             )
             spots.append(spot)

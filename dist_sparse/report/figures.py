@@ -91,15 +91,12 @@ class Dots:
 
 @dataclass(frozen=True, kw_only=True)
 class DotChart:
-    """Dots over bytes, on a logarithmic axis. ``metric``: of the heights; ``level``: a name and a
-    height, drawn as a horizontal line."""
+    """AUC over bytes, on a logarithmic axis."""
 
     key: str
     title: str
     note: str
     runs: tuple[Dots, ...]
-    metric: str = "AUC"
-    level: tuple[str, float] | None = None
 
     @property
     def dots(self) -> tuple[tuple[str, int, float], ...]:

@@ -137,12 +137,7 @@ def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
     # Interrupted in the last line.
     (tmp_path / "trials.jsonl").write_text(written[:-40])
     assert found(model, budgets=[0.2, 0.1], **options) == points and len(trained) == 1
-    assert (
-        json.loads((tmp_path / "frontier.json").read_text())["recommendation"]
-        in (tmp_path / "frontier.md").read_text()
-    )
-    drawn = (tmp_path / "frontier.svg").read_text()
-    assert "the model as it is" in drawn and "hashed rows" in drawn
+    assert "of the bytes" in json.loads((tmp_path / "frontier.json").read_text())["recommendation"]
     trained.clear()
     model.weight.data[0, 0] += 1
     assert found(model, budgets=[0.1], **options) and trained  # of another model
@@ -153,7 +148,7 @@ def test_untouched_rows_are_a_method_of_their_own() -> None:
         tables=[TableShape("cross", (1000, 16))],
         budget=5_000,
         groups=(("cross",),),
-        cold=("cross",),
+        prunable=("cross",),
         untouched={"cross": 750},
     )
     by_method: dict[str, list[Candidate]] = {}
