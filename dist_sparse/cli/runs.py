@@ -63,10 +63,10 @@ def add_report(commands: Commands) -> None:
         import webbrowser
 
         from dist_sparse.report.page import write_report
-        from dist_sparse.report.run import read_runs
+        from dist_sparse.report.run import read_run
         from dist_sparse.report.summary import summary
 
-        run = read_runs(options.folders)
+        run = read_run(*options.folders)
         # A comparison does not replace the report of its first run.
         default = run.folder / _COMPARISON if len(options.folders) > 1 else None
         page = write_report(run, options.out or default, svg=options.svg).resolve()

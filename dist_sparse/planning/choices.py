@@ -1,4 +1,5 @@
-"""The candidates of each kind and dtype that keep the most within a budget, and which to use.
+"""The candidates of each kind and dtype that keep the most within a budget, which to use, and which
+to measure.
 
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
@@ -16,7 +17,7 @@ from typing import Final, Literal, TypeAlias
 from dist_sparse.planning.candidates import (
     Candidate,
     ServedBytes,
-    SizedTable,
+    TableShape,
     dense_bytes,
     kept_rows,
 )
@@ -62,7 +63,7 @@ class Choices:
         untouched: number of rows that training has never touched, by table, where it is known.
     """
 
-    tables: Sequence[SizedTable]
+    tables: Sequence[TableShape]
     budget: int
     groups: tuple[tuple[str, ...], ...]
     untouched: Mapping[str, int]
@@ -125,7 +126,7 @@ class Choices:
         # Priced once: the search below changes pruned tables alone.
         room = self.budget - candidate.served_bytes(others).total
 
-        def level_at(step: int, table: SizedTable) -> float:
+        def level_at(step: int, table: TableShape) -> float:
             return max(step / _STEPS, candidate.levels.get(table.name, 0.0))
 
         def fits(step: int) -> bool:
@@ -142,7 +143,7 @@ class Choices:
             levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
         return self._priced("rows", replace(candidate, levels=levels))
 
-    def _tables_of(self, kind: Kind) -> Sequence[SizedTable]:
+    def _tables_of(self, kind: Kind) -> Sequence[TableShape]:
         """Return the tables that a kind may make narrower."""
         if kind != "columns":
             return self.tables
@@ -150,7 +151,7 @@ class Choices:
         return [table for table in self.tables if table.name in names]
 
     @cached_property
-    def _by_name(self) -> dict[str, SizedTable]:
+    def _by_name(self) -> dict[str, TableShape]:
         return {table.name: table for table in self.tables}
 
     def _saves_bytes(self, candidate: Candidate, group: tuple[str, ...]) -> bool:
@@ -183,7 +184,7 @@ class Choices:
         return found
 
 
-def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
+def column_fractions(tables: Sequence[TableShape]) -> list[float]:
     """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
     of it, ascending."""
     widest = max(table.shape[1] for table in tables)
@@ -251,3 +252,92 @@ def _why_int4(whole: Choice, *, rotated: bool) -> str:
         f"int4 of all columns{without} or {other} in int8: "
         "which is better depends on the data. Measure both."
     )
+
+
+METHODS: Final = {
+    "bits": "bits alone",
+    "untouched": "untouched rows removed",
+    "small": "small dense",
+    "rotated": "rotated columns",
+    "rows": "rows",
+    "mix": "rotated columns and rows",
+    "hashed": "hashed rows",
+}
+"""Name of each method in tables, the simplest first."""
+
+Part = Literal["columns", "rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Something to measure.
+
+    Args:
+        method: of :data:`METHODS`.
+        candidate: the form in which the model is served.
+        trained: the part of its tables that another model is trained with, and the fraction of it;
+            None is the model itself.
+    """
+
+    method: str
+    candidate: Candidate
+    trained: tuple[Part, float] | None = None
+
+
+def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype]) -> list[Attempt]:
+    """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
+
+    Args:
+        choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
+            removed; the untouched rows are removed by a method of their own alone.
+        methods: of :data:`METHODS`.
+        dtypes: dtypes of the stored weights.
+    """
+    # The gain of the other methods would not be theirs, were the untouched rows removed too.
+    all_rows = replace(choices, untouched={})
+    found: list[Attempt] = []
+    # fp16 costs nothing to try, so it is tried even where dtypes leaves it out.
+    for dtype in dict.fromkeys(("fp16", *dtypes)):
+        whole = all_rows.choice("full", dtype, 1.0)
+        if dtype != "fp32" and whole.fits:
+            found.append(Attempt(method="bits", candidate=whole.candidate))
+    for choice in choices.without_untouched():
+        if choice.fits and choice.candidate.dtype in dtypes:
+            found.append(Attempt(method="untouched", candidate=choice.candidate))
+    for dtype in dtypes:
+        found += _smaller(all_rows, dtype)
+    # Hashed rows are stored in the dtype of the fewest bytes, so that the most rows stay.
+    smallest = min(
+        (all_rows.choice("full", dtype, 1.0) for dtype in dtypes), key=lambda c: c.served.total
+    )
+    if not smallest.fits:
+        share = choices.budget / smallest.served.total
+        found.append(
+            Attempt(method="hashed", candidate=smallest.candidate, trained=("rows", share))
+        )
+    return [attempt for attempt in found if attempt.method in methods]
+
+
+def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
+    """Return the attempts in a dtype in which the whole tables are too large."""
+    whole = choices.choice("full", dtype, 1.0)
+    if whole.fits:
+        return []
+    found: list[Attempt] = []
+    for small in choices.widest("small", dtype):
+        # Served whole: another model is trained that narrow.
+        trained: tuple[Part, float] = ("columns", small.candidate.columns)
+        found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
+    pruned = [("rows", whole.candidate)]
+    if choices.groups:
+        for rotated in choices.widest("columns", dtype):
+            found.append(Attempt(method="rotated", candidate=rotated.candidate))
+        # A little wider than fits, and the rest of the bytes out of rows.
+        fractions, fitting = choices.widths("columns", dtype)
+        for fraction in fractions[fitting : fitting + 2]:
+            pruned.append(("mix", choices.choice("columns", dtype, fraction).candidate))
+    for method, candidate in pruned:
+        least = choices.fewest_rows(candidate)
+        if least.fits:
+            found.append(Attempt(method=method, candidate=least.candidate))
+    return found

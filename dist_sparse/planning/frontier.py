@@ -15,9 +15,8 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
-from dist_sparse.planning.choices import Choices
+from dist_sparse.planning.choices import METHODS, Attempt, Choices, attempts_of
 from dist_sparse.planning.measure import Evaluate, Measured, Measurements, Train
-from dist_sparse.planning.methods import METHODS, Attempt, attempts_of
 from dist_sparse.planning.results import Frontier, Point
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
@@ -67,7 +66,7 @@ def frontier(
             ``(model, evaluate)``: a model trained like this one, with that fraction of the columns
             of its tables, or with ids hashed into that fraction of their rows.
         budgets: fractions of the tables' bytes.
-        methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``,
+        methods: of those in :data:`~dist_sparse.planning.choices.METHODS`: ``"bits"``,
             ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"`` and ``"hashed"``.
             None is all of them, without those for which ``train`` has nothing: ``"small"`` and
             ``"hashed"``.

@@ -15,8 +15,8 @@ from typing import Any, Final
 from torch import nn
 
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.planning.candidates import dense_bytes, shapes_of
-from dist_sparse.planning.methods import Attempt, Part
+from dist_sparse.planning.candidates import dense_bytes, shape_of
+from dist_sparse.planning.choices import Attempt, Part
 from dist_sparse.planning.trials import serving
 from dist_sparse.progress import progress
 from dist_sparse.serving.sources import check_range
@@ -81,7 +81,7 @@ class Measurements:
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
             located = model_source(model).locate()
-            self.tables = shapes_of(located)
+            self.tables = tuple(map(shape_of, located))
             # A metric would not name the weights that are not finite.
             check_range(located, "fp32")
             facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
@@ -108,7 +108,7 @@ class Measurements:
         tables = self.tables
         if attempt.trained is not None:
             model, evaluate = self._trained(*attempt.trained)
-            tables = shapes_of(model_source(model).locate())
+            tables = tuple(map(shape_of, model_source(model).locate()))
         # The weights are restored on leaving, also after an error of evaluate().
         with serving(model, attempt.candidate):
             metrics = self._metrics(model, evaluate)

@@ -14,7 +14,7 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.planning.candidates import SizedTable, TableShape, dense_bytes, shapes_of
+from dist_sparse.planning.candidates import TableShape, dense_bytes, shape_of
 from dist_sparse.planning.choices import Choice, Choices, recommend
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
@@ -179,7 +179,7 @@ def plan(
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
-            tables = shapes_of(located)
+            tables = tuple(map(shape_of, located))
         elif any(argument is not None for argument in (include, exclude, optimizer)):
             raise ValueError(
                 "Invalid include, exclude or optimizer: "
@@ -223,7 +223,7 @@ def _shapes(tables: Any) -> tuple[TableShape, ...]:
     return tuple(found)
 
 
-def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...], ...]:
+def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of ``rotate``, checked."""
     columns = {table.name: table.shape[1] for table in tables}
     groups = tuple(map(tuple, rotation_groups([] if rotate is None else rotate, columns)))
@@ -243,7 +243,7 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _code_lines(choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
+def _code_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
     candidate = choice.candidate
     # sparsify() leaves tables of fewer than 16 rows dense by default.

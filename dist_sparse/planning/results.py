@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dist_sparse.planning.choices import METHODS, Attempt
 from dist_sparse.planning.measure import Measured
-from dist_sparse.planning.methods import METHODS, Attempt
 from dist_sparse.text import count, percent, table_lines
 
 NOTE = (
@@ -30,7 +31,7 @@ class Point:
 
     @property
     def method(self) -> str:
-        """As in :data:`~dist_sparse.planning.methods.METHODS`."""
+        """As in :data:`~dist_sparse.planning.choices.METHODS`."""
         return self.measured.attempt.method
 
 
@@ -93,7 +94,7 @@ class Frontier:
         whole = f"{self.metric} {self.full[self.metric]:.4f} of the whole model"
         point = self.recommended
         if point is not None:
-            return f"{self._advice(point)}, within {self.tolerance:g} of the {whole}."
+            return f"Recommended: {self._advice(point)}, within {self.tolerance:g} of the {whole}."
         nearest = min(self.points, key=lambda each: self.loss(each.measured))
         return (
             f"Nothing comes within {self.tolerance:g} of the {whole}; nearest is this: "
@@ -102,8 +103,10 @@ class Frontier:
 
     def _advice(self, point: Point) -> str:
         found = point.measured
+        dtype, left = found.attempt.candidate.dtype, _left(found.attempt)
         share, metric = percent(found.bytes / self.table_bytes), found.metrics[self.metric]
-        return f"{_advice(found.attempt)}: {share} of the bytes at {self.metric} {metric:.4f}"
+        how = f"{METHODS[point.method]} as {dtype} ({left})"
+        return f"{how}: {share} of the bytes at {self.metric} {metric:.4f}"
 
     def __repr__(self) -> str:
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
@@ -120,7 +123,8 @@ class Frontier:
             rows.append((budget, *cells, count(found.bytes), share, *_numbers(found.metrics)))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         order = f"Best first, by {self.metric}: {self._better} is better."
-        return "\n".join([*lines, "", order, NOTE, "", self.recommendation])
+        texts = [textwrap.fill(text, 79) for text in (order, NOTE, self.recommendation)]
+        return "\n\n".join(["\n".join(lines), *texts])
 
     @property
     def _better(self) -> str:
@@ -148,23 +152,3 @@ def _left(attempt: Attempt) -> str:
     elif candidate.levels:
         parts.append(f"{percent(1 - max(candidate.levels.values()))} of the rows")
     return ", ".join(parts) or "everything"
-
-
-def _advice(attempt: Attempt) -> str:
-    """Return the imperative that begins a recommendation."""
-    candidate = attempt.candidate
-    served = "" if candidate.dtype == "fp32" else f", and serve it as {candidate.dtype}"
-    if attempt.trained is not None:
-        part, share = attempt.trained
-        how = "a smaller table" if part == "columns" else "hashed ids"
-        return f"Use {how}: train with {percent(share)} of the {part}{served}"
-    if attempt.method == "untouched":
-        return f"Remove the rows that training has never touched{served}"
-    parts = []
-    if candidate.columns < 1:
-        parts.append(f"{percent(1 - candidate.columns)} of the rotated columns")
-    if candidate.levels:
-        parts.append(f"{percent(max(candidate.levels.values()))} of the rows")
-    if not parts:
-        return f"Use {candidate.dtype}"
-    return f"Remove {' and '.join(parts)} during training{served}"

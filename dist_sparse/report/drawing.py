@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from dist_sparse.report.figures import BarChart, Chart, DotChart, Dots, Line, LineChart
-from dist_sparse.report.rendering import render
 from dist_sparse.text import amount, count, percent, size
 
 WIDTH, HEIGHT = 1000, 400
@@ -135,15 +134,6 @@ def plot_of(chart: Chart) -> Plot | None:
     if isinstance(chart, BarChart):
         return None
     return _line_plot(chart) if isinstance(chart, LineChart) else _dot_plot(chart)
-
-
-def svg_of(chart: Chart) -> str:
-    """Return a chart as a file of its own: axes, text and style within, light and dark.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    return render("chart.svg", chart=chart, plot=plot_of(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:

@@ -1,7 +1,8 @@
 """The report of a run: one HTML file, and each chart as an SVG file of its own.
 
 This module decides what is on the page; ``page.html`` lays it out. The page needs no network, font
-or image, and no script but to sort and filter its tables.
+or image, and no script but to sort and filter its tables. Everything that a template prints from a
+run is escaped, and control characters in it are made visible.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.report.charts import MOST_TABLES, charts
 from dist_sparse.report.comparison import (
@@ -22,10 +24,9 @@ from dist_sparse.report.comparison import (
     verdict,
     whole_bytes,
 )
-from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of, svg_of
+from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of
 from dist_sparse.report.figures import Chart
 from dist_sparse.report.folder import write_whole
-from dist_sparse.report.rendering import part, render
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.summary import (
     TABLE_FIELDS,
@@ -36,7 +37,12 @@ from dist_sparse.report.summary import (
     target_text,
     time_text,
 )
+from dist_sparse.text import amount, block_shape_text, count, number_of, percent, printable, size
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_FOLDER: Final = Path(__file__).parent
 _REPORT: Final = "report.html"
 _SECTIONS: Final = {
     "auc": "Quality and bytes",
@@ -166,3 +172,60 @@ def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
     tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
     return tables
+
+
+def svg_of(chart: Chart) -> str:
+    """Return a chart as a file of its own: axes, text and style within, light and dark.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    return render("chart.svg", chart=chart, plot=plot_of(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template filled with values, all escaped.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    return environment().get_template(template).render(values)
+
+
+def part(name: str) -> str:
+    """Return a file of the page, which Jinja2 takes for markup: never text from a run."""
+    from markupsafe import Markup  # jinja2 needs it
+
+    return Markup((_FOLDER / name).read_text(encoding="utf-8"))
+
+
+@cache
+def environment() -> Environment:
+    # torch brings it, but runs are read without torch.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,  # by name it would leave .svg out
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,  # a file ends with one
+    )
+    texts = (amount, block_shape_text, count, number_of, percent, size)
+    environment.filters |= {text.__name__: text for text in texts} | {"short": _short}
+    return environment
+
+
+def _visible(value: Any) -> Any:
+    """Return text from a run without control characters; the project's own markup has line ends."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return printable(value)
+    return value
+
+
+def _short(text: str, most: int) -> str:
+    """Return text that fits a place of fixed width."""
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"

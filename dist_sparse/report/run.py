@@ -238,11 +238,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def read_run(folder: str | Path) -> Run:
-    """Read a run and the runs to compare it with.
+def read_run(folder: str | Path, *others: str | Path) -> Run:
+    """Read a run and the runs to compare it with: ``others``, or without any, the runs inside its
+    folder.
+
+    A folder that is given twice, such as ``runs/latest`` among ``runs/*``, counts once.
 
     Args:
-        folder: that a :class:`~dist_sparse.RunLog` wrote.
+        folder, others: that a :class:`~dist_sparse.RunLog` wrote.
 
     Raises:
         ValueError: there is no run, it has another format, or a line is not one that ``RunLog``
@@ -253,61 +256,35 @@ def read_run(folder: str | Path) -> Run:
         >>> import tempfile
         >>> from dist_sparse import RunLog
         >>> from dist_sparse.report import read_run
-        >>> folder = tempfile.mkdtemp()
-        >>> with RunLog(folder) as log:
-        ...     for step in range(3):
-        ...         log.step(step, loss=1 / (1 + step))
-        >>> run = read_run(folder)
-        >>> run.finished, run.last_step, run.last("loss")
-        (True, 2, 0.3333333333333333)
-    """
-    # One level: runs inside those runs are their own comparison.
-    folder = Path(folder)
-    nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
-    return dataclasses.replace(_read(folder), compared=_by_name(nested))
-
-
-def read_runs(folders: Sequence[str | Path]) -> Run:
-    """Read several runs: the first, compared with the others. Of one alone the runs inside its
-    folder are compared.
-
-    A folder that is given twice, such as ``runs/latest`` among ``runs/*``, counts once.
-
-    Raises:
-        ValueError: as :func:`read_run`.
-
-    Example::
-
-        >>> import tempfile
-        >>> from dist_sparse import RunLog
-        >>> from dist_sparse.report import read_runs
         >>> folders = [tempfile.mkdtemp(), tempfile.mkdtemp()]
         >>> for name, folder in zip(["rows", "columns"], folders):
-        ...     RunLog(folder, name=name).close()
-        >>> runs = read_runs(folders)
-        >>> runs.name, list(runs.compared)
-        ('rows', ['columns'])
+        ...     with RunLog(folder, name=name) as log:
+        ...         for step in range(3):
+        ...             log.step(step, loss=1 / (1 + step))
+        >>> run = read_run(*folders)
+        >>> run.finished, run.last_step, run.last("loss"), list(run.compared)
+        (True, 2, 0.3333333333333333, ['columns'])
     """
     different: dict[str, Path] = {}
-    for folder in folders:
+    for each in (folder, *others):
         # runs/latest is one of runs/*, under another name.
-        different.setdefault(os.path.realpath(folder), Path(folder))
-    if len(different) == 1:
-        return read_run(folders[0])
-    # With several folders given, the runs inside them are left out.
-    first, *others = map(_read, different.values())
-    return dataclasses.replace(first, compared=_by_name(others, first))
+        different.setdefault(os.path.realpath(each), Path(each))
+    first, *compared = map(_read, different.values())
+    if compared:
+        return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
+    # One level: runs inside those runs are their own comparison.
+    inside = sorted(Path(folder).glob(f"*/{RUN}"))
+    compared = [_read(file.parent) for file in inside]
+    return dataclasses.replace(first, compared=_by_name(compared))
 
 
-def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
+def _by_name(runs: Sequence[Run], taken: str | None = None) -> dict[str, Run]:
     """Return runs by name and in order; a name that occurs again gets its folder."""
-    taken = set() if first is None else {first.name}
     named: dict[str, Run] = {}
     numbers: dict[str, int] = {}
     for run in runs:
         # Runs of one script have one name.
-        name = f"{run.name} ({run.folder})" if run.name in taken else run.name
-        taken.add(name)
+        name = f"{run.name} ({run.folder})" if run.name in (taken, *named) else run.name
         run = dataclasses.replace(run, name=name)
         # Seeds of one method share a color, so that their spread is seen.
         number = numbers.setdefault(run.method, len(numbers))

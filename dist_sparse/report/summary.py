@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def inspect_text(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     lines = [
         f"{run.folder}: started {run.started}",
-        f"on {number_of(run.world, 'rank')}; {versions}",
+        *textwrap.wrap(f"on {number_of(run.world, 'rank')}; {versions}", 79),
         status(run),
         "",
         *_table_text(run),

@@ -12,10 +12,9 @@ from typing import Any
 
 from dist_sparse.report import Run, read_run
 from dist_sparse.report.charts import charts
-from dist_sparse.report.drawing import svg_of
 from dist_sparse.report.figures import LineChart
 from dist_sparse.report.folder import LINES, RUN
-from dist_sparse.report.page import page
+from dist_sparse.report.page import page, svg_of
 from dist_sparse.report.run import Spent
 from tests.report.folders import HOSTILE
 from tests.report.test_run_log import train

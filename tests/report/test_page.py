@@ -13,12 +13,11 @@ import pytest
 
 from dist_sparse import RunLog
 from dist_sparse.cli.main import main
-from dist_sparse.report import rendering
 from dist_sparse.report.charts import charts
-from dist_sparse.report.drawing import plot_of, svg_of, ticks
+from dist_sparse.report.drawing import plot_of, ticks
 from dist_sparse.report.figures import BarChart, LineChart
 from dist_sparse.report.folder import LINES, RUN
-from dist_sparse.report.page import page, write_report
+from dist_sparse.report.page import environment, page, svg_of, write_report
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.text import amount, duration, number_of, percent, size
 from tests.report.folders import DRIVING, HOSTILE, edit, full_disk, write_many
@@ -256,7 +255,7 @@ def test_a_chart_as_a_file_can_be_read_alone(folder: Path) -> None:
 def test_without_jinja2_the_command_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rendering.environment.cache_clear()
+    environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", str(folder)]) == 1
     assert capsys.readouterr().err == "dist-sparse report: needs jinja2, which is not installed.\n"
