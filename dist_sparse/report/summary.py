@@ -19,6 +19,7 @@ from dist_sparse.report.comparison import (
     baseline,
     compare,
     delta_text,
+    difference,
     headline,
     known_text,
     row_cells,
@@ -135,13 +136,10 @@ def against(run: Run, key: str) -> str:
     """Return the last value of a series less that of the baseline as text; "" without a baseline
     that has it."""
     base = baseline(run)
-    if base is None or base is run:
+    delta = difference(run, base, key)
+    if base is None or delta is None:
         return ""
-    # A series that one of the two lacks has no difference.
-    value, other = run.last(key), base.last(key)
-    if value is None or other is None:
-        return ""
-    return f"{delta_text(value - other)} against {base.name} ({amount(other)})"
+    return f"{delta_text(delta)} against {base.name} ({amount(base.last(key) or 0)})"
 
 
 def summary(run: Run, report: Path) -> str:

@@ -67,7 +67,9 @@ def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
     assert headline(run).startswith(
         "Keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC"
     )
-    assert headline(run.compared["dense"]) == "Keeps all table bytes (34.4 KiB) at 0.7500 test AUC."
+    assert headline(run.compared["dense"]) == (
+        "Keeps 100.0% of table bytes (34.4 KiB of 34.4 KiB) at 0.7500 test AUC."
+    )
     assert summary(run, Path("/r.html")).endswith(
         "\npruned, changed: more.level=0.9\na_narrow, changed: lr=0.2\nreport: file:///r.html"
     )
@@ -131,7 +133,7 @@ def test_the_command_compares_runs_by_name(
         [f"half ({b})", "90.0%", "6.25 KiB", "18.2%", "0.6000", "-0.1500"],
         ["c", "-", "34.4 KiB", "100.0%", "0.7500", "2.5"],
     ]
-    assert "lr=-" in said and "inside" not in said
+    assert "lr=None" in said and "inside" not in said
     page = (a / "comparison.html").read_text()
     assert (a / "comparison.html").as_uri() in said and not (a / "report.html").exists()
     assert page.count("<h2>Runs</h2>") == 1 and f"half ({b})" in page
