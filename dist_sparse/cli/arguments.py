@@ -80,12 +80,11 @@ def model_and_evaluate(
 
         return model, evaluated
 
-    smaller = {
-        "columns": lambda share: called(columns=share),
-        "rows": lambda share: called(rows=share),
-    }
-    parameters = _parameters(entry, function)
-    return *called(), {part: smaller[part] for part in smaller if part in parameters}
+    def smaller(part: str) -> Callable[[float], tuple[Any, Any]]:
+        return lambda share: called(**{part: share})
+
+    parts = {"columns", "rows"} & {*_parameters(entry, function)}
+    return *called(), {part: smaller(part) for part in sorted(parts)}
 
 
 def parse_budget(text: str) -> int | str:

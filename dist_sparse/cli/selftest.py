@@ -43,13 +43,6 @@ def _run(options: argparse.Namespace) -> int:
     return status or (0 if found.passed else 1)
 
 
-def _processes(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
 def add_selftest(commands: Commands) -> None:
     """Add the subcommand."""
     parser = subcommand(
@@ -59,7 +52,7 @@ def add_selftest(commands: Commands) -> None:
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
     )
     parser.add_argument(
-        "--nproc", type=_processes, metavar="N", help="processes; default: one a GPU, 2 on a CPU"
+        "--nproc", type=int, metavar="N", help="processes; default: one a GPU, 2 on a CPU"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="writes JSON for an issue")
     add_json(parser)

@@ -15,29 +15,23 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from dist_sparse.report import comparison, summary
 from dist_sparse.report.charts import MOST_TABLES, charts
-from dist_sparse.report.comparison import (
-    HEAD,
-    compare,
-    headline,
-    row_cells,
-    verdict,
-    whole_bytes,
-)
 from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of
 from dist_sparse.report.figures import Chart
 from dist_sparse.report.folder import write_whole
 from dist_sparse.report.run import Run, read_run
-from dist_sparse.report.summary import (
-    TABLE_FIELDS,
-    against,
-    bytes_of,
-    numbers,
-    status,
-    target_text,
-    time_text,
+from dist_sparse.report.summary import TABLE_FIELDS, numbers
+from dist_sparse.text import (
+    amount,
+    block_shape_text,
+    count,
+    duration,
+    number_of,
+    percent,
+    printable,
+    size,
 )
-from dist_sparse.text import amount, block_shape_text, count, number_of, percent, printable, size
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -136,17 +130,8 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         "page.html",
         run=run,
         found=found,
-        lead=headline(run),
-        verdict=verdict(run),
-        status=status(run),
-        whole=whole_bytes(run),
-        target=target_text(found),
-        bytes_of=bytes_of(run),
-        against=against,
-        time=time_text(run, found),
-        compared=compare(run),
-        run_head=HEAD,
-        row_cells=row_cells,
+        summary=summary,
+        comparison=comparison,
         sections=sections,
         series=[*series],
         tables=_all_tables(found),
@@ -213,7 +198,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,  # a file ends with one
     )
-    texts = (amount, block_shape_text, count, number_of, percent, size)
+    texts = (amount, block_shape_text, count, duration, number_of, percent, size)
     environment.filters |= {text.__name__: text for text in texts} | {"short": _short}
     return environment
 

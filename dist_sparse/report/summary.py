@@ -30,7 +30,6 @@ from dist_sparse.text import (
     amount,
     block_shape_text,
     count,
-    duration,
     mib,
     number_of,
     percent,
@@ -161,27 +160,6 @@ def _comparison_lines(run: Run) -> list[str]:
     # Below the table: a config can be longer than a line.
     changed = [f"{name}, changed: {changes}" for name, *_, changes in cells if changes]
     return [*table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7)), *changed]
-
-
-def bytes_of(run: Run) -> str:
-    """Return which tables the bytes of a run count."""
-    tables = len(run.tables) + len(run.other_tables)
-    if run.model_tables:
-        return f"all {number_of(tables, 'table')}"
-    return number_of(tables, "registered table")
-
-
-def target_text(found: Mapping[str, Any]) -> str:
-    """Return the target level of :func:`numbers` as text."""
-    return known_text(found["target"], lambda level: f"target {percent(level)}", "no target")
-
-
-def time_text(run: Run, found: Mapping[str, Any]) -> str:
-    """Return the seconds that sparsity took as text."""
-    spent = run.spent
-    masks = f"masks {duration(spent.masks)} in {number_of(found['due_steps'], 'mask update')}"
-    enforcement = known_text(spent.enforcement, duration, "unknown")
-    return f"{masks}; enforcement {enforcement}; total {duration(spent.total)}"
 
 
 def inspect_text(run: Run) -> str:
