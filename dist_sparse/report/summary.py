@@ -221,12 +221,13 @@ def _lookups_text(run: Run) -> str:
 
 def _tables(run: Run) -> list[dict[str, Any]]:
     """Return a row per table: its last change, and what the end of the run knows of it."""
-    rows = {}
+    # In the order of the model, which the end knows.
+    rows = {table.name: _row(table) for table in run.tables}
     for name, change in run.last_changes.items():
         rows[name] = _row(change) | {"sparsity": change.sparsity, "churn": change.churn}
     # The end is newer than the last mask update, and knows more.
     for table in run.tables:
-        rows[table.name] = rows.get(table.name, _row(table)) | _ended_fields(table)
+        rows[table.name] = rows[table.name] | _ended_fields(table)
         rows[table.name]["dead_rows"] = run.dead_rows[table.name]
     return [*rows.values()]
 

@@ -366,6 +366,10 @@ def test_what_it_says(tmp_path: Path) -> None:
 def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_of()
     exported = export(model, pruned(model, (1, 4)), tmp_path / "served", "int8")
+    assert "no row was removed" not in str(
+        export(model, pruned(model, (1, "ROW")), tmp_path / "rows")
+    )
+    assert str(exported).endswith("; no row was removed")
     assert main(["serve-check", str(tmp_path / "served")]) == 0
     out = capsys.readouterr().out
     assert out == "\n".join(str(exported).splitlines()[1:]) + "\nok\n"
