@@ -6,9 +6,8 @@ import argparse
 import json
 
 from dist_sparse.cli.arguments import model_and_evaluate, model_from, parse_budget, parse_share
-from dist_sparse.cli.output import show
+from dist_sparse.cli.output import quiet, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
-from dist_sparse.cli.quiet import quiet
 
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item

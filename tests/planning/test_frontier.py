@@ -148,7 +148,7 @@ def test_untouched_rows_are_a_method_of_their_own() -> None:
 def test_errors(tmp_path: Path) -> None:
     model = table(2)
     for options, message in (
-        ({"methods": ["small"]}, "'small' needs train={'columns': ...}"),
+        ({"methods": ["small"]}, "Invalid methods='small'"),
         ({"methods": ["colums"]}, "Invalid methods='colums'"),
         ({"metric": "auc"}, "Invalid metric='auc'"),
         ({"train": {"dim": table}}, "Invalid train of ['dim']"),
