@@ -24,9 +24,9 @@ _FRONTIER = f"""examples:
   dist-sparse frontier my.package:measured --rotate user,item --budget 10%
 
 FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
-data that the model was not trained on. If it has the parameters columns and
-rows, it is called again with fractions of them, for models with smaller tables
-and with hashed ids. With the same --out, an interrupted run goes on.
+data that the model was not trained on. If it has the parameter columns, it is
+called again with fractions of them, for models with smaller tables. With the
+same --out, an interrupted run goes on.
 
 {STATUS}
 """
@@ -86,7 +86,7 @@ def add_frontier(commands: Commands) -> None:
     add(
         "--method",
         action="append",
-        help="bits, untouched, small, rotated, rows, mix or hashed; default: all",
+        help="bits, untouched, small, rotated, rows or mix; default: all",
     )
     add(
         "--dtype",

@@ -261,11 +261,8 @@ METHODS: Final = {
     "rotated": "rotated columns",
     "rows": "rows",
     "mix": "rotated columns and rows",
-    "hashed": "hashed rows",
 }
 """Name of each method in tables, the simplest first."""
-
-Part = Literal["columns", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,13 +272,13 @@ class Attempt:
     Args:
         method: of :data:`METHODS`.
         candidate: the form in which the model is served.
-        trained: the part of its tables that another model is trained with, and the fraction of it;
-            None is the model itself.
+        trained: fraction of the columns that another model is trained with; None is the model
+            itself.
     """
 
     method: str
     candidate: Candidate
-    trained: tuple[Part, float] | None = None
+    trained: float | None = None
 
 
 def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype]) -> list[Attempt]:
@@ -306,15 +303,6 @@ def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype
             found.append(Attempt(method="untouched", candidate=choice.candidate))
     for dtype in dtypes:
         found += _smaller(all_rows, dtype)
-    # Hashed rows are stored in the dtype of the fewest bytes, so that the most rows stay.
-    smallest = min(
-        (all_rows.choice("full", dtype, 1.0) for dtype in dtypes), key=lambda c: c.served.total
-    )
-    if not smallest.fits:
-        share = choices.budget / smallest.served.total
-        found.append(
-            Attempt(method="hashed", candidate=smallest.candidate, trained=("rows", share))
-        )
     return [attempt for attempt in found if attempt.method in methods]
 
 
@@ -326,7 +314,7 @@ def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
     found: list[Attempt] = []
     for small in choices.widest("small", dtype):
         # Served whole: another model is trained that narrow.
-        trained: tuple[Part, float] = ("columns", small.candidate.columns)
+        trained = small.candidate.columns
         found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
     pruned = [("rows", whole.candidate)]
     if choices.groups:

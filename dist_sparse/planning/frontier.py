@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from torch import nn
@@ -37,7 +36,7 @@ _MIN_ROWS: Final = 16
 def frontier(
     model: nn.Module,
     evaluate: Evaluate,
-    train: Train = MappingProxyType({}),
+    train: Train | None = None,
     *,
     budgets: Sequence[float] = BUDGETS,
     methods: Sequence[str] | None = None,
@@ -62,14 +61,12 @@ def frontier(
             weights are what they were.
         evaluate: called with the model, returns metrics by name, the same on all ranks. Take data
             that the model was not trained on.
-        train: functions by ``"columns"`` and ``"rows"``. Each is called with a fraction and returns
-            ``(model, evaluate)``: a model trained like this one, with that fraction of the columns
-            of its tables, or with ids hashed into that fraction of their rows.
+        train: called with a fraction, returns ``(model, evaluate)``: a model trained like this one,
+            with that fraction of the columns of its tables. For the method ``"small"``.
         budgets: fractions of the tables' bytes.
         methods: of those in :data:`~dist_sparse.planning.choices.METHODS`: ``"bits"``,
-            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"`` and ``"hashed"``.
-            None is all of them, without those for which ``train`` has nothing: ``"small"`` and
-            ``"hashed"``.
+            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"`` and ``"mix"``. None is all of
+            them, without ``"small"`` if there is no ``train``.
         dtypes: dtypes of the stored weights.
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read
             only by dot products between them.
@@ -181,16 +178,9 @@ def _best_points(
     return tuple(found)
 
 
-_TRAINED: Final = {"small": "columns", "hashed": "rows"}
-"""Part of the tables that ``train`` has to make smaller, by method."""
-
-
-def _methods(methods: Sequence[str] | None, train: Train) -> list[str]:
+def _methods(methods: Sequence[str] | None, train: Train | None) -> list[str]:
     """Return the names of the methods, checked."""
-    if unknown := sorted(set(train) - {*_TRAINED.values()}):
-        raise ValueError(f"Invalid train of {unknown}: must be of 'columns', 'rows' or both.")
-    possible = [each for each in METHODS if _TRAINED.get(each) in (None, *train)]
-    if methods is None:
-        return possible
-    # Methods that need another model than ``train`` has are none of the possible ones.
-    return [checks.choice("methods", each, possible) for each in methods]
+    possible = [*METHODS]
+    if train is None:
+        possible.remove("small")
+    return possible if methods is None else [checks.choice("methods", m, possible) for m in methods]

@@ -16,7 +16,7 @@ from torch import nn
 
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import dense_bytes, shape_of
-from dist_sparse.planning.choices import Attempt, Part
+from dist_sparse.planning.choices import Attempt
 from dist_sparse.planning.trials import serving
 from dist_sparse.progress import progress
 from dist_sparse.serving.sources import check_range
@@ -29,9 +29,8 @@ _FILE: Final = "trials.jsonl"
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Returns metrics of a model by name, the same on all ranks; does not change the model."""
 
-Train = Mapping[Part, Callable[[float], tuple[nn.Module, Evaluate]]]
-"""By ``"columns"`` and ``"rows"``, a function that trains a model whose tables have a fraction of
-their columns, or whose ids are hashed into a fraction of their rows, and returns it with its
+Train = Callable[[float], tuple[nn.Module, Evaluate]]
+"""Trains a model whose tables have a fraction of their columns, and returns it with its
 evaluation."""
 
 
@@ -71,7 +70,7 @@ class Measurements:
         self,
         model: nn.Module,
         evaluate: Evaluate,
-        train: Train,
+        train: Train | None,
         folder: Path | None,
     ) -> None:
         self._world = group_over(world_ranks())
@@ -90,13 +89,13 @@ class Measurements:
         # Lines of other weights or other metrics are of another model.
         self._fingerprint = self._hash(located)
         self._done = self._read()
-        self._other: tuple[tuple[Part, float], tuple[nn.Module, Evaluate]] | None = None
+        self._small: tuple[float, tuple[nn.Module, Evaluate]] | None = None
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Measured]:
         """Return the measurements of attempts, in their order."""
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         # In this order each model is trained once.
-        in_order = sorted(new.values(), key=lambda a: a.trained or ("", 0.0))
+        in_order = sorted(new.values(), key=lambda attempt: attempt.trained or 0.0)
         with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
             for attempt in in_order:
                 self._measure(attempt)
@@ -107,7 +106,7 @@ class Measurements:
         model, evaluate = self._whole
         tables = self.tables
         if attempt.trained is not None:
-            model, evaluate = self._trained(*attempt.trained)
+            model, evaluate = self._trained(attempt.trained)
             tables = tuple(map(shape_of, model_source(model).locate()))
         # The weights are restored on leaving, also after an error of evaluate().
         with serving(model, attempt.candidate):
@@ -128,13 +127,15 @@ class Measurements:
                 text = json.dumps(result, indent=1, allow_nan=False)
                 (self.folder / "frontier.json").write_text(f"{text}\n")
 
-    def _trained(self, part: Part, share: float) -> tuple[nn.Module, Evaluate]:
-        """Return the model that was trained with a part of the tables; the last one is kept."""
-        if self._other is None or self._other[0] != (part, share):
+    def _trained(self, columns: float) -> tuple[nn.Module, Evaluate]:
+        """Return the model that was trained with a fraction of the columns; the last one is
+        kept."""
+        assert self._train is not None  # or there is no such attempt
+        if self._small is None or self._small[0] != columns:
             # First freed: two models may not fit into memory.
-            self._other = None
-            self._other = (part, share), self._train[part](share)
-        return self._other[1]
+            self._small = None
+            self._small = columns, self._train(columns)
+        return self._small[1]
 
     def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
         with self._world.agreeing("evaluate()") as facts:

@@ -143,8 +143,7 @@ def _left(attempt: Attempt) -> str:
     """Return the kept part of the tables, in a few words."""
     candidate, parts = attempt.candidate, []
     if attempt.trained is not None:
-        part, share = attempt.trained
-        parts.append(f"{percent(share)} of the {part}")
+        parts.append(f"{percent(attempt.trained)} of the columns")
     if candidate.columns < 1:
         parts.append(f"{percent(candidate.columns)} of the columns")
     if attempt.method == "untouched":
