@@ -63,9 +63,7 @@ def add_frontier(commands: Commands) -> None:
             *model_and_evaluate(options.function),
             budgets=options.budget or BUDGETS,
             methods=options.method,
-            dtypes=options.dtype or ("fp32", "int8", "int4"),
             rotate=options.rotate or "table",
-            protect=options.protect,
             lower_is_better=options.less or ("ne", "loss"),
             metric=options.metric,
             tolerance=options.tolerance,
@@ -88,12 +86,6 @@ def add_frontier(commands: Commands) -> None:
         action="append",
         help="bits, untouched, small, rotated, rows or mix; default: all",
     )
-    add(
-        "--dtype",
-        action="append",
-        help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16",
-    )
-    add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
     add("--metric", help="by which they are compared; default: the first that evaluate returns")
     add(
         "--less",

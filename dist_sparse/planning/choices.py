@@ -120,27 +120,23 @@ class Choices:
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
         """Return a candidate with its ``prunable`` tables at the lowest common level at which all
-        tables fit, or at the highest below 1 if none fits. Its own levels are lower bounds."""
+        tables fit, or at the highest below 1 if none fits."""
         pruned = [table for table in self.tables if table.name in self.prunable]
         others = [table for table in self.tables if table.name not in self.prunable]
         # Priced once: the search below changes pruned tables alone.
         room = self.budget - candidate.served_bytes(others).total
 
-        def level_at(step: int, table: TableShape) -> float:
-            return max(step / _STEPS, candidate.levels.get(table.name, 0.0))
-
         def fits(step: int) -> bool:
-            return room >= sum(
-                candidate.table_bytes(table, level_at(step, table)).total for table in pruned
-            )
+            taken = [candidate.table_bytes(table, step / _STEPS).total for table in pruned]
+            return sum(taken) <= room
 
         # Bytes never grow with the level. The last step stays below level 1: a row is kept.
-        lowest = bisect_left(range(_STEPS - 1), True, key=fits)
-        levels = dict(candidate.levels)
+        lowest = bisect_left(range(_STEPS - 1), True, key=fits) / _STEPS
+        levels = {}
         for table in pruned:
             rows = table.shape[0]
             # Rounded to whole rows.
-            levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
+            levels[table.name] = 1 - kept_rows(rows, lowest) / max(rows, 1)
         return self._priced("rows", replace(candidate, levels=levels))
 
     def _tables_of(self, kind: Kind) -> Sequence[TableShape]:

@@ -96,9 +96,9 @@ class Plan:
             # The number of its code below the table.
             use = f"recommended {self.recommended.index(choice) + 1}"
         shapes = [choice.candidate.shape(table) for table in self.tables]
-        widths = [width for _, width in shapes]
-        narrowest, widest = min(widths), max(widths)
-        columns = str(widest) if narrowest == widest else f"{narrowest}-{widest}"
+        widths = sorted({width for _, width in shapes})
+        # One width, or the narrowest and the widest.
+        columns = "-".join(map(str, dict.fromkeys((widths[0], widths[-1]))))
         return [
             use,
             self._label(choice),

@@ -42,7 +42,7 @@ class Tip:
     left: float
     width: float
     text: tuple[str, ...]
-    line: float | None = None
+    line: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +207,7 @@ def _legend(lines: Sequence[Line | Dots]) -> list[tuple[str, str]]:
 
 def _ends(lines: Sequence[Line], text_of: Text) -> str:
     """Return the last value of each line."""
-    drawn = [line for line in lines if line.heights]
-    return "; ".join(f"{line.name} ends at {text_of(line.heights[-1])}" for line in drawn)
+    return "; ".join(f"{line.name} ends at {text_of(line.heights[-1])}" for line in lines)
 
 
 def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:

@@ -18,8 +18,6 @@ from dist_sparse.report.comparison import (
     HEAD,
     baseline,
     compare,
-    delta_text,
-    difference,
     headline,
     known_text,
     row_cells,
@@ -27,7 +25,6 @@ from dist_sparse.report.comparison import (
 )
 from dist_sparse.report.run import Run, share_of, target_of, total
 from dist_sparse.text import (
-    amount,
     block_shape_text,
     count,
     mib,
@@ -96,7 +93,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "target": target_of(run.tables or run.last_changes.values()),
         "blocks": blocks or 0,
         "removed_blocks": removed or 0,
-        "bytes_masks": _sum(tables, "bytes_masks") if run.tables else None,
+        "bytes_masks": _sum(tables, "bytes_masks"),
         "dead_rows": _sum(tables, "dead_rows"),
         "last": _last(run),
         "seconds": {**dataclasses.asdict(run.spent), "share": run.sparsity_share},
@@ -123,22 +120,14 @@ def table_json(stats: TableStats) -> dict[str, Any]:
 
 def status(run: Run) -> str:
     """Return a sentence about how far the run went."""
-    where = "before its first line" if run.last_step is None else f"at step {count(run.last_step)}"
+    where = known_text(run.last_step, "at step {:,}".format, unknown="before its first line")
     text = f"The run ended {where}."
     if not run.finished:
-        text = f"The log stops {where} without an end: the run failed or still runs. What is known"
-        text += " is shown."
+        text = (
+            f"The log stops {where} without an end: the run failed or still runs. What is known is"
+            " shown."
+        )
     return text if run.sessions == 1 else f"{text} It was resumed: {run.sessions} sessions."
-
-
-def against(run: Run, key: str) -> str:
-    """Return the last value of a series less that of the baseline as text; "" without a baseline
-    that has it."""
-    base = baseline(run)
-    delta = difference(run, base, key)
-    if base is None or delta is None:
-        return ""
-    return f"{delta_text(delta)} against {base.name} ({amount(base.last(key) or 0)})"
 
 
 def summary(run: Run, report: Path) -> str:
@@ -156,10 +145,11 @@ def summary(run: Run, report: Path) -> str:
 def _comparison_lines(run: Run) -> list[str]:
     if not run.compared:
         return []
-    cells = [row_cells(row) for row in compare(run)]
+    cells = [*map(row_cells, compare(run))]
     # Below the table: a config can be longer than a line.
     changed = [f"{name}, changed: {changes}" for name, *_, changes in cells if changes]
-    return [*table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7)), *changed]
+    table = table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))
+    return [*table, *changed]
 
 
 def inspect_text(run: Run) -> str:
