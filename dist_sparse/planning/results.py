@@ -112,15 +112,13 @@ class Frontier:
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
         whole = ("", "the model as it is", "", "", count(self.table_bytes), "100.0%")
         rows = [(*whole, *_numbers(self.full))]
-        before = None
         for point in self.points:
             found = point.measured
             share = percent(found.bytes / self.table_bytes)
-            # Each budget is shown once.
-            budget = "" if point.budget == before else percent(point.budget)
-            before = point.budget
             cells = (METHODS[point.method], _left(found.attempt), found.attempt.candidate.dtype)
-            rows.append((budget, *cells, count(found.bytes), share, *_numbers(found.metrics)))
+            rows.append(
+                (percent(point.budget), *cells, count(found.bytes), share, *_numbers(found.metrics))
+            )
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         order = f"Best first, by {self.metric}: {self._better} is better."
         texts = [textwrap.fill(text, 79) for text in (order, NOTE, self.recommendation)]

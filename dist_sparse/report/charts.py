@@ -135,8 +135,11 @@ def _churn_of(changes: Sequence[MaskChange]) -> float | None:
 
 def _held(run: Run, name: str, role: str, points: Sequence[Point], number: int = 0) -> Line:
     """Return a line that stays constant between mask updates and after the last one."""
-    # Masks stay as they are until the run ends.
-    last = [(run.end, value) for _, value in points[-1:]]
+    # Masks stay as they are until the run ends, or the guard undoes the last update.
+    end = run.end
+    if run.undone is not None and role in ("target", "table"):
+        end = run.undone.step
+    last = [(end, value) for _, value in points[-1:]]
     return Line(name=name, role=role, number=number, points=thinned([*points, *last]), steps=True)
 
 
@@ -296,15 +299,14 @@ def _bytes_kept(run: Run) -> BarChart:
 
 def _traffic_charts(run: Run) -> list[BarChart]:
     """Return the rows by their lookups of the largest tables that are known."""
-    sizes = {table.name: table.table_bytes for table in run.tables}
-    known = {name: of for name, of in run.traffic.items() if of.share is not None}
-    pruned = [name for name, of in known.items() if any(of.removed)]
+    found: list[BarChart] = []
     # Large tables decide what serving takes.
-    pruned.sort(key=lambda name: (-sizes[name], name))
-    found = []
-    for place, name in enumerate(pruned[:_MOST_TRAFFIC], start=1):
-        found.append(_traffic_chart(f"traffic_{place}", name, run.traffic[name]))
-    return found
+    for table in sorted(run.tables, key=lambda table: (-table.table_bytes, table.name)):
+        of = run.traffic.get(table.name)
+        # A table without a lookup, or that keeps all rows, has nothing to show.
+        if of is not None and of.share is not None and any(of.removed):
+            found.append(_traffic_chart(f"traffic_{len(found) + 1}", table.name, of))
+    return found[:_MOST_TRAFFIC]
 
 
 def _traffic_chart(key: str, name: str, of: RowTraffic) -> BarChart:

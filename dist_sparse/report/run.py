@@ -171,20 +171,18 @@ class Run:
     def bytes_dense(self) -> int | None:
         """Bytes of all tables without sparsity: of the model's, else of the registered ones; None
         if unknown."""
-        if not self.tables and not self.model_tables:
-            return None
         # Both name registered tables: their bytes at the end count.
         registered = {table.name: table.table_bytes for table in self.tables}
-        return sum({**self.model_tables, **registered}.values())
+        sizes = {**self.model_tables, **registered}
+        return sum(sizes.values()) if sizes else None
 
     @property
     def bytes_kept(self) -> int | None:
         """Bytes of the kept weights of those tables, masks not counted; None before the end of a
         run that prunes."""
-        if self.due and not self.tables:
-            return None  # bytes of tables are logged at the end
         dense = self.bytes_dense
-        if dense is None:
+        # Bytes of tables are logged at the end.
+        if dense is None or (self.due and not self.tables):
             return None
         return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
