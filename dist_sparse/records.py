@@ -25,9 +25,6 @@ class MaskChange:
         target: the configured sparsity_level; None without one.
         threshold: the largest score that was removed; None where none decides (nothing or
             everything is pruned, or the masks are a user's own).
-        scores: a histogram of all blocks' scores before the update:
-            ``(smallest score of a bucket, blocks)``, eight buckets an octave, empty ones left out,
-            zeros by themselves; empty where there is no threshold.
         blocks: what the mask counts: sparse blocks, or elements where it is not constant on blocks.
         removed_blocks: how many of them are removed now.
         flipped_blocks: how many are no longer what they were; None if the block shape has changed.
@@ -43,7 +40,6 @@ class MaskChange:
     name: str
     target: float | None
     threshold: float | None
-    scores: tuple[tuple[float, int], ...]
     blocks: int
     removed_blocks: int
     flipped_blocks: int | None

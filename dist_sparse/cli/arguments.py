@@ -52,11 +52,9 @@ def model_from(entry: str) -> Any:
     return model
 
 
-def model_and_evaluate(
-    entry: str,
-) -> tuple[Any, Any, dict[Any, Callable[[float], tuple[Any, Any]]]]:
+def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[Any, Any]] | None]:
     """Call the function that ``entry`` names, and return its ``(model, evaluate)``, and what calls
-    it with one of its parameters ``columns`` and ``rows``, by name, if it has them.
+    it with its parameter ``columns``, if it has one.
 
     Args:
         entry: as for :func:`model_from`.
@@ -66,10 +64,10 @@ def model_and_evaluate(
     """
     function = _function(entry)
 
-    def called(**part: float) -> tuple[Any, Any]:
+    def called(**columns: float) -> tuple[Any, Any]:
         # Only the call: what is wrong with its result is said below.
         with _users_code(entry):
-            returned = function(**part)
+            returned = function(**columns)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
             raise EntryError(entry, "must return (model, evaluate), where evaluate is a function.")
         model, evaluate = returned
@@ -80,12 +78,10 @@ def model_and_evaluate(
 
         return model, evaluated
 
-    smaller = {
-        "columns": lambda share: called(columns=share),
-        "rows": lambda share: called(rows=share),
-    }
-    parameters = _parameters(entry, function)
-    return *called(), {part: smaller[part] for part in smaller if part in parameters}
+    def smaller(columns: float) -> tuple[Any, Any]:
+        return called(columns=columns)
+
+    return *called(), smaller if "columns" in _parameters(entry, function) else None
 
 
 def parse_budget(text: str) -> int | str:

@@ -7,34 +7,22 @@ loaded is loaded in a process of its own (:mod:`dist_sparse.cli.probes`). Change
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import shlex
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
-
-from packaging.requirements import Requirement
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
-from dist_sparse.text import table_lines
+from dist_sparse.text import printable
 from dist_sparse.torchrec.versions import advised, check_versions, fitting
-
-_RED, _GREEN = 31, 32
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OF_TORCHREC: Final = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
 """What TorchRec requires besides torch and FBGEMM."""
-_OPTIONAL: Final = {
-    "safetensors": "export() and load_served()",
-    "tensorboard": "numbers of a run in TensorBoard",
-    "lightning": "callbacks for Lightning",
-    "torchx": "launching with torchx, which wants urllib3 older than 1.27",
-}
 
 
 @dataclass(frozen=True)
@@ -43,92 +31,55 @@ class Finding:
 
     Args:
         what: what was checked.
-        status: ``missing`` is not installed, ``wrong`` does not work.
+        ok: whether it is there and works.
         says: a version, or the problem.
-        fix: the command that fixes it; None where nothing is to fix, or no command does.
-        needed: to train a TorchRec model; the rest is optional.
+        fix: the command that fixes it.
     """
 
     what: str
-    status: Literal["ok", "missing", "wrong"]
+    ok: bool
     says: str
-    fix: str | None = None
-    needed: bool = True
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
+    fix: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
-    """Results of all checks."""
+    """Results of all checks, and the device that would train."""
 
     findings: tuple[Finding, ...]
+    device: str
 
     @property
-    def can_train(self) -> bool:
-        """Whether everything needed is there and works."""
-        return all(each.ok for each in self.findings if each.needed)
+    def broken(self) -> list[Finding]:
+        """What is missing or does not work."""
+        return [each for each in self.findings if not each.ok]
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as JSON-able values."""
-        return {
-            "can_train": self.can_train,
-            "findings": [dataclasses.asdict(each) for each in self.findings],
-        }
+        return {"can_train": not self.broken, **asdict(self)}
 
-    def __str__(self) -> str:
-        return self.text(verbose=True)
-
-    def text(self, colors: bool = False, verbose: bool = False) -> str:
-        """Return the conclusion; if something needed is broken, or ``verbose``, also the findings
-        and the fixes."""
-        conclusion = self._conclusion()
-        if colors:
-            conclusion = f"\x1b[{_GREEN if self.can_train else _RED}m{conclusion}\x1b[0m"
-        # Ready: one line, whatever optional packages lack.
-        if self.can_train and not verbose:
-            return conclusion
-        lines = [conclusion, *self._table("needed", True)]
-        if verbose:
-            lines += self._table("optional", False)
-        return "\n".join([*lines, *self._fixes(verbose)])
-
-    def _table(self, head: str, needed: bool) -> list[str]:
-        group = [each for each in self.findings if each.needed == needed]
-        cells = [(each.what, each.status, each.says) for each in group]
-        return ["", *table_lines((head, "status", "finding"), cells)] if group else []
-
-    def _conclusion(self) -> str:
-        if self.can_train:
-            return "Everything needed to train is here."
-        broken = [each.what for each in self.findings if each.needed and not each.ok]
-        # Without TorchRec, tables of plain PyTorch can still be pruned.
-        plain = "" if "torch" in broken else " Plain PyTorch models can."
-        return f"TorchRec models can't be trained here: {', '.join(broken)}.{plain}"
-
-    def _fixes(self, verbose: bool) -> list[str]:
-        """Return a line for each command; one command may fix several findings."""
-        fixed: dict[str, list[str]] = {}
-        for each in self.findings:
-            if each.fix is not None and (each.needed or verbose):
-                fixed.setdefault(each.fix, []).append(each.what)
-        if not fixed:
-            return []
-        lines = ["", "To fix:", *(f"  {', '.join(names)}: {fix}" for fix, names in fixed.items())]
-        # pip would take torch for another CUDA version from PyPI.
-        if any(" URL" in fix for fix in fixed):
-            lines.append(
-                "  URL is that of PyTorch's package index for your CUDA version, or for CPUs."
-            )
-        return lines
+    def text(self, verbose: bool = False) -> str:
+        """Return the verdict, and below it what is broken with the commands that fix it; if
+        ``verbose`` all findings."""
+        lines = [f"Everything needed to train is here, on {self.device}."]
+        if self.broken:
+            names = ", ".join(each.what for each in self.broken)
+            lines = [f"TorchRec models can't be trained here: {names}."]
+        for each in self.findings if verbose else self.broken:
+            lines.append(f"  {each.what}: {printable(each.says)}")
+        # One command may fix several findings.
+        for fix in dict.fromkeys(each.fix for each in self.broken):
+            lines += ["", "To fix:", f"  {fix}"]
+            # pip would take torch for another CUDA version from PyPI.
+            if " URL" in fix:
+                lines.append("  URL: PyTorch's package index for your CUDA version, or for CPUs.")
+        return "\n".join(lines)
 
 
 def installed() -> dict[str, str]:
     """Return the version of every installed distribution that is checked, by name."""
     found = {}
-    for name in ("torch", "torchrec", *_FBGEMM, *_OPTIONAL):
+    for name in ("torch", "torchrec", *_FBGEMM, "safetensors"):
         # Metadata only: importing a broken torch can end the process.
         try:
             found[name] = importlib.metadata.version(name)
@@ -152,125 +103,73 @@ def examine(
     """
     versions = installed() if versions is None else versions
     progress("torch")
-    torch = ask_torch() if "torch" in versions else Torch(fault="torch is not installed")
-    # Which packages are needed depends on it.
+    torch = ask_torch() if "torch" in versions else Torch(fault="not installed")
+    # Which FBGEMM is needed depends on it.
     cuda = torch.gpus > 0 if cuda is None else cuda
-    python = Finding("python", "ok", ".".join(map(str, sys.version_info[:3])))
-    findings = [python, _torch(versions, torch), *_trio(versions, cuda)]
-    progress("TorchRec and FBGEMM")
-    # With a broken release, or without torch, a lookup would only fail once more.
+    advice = _advice(versions, cuda)
+    # pip would keep a torch that is broken.
+    reinstall = f"{_PIP} install --force-reinstall {_fitting_torch(versions)}"
+    findings = [
+        Finding("torch", torch.fault is None, torch.fault or versions["torch"], reinstall),
+        _package("torchrec", versions, advice),
+        _fbgemm(versions, cuda, advice),
+        _package("safetensors", versions, f"{_PIP} install safetensors"),
+    ]
+    # Without one of them, or in a broken mix, a lookup would only fail once more.
     if all(each.ok for each in findings):
-        findings.append(_lookup(versions, cuda))
-    progress("devices and communication")
-    if torch.fault is None:
-        findings += [_cuda(cuda, torch), _gloo(cuda)]
-    optional = [_package(name, versions, use) for name, use in _OPTIONAL.items()]
-    findings += [dataclasses.replace(each, needed=False) for each in optional]
-    return Diagnosis(findings=tuple(findings))
+        findings.append(_fit(versions, advice))
+    if all(each.ok for each in findings):
+        progress("TorchRec and FBGEMM")
+        findings.append(_probe("a lookup", LOOKUP, advice))
+    if torch.fault is None and not cuda:
+        progress("communication")
+        # Its usual fault: the host name resolves to an address of no interface.
+        findings.append(_probe("gloo", GLOO, "export GLOO_SOCKET_IFNAME=lo"))
+    return Diagnosis(tuple(findings), _device(torch, cuda))
 
 
-def _torch(versions: Mapping[str, str], torch: Torch) -> Finding:
-    found = _package("torch", versions)
-    # Not the newest: it has to fit the TorchRec that is installed, or will be.
-    fitting = _fitting_torch(versions)
-    if not found.ok:
-        return dataclasses.replace(found, fix=f"{_PIP} install {fitting}")
-    if torch.fault is None:
-        return found
-    # pip would keep the broken one.
-    fix = f"{_PIP} install --force-reinstall {fitting}"
-    return Finding("torch", "wrong", f"does not load: {torch.fault}", fix)
-
-
-def _trio(versions: Mapping[str, str], cuda: bool) -> list[Finding]:
-    """Check that TorchRec and FBGEMM are installed and fit together and to torch."""
-    fix = _install_trio(versions, cuda)
-    says = "not installed; without it only plain PyTorch models can be sparsified"
-    rec, gemm = Finding("torchrec", "missing", says, fix), _fbgemm(versions, cuda, fix)
-    if "torchrec" in versions:
-        rec = Finding("torchrec", "ok", versions["torchrec"])
-    # Without one of the three there is nothing to compare.
-    if rec.ok and gemm.ok and "torch" in versions:
-        return [rec, gemm, _fit(versions, gemm.says.split()[-1], fix)]
-    return [rec, gemm]
+def _package(name: str, versions: Mapping[str, str], fix: str) -> Finding:
+    return Finding(name, name in versions, versions.get(name, "not installed"), fix)
 
 
 def _fbgemm(versions: Mapping[str, str], cuda: bool, fix: str) -> Finding:
     gemms = [name for name in _FBGEMM if name in versions]
-    if not gemms:
-        return Finding("fbgemm", "missing", "not installed", fix)
+    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && {fix}"
     # They install the same files.
     if len(gemms) == 2:
         says = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
-    elif cuda and gemms == ["fbgemm-gpu-cpu"]:
+        return Finding("fbgemm", False, says, remove)
+    if cuda and gemms == ["fbgemm-gpu-cpu"]:
         says = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
-    else:
-        return Finding("fbgemm", "ok", f"{gemms[0]} {versions[gemms[0]]}")
-    return Finding("fbgemm", "wrong", says, f"{_PIP} uninstall -y {' '.join(gemms)} && {fix}")
+        return Finding("fbgemm", False, says, remove)
+    says = " ".join(versions[name] for name in gemms)
+    return Finding("fbgemm", bool(gemms), says or "not installed", fix)
 
 
-def _fit(versions: Mapping[str, str], gemm: str, fix: str) -> Finding:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            check_versions(versions["torch"], versions["torchrec"], gemm)
-        except ImportError as error:
-            return Finding("versions fit", "wrong", str(error), fix)
-    # Releases newer than this package are a warning.
-    unknown = "; ".join(str(warning.message) for warning in caught)
-    says = unknown or "torch, torchrec and fbgemm were built for each other"
-    return Finding("versions fit", "ok", says)
-
-
-def _lookup(versions: Mapping[str, str], cuda: bool) -> Finding:
-    fault = fails(LOOKUP)
-    if fault is None:
-        return Finding("a lookup", "ok", "TorchRec and FBGEMM's operators load and look up a row")
-    return Finding("a lookup", "wrong", fault, _install_trio(versions, cuda))
-
-
-def _cuda(cuda: bool, torch: Torch) -> Finding:
-    if cuda:
-        return Finding("cuda", "ok", f"{torch.gpus} GPU(s), CUDA {torch.cuda}", needed=False)
-    # It comes with the driver.
-    if shutil.which("nvidia-smi") is None:
-        return Finding("cuda", "missing", "no GPU: trains on the CPU", needed=False)
-    build = f"CUDA {torch.cuda}" if torch.cuda else "CPUs"
-    says = f"torch {torch.version}, for {build}, sees no GPU, though there is a driver"
-    return Finding("cuda", "wrong", says, needed=False)
-
-
-def _gloo(cuda: bool) -> Finding:
-    fault = fails(GLOO)
-    if fault is None:
-        return Finding("gloo", "ok", "a process group starts and sums", needed=not cuda)
-    # Its usual fault: the host name resolves to an address of no interface.
-    return Finding("gloo", "wrong", fault, "export GLOO_SOCKET_IFNAME=lo", needed=not cuda)
-
-
-def _package(name: str, versions: Mapping[str, str], use: str = "training") -> Finding:
-    """Check a distribution against the requirements in the package's own metadata."""
-    wanted = _wanted().get(name, Requirement(name)).specifier
-    version, fix = versions.get(name), f'{_PIP} install "{name}{wanted}"'
-    if version is None:
-        return Finding(name, "missing", f"not installed; for {use}", fix)
-    if not wanted.contains(version, prereleases=True):
-        says = f"{version} is too old: {name}{wanted} is required; for {use}"
-        return Finding(name, "wrong", says, fix)
-    return Finding(name, "ok", version)
-
-
-def _wanted() -> dict[str, Requirement]:
-    """Return the requirements of dist_sparse by name, extras included."""
-    # A clone on PYTHONPATH has no metadata: any version will do.
+def _fit(versions: Mapping[str, str], fix: str) -> Finding:
+    gemm = versions.get("fbgemm-gpu") or versions["fbgemm-gpu-cpu"]
     try:
-        texts = importlib.metadata.requires("dist_sparse") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    return {requirement.name: requirement for requirement in map(Requirement, texts)}
+        check_versions(versions["torch"], versions["torchrec"], gemm)
+    except ImportError as error:
+        return Finding("versions fit", False, str(error), fix)
+    return Finding("versions fit", True, "torch, torchrec and fbgemm are of one release")
 
 
-def _install_trio(versions: Mapping[str, str], cuda: bool) -> str:
+def _probe(what: str, code: str, fix: str) -> Finding:
+    fault = fails(code)
+    return Finding(what, fault is None, fault or "works", fix)
+
+
+def _device(torch: Torch, cuda: bool) -> str:
+    if cuda:
+        return f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
+    # It comes with the driver.
+    if torch.fault is None and shutil.which("nvidia-smi") is not None:
+        return f"the CPU: there is a GPU's driver, but torch {torch.version} sees no GPU"
+    return "the CPU"
+
+
+def _advice(versions: Mapping[str, str], cuda: bool) -> str:
     """Return the command that installs TorchRec and FBGEMM for the installed torch, or all three.
 
     If no release fits the torch, it is that of the installed TorchRec, or the latest.

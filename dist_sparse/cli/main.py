@@ -3,8 +3,9 @@ the result.
 
 A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and
 returns the exit status. What it calls is imported when it runs, and torch with it: `--help` and
-`doctor` need no torch. What a user can fix (a ValueError, a file that can't be read or written, a
-FUNCTION that fails) is a line or two and status 1; other exceptions keep their traceback.
+`doctor` need no torch. Status 2 is for a command line that has to be changed, FUNCTION included;
+status 1 for what else a user can fix (a ValueError, a file that can't be read or written, a package
+that is missing). Both are a line or two; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from io import TextIOWrapper
 from typing import Final
 
 import dist_sparse
-from dist_sparse.cli.output import fail, flush, has_colors, interrupted, progress, show
+from dist_sparse.cli.arguments import EntryError
+from dist_sparse.cli.output import fail, flush, interrupted, progress, show
 from dist_sparse.cli.parsing import (
     STATUS,
     Commands,
@@ -73,7 +75,7 @@ _DOCTOR = """examples:
   dist-sparse doctor --json
   dist-sparse doctor --verbose
 
-Prints the conclusion, what is wrong and the commands that fix it. Changes
+Prints the verdict, what is wrong and the commands that fix it. Changes
 nothing; takes as long as TorchRec needs to load.
 
 exit status: 0 this machine can train TorchRec models, 1 something needed is
@@ -139,10 +141,15 @@ def _main(words: Sequence[str] | None) -> int:
         options = parser().parse_args(words)
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
+    except EntryError as error:
+        fail(words[0], f"{error}\nUsage and options: dist-sparse {words[0]} --help")
+        return 2
     except ModuleNotFoundError as error:
         # Commands load what they need when they run: most of them need no torch.
         how = "; dist-sparse doctor prints how to install it." if error.name == "torch" else "."
         return fail(words[0], f"needs {error.name}, which is not installed{how}")
+    except (ValueError, OSError, ImportError) as error:
+        return fail(words[0], error)
 
 
 def _add_launch(commands: Commands) -> None:
@@ -169,11 +176,7 @@ def _add_serve_check(commands: Commands) -> None:
         from dist_sparse.serving.check import check_artifact
         from dist_sparse.serving.manifest import summary
 
-        # A refusal is the answer of this command, not its failure.
-        try:
-            manifest = check_artifact(options.folder, *options.deltas).manifest
-        except (ValueError, OSError, ImportError) as error:
-            return fail("serve-check", f"refused: {error}")
+        manifest = check_artifact(options.folder, *options.deltas).manifest
         return show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
 
     parser = subcommand(
@@ -197,10 +200,7 @@ def _add_merge(commands: Commands) -> None:
         from dist_sparse.serving.check import merge
         from dist_sparse.serving.manifest import summary
 
-        try:
-            manifest = merge(options.folder, *options.deltas, out=options.out)
-        except (ValueError, OSError, ImportError) as error:
-            return fail("merge", error)
+        manifest = merge(options.folder, *options.deltas, out=options.out)
         return show(f"{options.out}\n{summary(manifest)}")
 
     parser = subcommand(
@@ -217,17 +217,15 @@ def _add_doctor(commands: Commands) -> None:
 
         found = examine(progress=progress)
         progress("")
-        text = found.text(has_colors(), options.verbose)
+        text = found.text(options.verbose)
         status = show(json.dumps(found.to_json(), indent=2) if options.json else text)
         # Output that could not be written comes first.
-        return status or (0 if found.can_train else 1)
+        return status or int(bool(found.broken))
 
     parser = subcommand(
         commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR
     )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="shows every finding, optional packages too"
-    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="shows every finding")
     add_json(parser)
     parser.set_defaults(run=run)
 

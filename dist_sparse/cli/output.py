@@ -6,9 +6,11 @@ A full disk is a failure; a reader that closed the pipe ends the command as it e
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import warnings
 
 from dist_sparse.text import printable
 
@@ -30,11 +32,6 @@ def progress(what: str) -> None:
     if sys.stderr.isatty():
         text = f"checking {what} ..." if what else ""
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def has_colors() -> bool:
-    """Return whether stdout is a terminal and NO_COLOR is not set (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def show(text: str) -> int:
@@ -61,3 +58,27 @@ def _unwritten(error: OSError) -> int:
         return 128 + signal.SIGPIPE  # as other programs do when their reader closes the pipe
     print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
     return 1
+
+
+def quiet() -> None:
+    """Keep what TorchRec and FBGEMM print at every start out of a command's output, from now on.
+
+    They are notices about their own internals, which a user of `dist-sparse` can do nothing about.
+    Errors, and warnings of other modules, are shown.
+    """
+    # Notices about optional accelerators, and about tracing.
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # TorchRec logs this one with the root logger.
+    logging.getLogger().addFilter(_shown)
+    warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu)(\.|$)")
+    warnings.filterwarnings(
+        "ignore", message=".* is deprecated. (Use|Please use) ", module=r"torch\.distributed"
+    )
+    warnings.filterwarnings(
+        "ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel"
+    )
+
+
+def _shown(record: logging.LogRecord) -> bool:
+    return "LOCAL_WORLD_SIZE from environment" not in str(record.msg)

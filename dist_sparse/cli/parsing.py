@@ -11,7 +11,7 @@ from dist_sparse.launch.parsing import options_of, refuse_option
 
 Commands: TypeAlias = "argparse._SubParsersAction[Subcommand]"
 
-STATUS = "exit status: 0 success, 1 failure (one line says why), 2 invalid command line"
+STATUS = "exit status: 0 success, 1 failure (one line says why), 2 wrong command line"
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
-from dist_sparse.cli.arguments import (
-    EntryError,
-    model_and_evaluate,
-    model_from,
-    parse_budget,
-    parse_share,
-)
-from dist_sparse.cli.output import fail, show
+from dist_sparse.cli.arguments import model_and_evaluate, model_from, parse_budget, parse_share
+from dist_sparse.cli.output import quiet, show
 from dist_sparse.cli.parsing import STATUS, Commands, add_json, subcommand
-from dist_sparse.cli.quiet import quiet
 
 _PLAN = f"""examples:
   dist-sparse plan my.package:model --budget 10% --rotate user,item
-  dist-sparse plan model.py:trained --budget 512KiB --cold 'user_x_*'
+  dist-sparse plan model.py:trained --budget 512KiB
 
 FUNCTION takes no arguments and returns a trained model, which is not changed.
 `dist-sparse frontier` measures what fits on the trained model.
@@ -32,9 +24,9 @@ _FRONTIER = f"""examples:
   dist-sparse frontier my.package:measured --rotate user,item --budget 10%
 
 FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
-data that the model was not trained on. If it has the parameters columns and
-rows, it is called again with fractions of them, for models with smaller tables
-and with hashed ids. With the same --out, an interrupted run goes on.
+data that the model was not trained on. If it has the parameter columns, it is
+called again with fractions of them, for models with smaller tables. With the
+same --out, an interrupted run goes on.
 
 {STATUS}
 """
@@ -42,11 +34,11 @@ and with hashed ids. With the same --out, an interrupted run goes on.
 
 def add_plan(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
+        from dist_sparse.planning.plan import plan
+
         quiet()
-        try:
-            return _plan(options)
-        except (ValueError, OSError) as error:
-            return _failed("plan", error)
+        answer = plan(model_from(options.function), options.budget, rotate=options.rotate)
+        return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
     parser = subcommand(commands, "plan", "shows what a budget of bytes can hold", _PLAN)
     add = parser.add_argument
@@ -57,17 +49,8 @@ def add_plan(commands: Commands) -> None:
         required=True,
         help="bytes to serve, such as 10%% or 512MiB",
     )
-    add("--cold", action="append", metavar="GLOB", help="tables of cold crossed features")
     _add_common(parser)
     parser.set_defaults(run=run)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from dist_sparse.planning.plan import plan
-
-    model = model_from(options.function)
-    answer = plan(model, options.budget, rotate=options.rotate, cold=options.cold)
-    return show(json.dumps(answer.to_json(), indent=2) if options.json else str(answer))
 
 
 def add_frontier(commands: Commands) -> None:
@@ -76,18 +59,16 @@ def add_frontier(commands: Commands) -> None:
 
         # Before the import of TorchRec, which logs at once.
         quiet()
-        try:
-            found = frontier(
-                *model_and_evaluate(options.function),
-                budgets=options.budget or BUDGETS,
-                methods=options.method,
-                dtypes=options.dtype or ("fp32", "int8", "int4"),
-                rotate=options.rotate or "table",
-                protect=options.protect,
-                **_measuring(options),
-            )
-        except (ValueError, OSError) as error:
-            return _failed("frontier", error)
+        found = frontier(
+            *model_and_evaluate(options.function),
+            budgets=options.budget or BUDGETS,
+            methods=options.method,
+            rotate=options.rotate or "table",
+            lower_is_better=options.less or ("ne", "loss"),
+            metric=options.metric,
+            tolerance=options.tolerance,
+            out=options.out,
+        )
         return show(json.dumps(found.to_json(), indent=2) if options.json else str(found))
 
     purpose = "measures what a trained model is worth at a few sizes"
@@ -103,14 +84,8 @@ def add_frontier(commands: Commands) -> None:
     add(
         "--method",
         action="append",
-        help="bits, untouched, small, rotated, rows, mix or hashed; default: all",
+        help="bits, untouched, small, rotated, rows or mix; default: all",
     )
-    add(
-        "--dtype",
-        action="append",
-        help="fp32, fp16, int8 or int4, to store what is left in; default: all but fp16",
-    )
-    add("--protect", action="append", metavar="GLOB", help="tables that keep all rows")
     add("--metric", help="by which they are compared; default: the first that evaluate returns")
     add(
         "--less",
@@ -121,13 +96,14 @@ def add_frontier(commands: Commands) -> None:
     add(
         "--tolerance",
         type=float,
+        default=0.002,
         metavar="X",
         help="smaller differences do not count; default: 0.002",
     )
     add(
         "--out",
         metavar="DIR",
-        help="writes the table, a plot and trials.jsonl there, and goes on from the latter",
+        help="writes frontier.json and trials.jsonl there, and goes on from the latter",
     )
     _add_common(parser)
     parser.set_defaults(run=run)
@@ -145,19 +121,3 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="tables that only dot products between them read",
     )
     add_json(parser)
-
-
-def _failed(command: str, error: Exception) -> int:
-    hint = f"\nUsage and options: dist-sparse {command} --help"
-    return fail(command, f"{error}{hint if isinstance(error, EntryError) else ''}")
-
-
-def _measuring(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of measuring that were given."""
-    given = {
-        "metric": options.metric,
-        "lower_is_better": options.less,
-        "tolerance": options.tolerance,
-        "out": options.out,
-    }
-    return {name: value for name, value in given.items() if value is not None}

@@ -43,18 +43,14 @@ def add_inspect(commands: Commands) -> None:
         from dist_sparse.report.run import read_run
         from dist_sparse.report.summary import inspect_text
 
-        try:
-            # A folder of checkpoints has no JSON form.
-            if holds_steps(options.folder) and not options.json:
-                # Needs torch, unlike runs.
-                from dist_sparse.checkpoint.checkpoints import summary
+        # A folder of checkpoints has no JSON form.
+        if holds_steps(options.folder) and not options.json:
+            # Needs torch, unlike runs.
+            from dist_sparse.checkpoint.checkpoints import summary
 
-                return show(summary(options.folder))
-            run = read_run(options.folder)
-            text = _json(run) if options.json else inspect_text(run)
-        except (ValueError, OSError, ImportError) as error:
-            return fail("inspect", error)
-        return show(text)
+            return show(summary(options.folder))
+        run = read_run(options.folder)
+        return show(_json(run) if options.json else inspect_text(run))
 
     parser = subcommand(
         commands, "inspect", "shows the tables and the config of a run, or a checkpoint", _INSPECT
@@ -69,21 +65,17 @@ def add_report(commands: Commands) -> None:
         import webbrowser
 
         from dist_sparse.report.page import write_report
-        from dist_sparse.report.run import read_runs
+        from dist_sparse.report.run import read_run
         from dist_sparse.report.summary import summary
 
-        try:
-            run = read_runs(options.folders)
-            # A comparison does not replace the report of its first run.
-            out = options.out or (None if len(options.folders) == 1 else run.folder / _COMPARISON)
-            written = write_report(run, out, svg=options.svg)
-            text = _json(run) if options.json else summary(run, written.resolve())
-        except (ValueError, OSError, ImportError) as error:
-            return fail("report", error)
-        shown = show(text)
+        run = read_run(*options.folders)
+        # A comparison does not replace the report of its first run.
+        default = run.folder / _COMPARISON if len(options.folders) > 1 else None
+        page = write_report(run, options.out or default, svg=options.svg).resolve()
+        shown = show(_json(run) if options.json else summary(run, page))
         # After the numbers: they are there even without a browser.
-        if options.open and not webbrowser.open(written.resolve().as_uri()):
-            return fail("report", f"no browser was found to open {written.resolve().as_uri()}")
+        if options.open and not webbrowser.open(page.as_uri()):
+            return fail("report", f"no browser was found to open {page.as_uri()}")
         return shown
 
     parser = subcommand(commands, "report", "writes charts of runs as one HTML file", _REPORT)

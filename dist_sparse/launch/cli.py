@@ -227,7 +227,8 @@ class _Command(argparse.ArgumentParser):
 def _parser(prog: str, command: str) -> _Command:
     commands = "\n".join(f"  {name:10}{what}" for name, what in _COMMANDS.items())
     parser = _Command(
-        prog=f"{prog} {command}",
+        # The command that is meant when none is given is shown as it is typed.
+        prog=prog if command == "local" else f"{prog} {command}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_COMMANDS[command],
         epilog=f"commands:\n{commands}\n\nexamples:\n{_EXAMPLES.format(prog=prog)}",

@@ -9,26 +9,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
 from dist_sparse import checks
 from dist_sparse.serving.codes import BITS
 from dist_sparse.serving.manifest import Dtype
+from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
-
-
-class SizedTable(Protocol):
-    """A table as far as sizes need it; :class:`~dist_sparse.tables.shards.ShardedData` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -40,12 +29,12 @@ class TableShape:
     dtype: torch.dtype = torch.float32
 
 
-def shapes_of(tables: Iterable[SizedTable]) -> tuple[TableShape, ...]:
-    """Return the shapes of a model's tables."""
-    return tuple(TableShape(table.name, table.shape, table.dtype) for table in tables)
+def shape_of(table: ShardedData) -> TableShape:
+    """Return the shape of one of a model's tables."""
+    return TableShape(table.name, table.shape, table.dtype)
 
 
-def dense_bytes(tables: Iterable[SizedTable]) -> int:
+def dense_bytes(tables: Iterable[TableShape]) -> int:
     """Return the bytes of tables as they are trained."""
     return sum(math.prod(table.shape) * table.dtype.itemsize for table in tables)
 
@@ -120,13 +109,6 @@ class Candidate:
     levels: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        groups = tuple(tuple(group) for group in self.groups)
-        names = [name for group in groups for name in group]
-        if not all(groups) or len(set(names)) < len(names):
-            raise ValueError(
-                f"Invalid groups={self.groups!r}: must be groups of names, each name in one group"
-                " only."
-            )
         # A table of no columns has no output.
         if checks.level("columns", self.columns) == 0:
             raise ValueError(f"Invalid columns={self.columns!r}: must be in (0, 1].")
@@ -138,7 +120,7 @@ class Candidate:
         }
         # The dataclass is frozen.
         object.__setattr__(self, "dtype", checks.choice("dtype", self.dtype, BITS))
-        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
         object.__setattr__(self, "levels", levels)
 
     @property
@@ -152,22 +134,22 @@ class Candidate:
         # Looked up for each table of each candidate that a search prices.
         return {name: len(group) == 1 for group in self.groups for name in group}
 
-    def shape(self, table: SizedTable) -> tuple[int, int]:
+    def shape(self, table: TableShape) -> tuple[int, int]:
         """Return the rows and columns that a table keeps; below level 1 one row stays."""
         return kept_rows(table.shape[0], self.levels.get(table.name, 0.0)), self._width(table)
 
-    def level(self, table: SizedTable) -> float:
+    def level(self, table: TableShape) -> float:
         """Return the fraction of its rows that a table loses; below level 1 one of them stays."""
         return 1 - self.shape(table)[0] / max(table.shape[0], 1)
 
-    def served_bytes(self, tables: Iterable[SizedTable]) -> ServedBytes:
+    def served_bytes(self, tables: Iterable[TableShape]) -> ServedBytes:
         """Return the bytes of tables in the memory of a server, exactly."""
         total = ServedBytes()
         for table in tables:
             total += self.table_bytes(table, self.levels.get(table.name, 0.0))
         return total
 
-    def table_bytes(self, table: SizedTable, level: float) -> ServedBytes:
+    def table_bytes(self, table: TableShape, level: float) -> ServedBytes:
         """Return the served bytes of a table that loses the fraction ``level`` of its rows."""
         rows, width = table.shape[0], self._width(table)
         kept = kept_rows(rows, level)
@@ -181,7 +163,7 @@ class Candidate:
             bases=basis_bytes(table.shape[1], width) if self._turned_back(table) else 0,
         )
 
-    def _width(self, table: SizedTable) -> int:
+    def _width(self, table: TableShape) -> int:
         columns = table.shape[1]
         if self.groups and table.name not in self._alone:
             # Other tables of a candidate with groups keep all columns.
@@ -189,7 +171,7 @@ class Candidate:
         # As sparsify() rounds a level to whole blocks.
         return narrow_width(columns - round((1 - self.columns) * columns), columns)
 
-    def _turned_back(self, table: SizedTable) -> bool:
+    def _turned_back(self, table: TableShape) -> bool:
         # The outputs of tables that are rotated together meet in dot products only.
         return self.columns < 1 and self._alone.get(table.name, False)
 

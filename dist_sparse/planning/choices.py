@@ -1,4 +1,5 @@
-"""The candidates of each kind and dtype that keep the most within a budget, and which to use.
+"""The candidates of each kind and dtype that keep the most within a budget, which to use, and which
+to measure.
 
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
@@ -16,7 +17,7 @@ from typing import Final, Literal, TypeAlias
 from dist_sparse.planning.candidates import (
     Candidate,
     ServedBytes,
-    SizedTable,
+    TableShape,
     dense_bytes,
     kept_rows,
 )
@@ -58,32 +59,28 @@ class Choices:
         tables: all that are served.
         budget: bytes.
         groups: tables that may be rotated, as in :class:`Candidate`.
-        cold: names of tables that may lose rows that training has touched.
+        prunable: names of tables that may lose rows that training has touched.
         untouched: number of rows that training has never touched, by table, where it is known.
     """
 
-    tables: Sequence[SizedTable]
+    tables: Sequence[TableShape]
     budget: int
     groups: tuple[tuple[str, ...], ...]
-    cold: tuple[str, ...]
     untouched: Mapping[str, int]
+    prunable: tuple[str, ...] = ()
 
     def all(self) -> list[Choice]:
-        """Return the candidates: with all columns in each dtype, fitting or not; the widest that
-        fits of each kind and dtype; and, at several widths, the lowest level of rows that fits."""
+        """Return the candidates: with all columns in each dtype, fitting or not, and the widest
+        that fits of each kind and dtype."""
         found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         found += self.without_untouched()
         # Columns are removed only where tables may be rotated.
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
         for kind in kinds:
             for dtype in DTYPES:
-                if self.choice("full", dtype, 1.0).fits:
-                    # Nothing narrower is needed.
-                    continue
-                if widest := self.widest(kind, dtype):
-                    found.append(widest)
-        if self.cold:
-            found += self._with_fewer_rows()
+                # Where all columns fit, nothing narrower is needed.
+                if not self.choice("full", dtype, 1.0).fits:
+                    found += self.widest(kind, dtype)
         return found
 
     def without_untouched(self) -> list[Choice]:
@@ -91,11 +88,6 @@ class Choices:
         saves bytes."""
         found = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         return [choice for choice in found if choice.candidate.levels]
-
-    @property
-    def only_dots(self) -> bool:
-        """Whether tables may be rotated, and only dot products between them read them."""
-        return bool(self.groups) and all(len(group) > 1 for group in self.groups)
 
     @property
     def least(self) -> Choice:
@@ -121,50 +113,33 @@ class Choices:
         )
         return fractions, fitting
 
-    def widest(self, kind: Kind, dtype: Dtype) -> Choice | None:
-        """Return the widest tables that fit, with fewer than all columns; None if none fit."""
+    def widest(self, kind: Kind, dtype: Dtype) -> list[Choice]:
+        """Return the widest tables that fit, with fewer than all columns; none if none fit."""
         fractions, fitting = self.widths(kind, dtype)
-        return self.choice(kind, dtype, fractions[fitting - 1]) if fitting else None
+        return [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
-        """Return a candidate with its ``cold`` tables at the lowest common level at which all
-        tables fit, or at the highest below 1 if none fits. Its own levels are lower bounds."""
-        cold = [table for table in self.tables if table.name in self.cold]
-        others = [table for table in self.tables if table.name not in self.cold]
-        # Priced once: the search below changes cold tables alone.
+        """Return a candidate with its ``prunable`` tables at the lowest common level at which all
+        tables fit, or at the highest below 1 if none fits."""
+        pruned = [table for table in self.tables if table.name in self.prunable]
+        others = [table for table in self.tables if table.name not in self.prunable]
+        # Priced once: the search below changes pruned tables alone.
         room = self.budget - candidate.served_bytes(others).total
 
-        def level_at(step: int, table: SizedTable) -> float:
-            return max(step / _STEPS, candidate.levels.get(table.name, 0.0))
-
         def fits(step: int) -> bool:
-            return room >= sum(
-                candidate.table_bytes(table, level_at(step, table)).total for table in cold
-            )
+            taken = [candidate.table_bytes(table, step / _STEPS).total for table in pruned]
+            return sum(taken) <= room
 
         # Bytes never grow with the level. The last step stays below level 1: a row is kept.
-        lowest = bisect_left(range(_STEPS - 1), True, key=fits)
-        levels = dict(candidate.levels)
-        for table in cold:
+        lowest = bisect_left(range(_STEPS - 1), True, key=fits) / _STEPS
+        levels = {}
+        for table in pruned:
             rows = table.shape[0]
             # Rounded to whole rows.
-            levels[table.name] = 1 - kept_rows(rows, level_at(lowest, table)) / max(rows, 1)
+            levels[table.name] = 1 - kept_rows(rows, lowest) / max(rows, 1)
         return self._priced("rows", replace(candidate, levels=levels))
 
-    def _with_fewer_rows(self) -> list[Choice]:
-        """Return cold tables with rows removed, at several widths: with fewer columns, fewer rows
-        are removed."""
-        # Rotated columns were better than small tables, where both are possible.
-        kind: Kind = "columns" if self.groups else "small"
-        widest = max(table.shape[1] for table in self._tables_of(kind))
-        # A few widths are enough: the best has to be measured anyway.
-        fractions = dict.fromkeys(min(width / widest, 1.0) for width in (4, 8, 16, widest))
-        wide = [self.choice(kind, dtype, fraction) for dtype in _FEW_BITS for fraction in fractions]
-        # Where all rows fit, none has to be removed.
-        found = [self.fewest_rows(choice.candidate) for choice in wide if not choice.fits]
-        return [choice for choice in found if choice.fits]
-
-    def _tables_of(self, kind: Kind) -> Sequence[SizedTable]:
+    def _tables_of(self, kind: Kind) -> Sequence[TableShape]:
         """Return the tables that a kind may make narrower."""
         if kind != "columns":
             return self.tables
@@ -172,7 +147,7 @@ class Choices:
         return [table for table in self.tables if table.name in names]
 
     @cached_property
-    def _by_name(self) -> dict[str, SizedTable]:
+    def _by_name(self) -> dict[str, TableShape]:
         return {table.name: table for table in self.tables}
 
     def _saves_bytes(self, candidate: Candidate, group: tuple[str, ...]) -> bool:
@@ -205,31 +180,23 @@ class Choices:
         return found
 
 
-def column_fractions(tables: Sequence[SizedTable]) -> list[float]:
+def column_fractions(tables: Sequence[TableShape]) -> list[float]:
     """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
     of it, ascending."""
     widest = max(table.shape[1] for table in tables)
     return [width / widest for width in range(4, widest, 4)]
 
 
-_ROWS_BELOW: Final = 0.05
-"""Removing rows of cold crossed features helped below this share of the touched rows' bytes."""
-
 _COLUMNS_OR_SMALL: Final = (
     "Rotated columns that are removed during training, or smaller dense tables: which is better "
     "depends on the interactions per item, the passes over the data and the compute "
     "(docs/planning.md). Measure both, in int8 and int4."
-)
-_FEWER_ROWS: Final = (
-    "At so few bytes, removing most rows of cold crossed features can be better "
-    "than fewer columns: measure both."
 )
 _SMALL: Final = (
     "Train smaller dense tables: removing weights afterwards was no better, "
     "except rotated columns of tables that only dot products read. "
     'If yours are, name them, as in rotate=[["user", "item"]].'
 )
-_TURNED_BACK: Final = " For tables that are turned back no gain was measured: try both."
 
 
 def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
@@ -237,37 +204,29 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     measured; none means that the tables fit as they are, or that nothing fits."""
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
-    if int8 := _fitting(found, "full", "int8")[:1]:
+    int8, int4 = (_fitting(found, "full", dtype)[:1] for dtype in _FEW_BITS)
+    if int8:
         return int8, _why_int8(int8[0])
     # No gain was measured where a single table is turned back.
-    columns = _fitting(found, "columns", "int8", "int4") if choices.only_dots else ()
-    small = _fitting(found, "small", "int8", "int4")
-    if int4 := _fitting(found, "full", "int4")[:1]:
+    only_dots = all(len(group) > 1 for group in choices.groups)
+    columns = _fitting(found, "columns", *_FEW_BITS) if only_dots else ()
+    small = _fitting(found, "small", *_FEW_BITS)
+    if int4:
         # Narrower tables are in int8 alone: in int4 all columns fit.
         return int4 + (columns or small), _why_int4(int4[0], rotated=bool(columns))
-    fewer = columns + small
-    rows = _fitting(found, "rows", "int8") or _fitting(found, "rows", "int4")
-    if rows and _few_bytes(choices, fewer):
-        return fewer + rows[:2], _FEWER_ROWS
-    if not fewer:
+    if not columns + small:
         return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
-    if columns:
-        return fewer, _COLUMNS_OR_SMALL
-    if choices.groups and not choices.only_dots:
-        return fewer, _SMALL + _TURNED_BACK
-    return fewer, _SMALL
-
-
-def _few_bytes(choices: Choices, fewer_columns: Sequence[Choice]) -> bool:
-    """Return whether fewer columns alone can't fit, or the budget is below the measured share."""
-    return not fewer_columns or choices.budget < _ROWS_BELOW * _touched_bytes(choices)
+    return columns + small, _COLUMNS_OR_SMALL if columns else _SMALL
 
 
 def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
     """Return the candidates of a kind that fit, in the order of ``dtypes``."""
-    fitting = [each for each in found if each.kind == kind and each.fits]
-    of_dtypes = [each for each in fitting if each.candidate.dtype in dtypes]
-    return tuple(sorted(of_dtypes, key=lambda each: dtypes.index(each.candidate.dtype)))
+    fitting = []
+    for dtype in dtypes:
+        for each in found:
+            if each.fits and (each.kind, each.candidate.dtype) == (kind, dtype):
+                fitting.append(each)
+    return tuple(fitting)
 
 
 def _why_int8(whole: Choice) -> str:
@@ -291,10 +250,78 @@ def _why_int4(whole: Choice, *, rotated: bool) -> str:
     )
 
 
-def _touched_bytes(choices: Choices) -> int:
-    """Return the bytes of the rows that training has touched."""
-    untouched = 0
-    for table in choices.tables:
-        rows = choices.untouched.get(table.name, 0)
-        untouched += rows * table.shape[1] * table.dtype.itemsize
-    return dense_bytes(choices.tables) - untouched
+METHODS: Final = {
+    "bits": "bits alone",
+    "untouched": "untouched rows removed",
+    "small": "small dense",
+    "rotated": "rotated columns",
+    "rows": "rows",
+    "mix": "rotated columns and rows",
+}
+"""Name of each method in tables, the simplest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Something to measure.
+
+    Args:
+        method: of :data:`METHODS`.
+        candidate: the form in which the model is served.
+        trained: fraction of the columns that another model is trained with; None is the model
+            itself.
+    """
+
+    method: str
+    candidate: Candidate
+    trained: float | None = None
+
+
+def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype]) -> list[Attempt]:
+    """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
+
+    Args:
+        choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
+            removed; the untouched rows are removed by a method of their own alone.
+        methods: of :data:`METHODS`.
+        dtypes: dtypes of the stored weights.
+    """
+    # The gain of the other methods would not be theirs, were the untouched rows removed too.
+    all_rows = replace(choices, untouched={})
+    found: list[Attempt] = []
+    # fp16 costs nothing to try, so it is tried even where dtypes leaves it out.
+    for dtype in dict.fromkeys(("fp16", *dtypes)):
+        whole = all_rows.choice("full", dtype, 1.0)
+        if dtype != "fp32" and whole.fits:
+            found.append(Attempt(method="bits", candidate=whole.candidate))
+    for choice in choices.without_untouched():
+        if choice.fits and choice.candidate.dtype in dtypes:
+            found.append(Attempt(method="untouched", candidate=choice.candidate))
+    for dtype in dtypes:
+        found += _smaller(all_rows, dtype)
+    return [attempt for attempt in found if attempt.method in methods]
+
+
+def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
+    """Return the attempts in a dtype in which the whole tables are too large."""
+    whole = choices.choice("full", dtype, 1.0)
+    if whole.fits:
+        return []
+    found: list[Attempt] = []
+    for small in choices.widest("small", dtype):
+        # Served whole: another model is trained that narrow.
+        trained = small.candidate.columns
+        found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
+    pruned = [("rows", whole.candidate)]
+    if choices.groups:
+        for rotated in choices.widest("columns", dtype):
+            found.append(Attempt(method="rotated", candidate=rotated.candidate))
+        # A little wider than fits, and the rest of the bytes out of rows.
+        fractions, fitting = choices.widths("columns", dtype)
+        for fraction in fractions[fitting : fitting + 2]:
+            pruned.append(("mix", choices.choice("columns", dtype, fraction).candidate))
+    for method, candidate in pruned:
+        least = choices.fewest_rows(candidate)
+        if least.fits:
+            found.append(Attempt(method=method, candidate=least.candidate))
+    return found

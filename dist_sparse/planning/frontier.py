@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from torch import nn
@@ -15,10 +14,9 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.planning.candidates import Candidate
-from dist_sparse.planning.choices import Choices
+from dist_sparse.planning.choices import METHODS, Attempt, Choices, attempts_of
 from dist_sparse.planning.measure import Evaluate, Measured, Measurements, Train
-from dist_sparse.planning.methods import METHODS, Attempt, attempts_of
-from dist_sparse.planning.results import Frontier, Point, write_pages
+from dist_sparse.planning.results import Frontier, Point
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
@@ -38,7 +36,7 @@ _MIN_ROWS: Final = 16
 def frontier(
     model: nn.Module,
     evaluate: Evaluate,
-    train: Train = MappingProxyType({}),
+    train: Train | None = None,
     *,
     budgets: Sequence[float] = BUDGETS,
     methods: Sequence[str] | None = None,
@@ -63,14 +61,12 @@ def frontier(
             weights are what they were.
         evaluate: called with the model, returns metrics by name, the same on all ranks. Take data
             that the model was not trained on.
-        train: functions by ``"columns"`` and ``"rows"``. Each is called with a fraction and returns
-            ``(model, evaluate)``: a model trained like this one, with that fraction of the columns
-            of its tables, or with ids hashed into that fraction of their rows.
+        train: called with a fraction, returns ``(model, evaluate)``: a model trained like this one,
+            with that fraction of the columns of its tables. For the method ``"small"``.
         budgets: fractions of the tables' bytes.
-        methods: of those in :data:`~dist_sparse.planning.methods.METHODS`: ``"bits"``,
-            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"`` and ``"hashed"``.
-            None is all of them, without those for which ``train`` has nothing: ``"small"`` and
-            ``"hashed"``.
+        methods: of those in :data:`~dist_sparse.planning.choices.METHODS`: ``"bits"``,
+            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"`` and ``"mix"``. None is all of
+            them, without ``"small"`` if there is no ``train``.
         dtypes: dtypes of the stored weights.
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read
             only by dot products between them.
@@ -78,7 +74,7 @@ def frontier(
         metric: by which methods are compared; None is the first that ``evaluate`` returns.
         lower_is_better: metrics for which less is better.
         tolerance: a smaller difference of the metric does not count.
-        out: a folder for ``trials.jsonl``, ``frontier.json``, ``frontier.md`` and ``frontier.svg``.
+        out: a folder for ``trials.jsonl`` and ``frontier.json``, the result.
             An interrupted run continues from ``trials.jsonl``.
 
     Raises:
@@ -127,8 +123,8 @@ def frontier(
             tables=measurements.tables,
             budget=math.floor(share * measurements.table_bytes),
             groups=groups,
-            cold=pruned,
             untouched=untouched,
+            prunable=pruned,
         )
         tried[share] = attempts_of(choices, chosen, kinds)
     whole = Frontier(
@@ -145,9 +141,7 @@ def frontier(
     measured = measurements([attempt for some in tried.values() for attempt in some])
     points = _best_points(whole, tried, measured)
     result = replace(whole, points=points, trials=tuple(measured))
-    with world.agreeing("the pages of a frontier"):
-        if measurements.folder is not None:
-            write_pages(result, measurements.folder)
+    measurements.write(result.to_json())
     return result
 
 
@@ -184,21 +178,9 @@ def _best_points(
     return tuple(found)
 
 
-_TRAINED: Final = {"small": "columns", "hashed": "rows"}
-"""Part of the tables that ``train`` has to make smaller, by method."""
-
-
-def _methods(methods: Sequence[str] | None, train: Train) -> list[str]:
+def _methods(methods: Sequence[str] | None, train: Train | None) -> list[str]:
     """Return the names of the methods, checked."""
-    if unknown := sorted(set(train) - {*_TRAINED.values()}):
-        raise ValueError(f"Invalid train of {unknown}: must be of 'columns', 'rows' or both.")
-    possible = [each for each in METHODS if _TRAINED.get(each) in (None, *train)]
-    if methods is None:
-        return possible
-    chosen = [checks.choice("methods", each, METHODS) for each in methods]
-    for each in chosen:
-        if each not in possible:
-            raise ValueError(
-                f"Invalid {methods=}: {each!r} needs train={{{_TRAINED[each]!r}: ...}}."
-            )
-    return chosen
+    possible = [*METHODS]
+    if train is None:
+        possible.remove("small")
+    return possible if methods is None else [checks.choice("methods", m, possible) for m in methods]

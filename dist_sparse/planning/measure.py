@@ -15,8 +15,8 @@ from typing import Any, Final
 from torch import nn
 
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.planning.candidates import dense_bytes, shapes_of
-from dist_sparse.planning.methods import Attempt, Part
+from dist_sparse.planning.candidates import dense_bytes, shape_of
+from dist_sparse.planning.choices import Attempt
 from dist_sparse.planning.trials import serving
 from dist_sparse.progress import progress
 from dist_sparse.serving.sources import check_range
@@ -29,9 +29,8 @@ _FILE: Final = "trials.jsonl"
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Returns metrics of a model by name, the same on all ranks; does not change the model."""
 
-Train = Mapping[Part, Callable[[float], tuple[nn.Module, Evaluate]]]
-"""By ``"columns"`` and ``"rows"``, a function that trains a model whose tables have a fraction of
-their columns, or whose ids are hashed into a fraction of their rows, and returns it with its
+Train = Callable[[float], tuple[nn.Module, Evaluate]]
+"""Trains a model whose tables have a fraction of their columns, and returns it with its
 evaluation."""
 
 
@@ -71,7 +70,7 @@ class Measurements:
         self,
         model: nn.Module,
         evaluate: Evaluate,
-        train: Train,
+        train: Train | None,
         folder: Path | None,
     ) -> None:
         self._world = group_over(world_ranks())
@@ -81,7 +80,7 @@ class Measurements:
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
             located = model_source(model).locate()
-            self.tables = shapes_of(located)
+            self.tables = tuple(map(shape_of, located))
             # A metric would not name the weights that are not finite.
             check_range(located, "fp32")
             facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
@@ -90,13 +89,13 @@ class Measurements:
         # Lines of other weights or other metrics are of another model.
         self._fingerprint = self._hash(located)
         self._done = self._read()
-        self._other: tuple[tuple[Part, float], tuple[nn.Module, Evaluate]] | None = None
+        self._small: tuple[float, tuple[nn.Module, Evaluate]] | None = None
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Measured]:
         """Return the measurements of attempts, in their order."""
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         # In this order each model is trained once.
-        in_order = sorted(new.values(), key=lambda a: a.trained or ("", 0.0))
+        in_order = sorted(new.values(), key=lambda attempt: attempt.trained or 0.0)
         with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
             for attempt in in_order:
                 self._measure(attempt)
@@ -107,8 +106,8 @@ class Measurements:
         model, evaluate = self._whole
         tables = self.tables
         if attempt.trained is not None:
-            model, evaluate = self._trained(*attempt.trained)
-            tables = shapes_of(model_source(model).locate())
+            model, evaluate = self._trained(attempt.trained)
+            tables = tuple(map(shape_of, model_source(model).locate()))
         # The weights are restored on leaving, also after an error of evaluate().
         with serving(model, attempt.candidate):
             metrics = self._metrics(model, evaluate)
@@ -121,13 +120,22 @@ class Measurements:
                 with (self.folder / _FILE).open("a") as stream:
                     stream.write(line + "\n")
 
-    def _trained(self, part: Part, share: float) -> tuple[nn.Module, Evaluate]:
-        """Return the model that was trained with a part of the tables; the last one is kept."""
-        if self._other is None or self._other[0] != (part, share):
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Write a result beside the trials. Collective."""
+        with self._world.agreeing("writing a frontier"):
+            if self.folder is not None:
+                text = json.dumps(result, indent=1, allow_nan=False)
+                (self.folder / "frontier.json").write_text(f"{text}\n")
+
+    def _trained(self, columns: float) -> tuple[nn.Module, Evaluate]:
+        """Return the model that was trained with a fraction of the columns; the last one is
+        kept."""
+        assert self._train is not None  # or there is no such attempt
+        if self._small is None or self._small[0] != columns:
             # First freed: two models may not fit into memory.
-            self._other = None
-            self._other = (part, share), self._train[part](share)
-        return self._other[1]
+            self._small = None
+            self._small = columns, self._train(columns)
+        return self._small[1]
 
     def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
         with self._world.agreeing("evaluate()") as facts:

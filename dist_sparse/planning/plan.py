@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import math
+import pprint
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.planning.candidates import SizedTable, TableShape, dense_bytes, shapes_of
+from dist_sparse.planning.candidates import TableShape, dense_bytes, shape_of
 from dist_sparse.planning.choices import Choice, Choices, recommend
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
@@ -27,7 +27,6 @@ _LABELS = {
     "full": "all columns",
     "small": "smaller dense table",
     "columns": "fewer rotated columns",
-    "rows": "rows removed",
 }
 
 
@@ -87,7 +86,7 @@ class Plan:
         ]
         for place, choice in enumerate(self.recommended, start=1):
             lines += ["", f"{place}. {self._label(choice)}, {choice.candidate.dtype}:"]
-            lines += _code_lines(choice, self.tables, self.untouched)
+            lines += _code_lines(choice, self.tables)
         return "\n".join(lines)
 
     def _cells(self, choice: Choice) -> list[str]:
@@ -97,9 +96,9 @@ class Plan:
             # The number of its code below the table.
             use = f"recommended {self.recommended.index(choice) + 1}"
         shapes = [choice.candidate.shape(table) for table in self.tables]
-        widths = [width for _, width in shapes]
-        narrowest, widest = min(widths), max(widths)
-        columns = str(widest) if narrowest == widest else f"{narrowest}-{widest}"
+        widths = sorted({width for _, width in shapes})
+        # One width, or the narrowest and the widest.
+        columns = "-".join(map(str, dict.fromkeys((widths[0], widths[-1]))))
         return [
             use,
             self._label(choice),
@@ -133,7 +132,6 @@ def plan(
     budget: int | str,
     *,
     rotate: Rotate | None = None,
-    cold: str | list[str] | None = None,
     optimizer: Any = None,
     include: str | list[str] | None = None,
     exclude: str | list[str] | None = None,
@@ -142,19 +140,17 @@ def plan(
     does not change. Collective: every rank of the world must call it.
 
     Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and
-    with removed rows: rows that training has never touched, which is lossless, and rows of ``cold``
-    tables. Bytes are counted as a server holds them: weights, scales, indexes of kept rows, and
-    bases that rotate outputs back. No weights are read, and no quality is predicted:
-    recommendations follow rules that were measured on other models. Where a rule depends on the
-    data, several candidates are recommended, to be measured.
+    with the removal of rows that training has never touched, which is lossless. Bytes are counted
+    as a server holds them: weights, scales, indexes of kept rows, and bases that rotate outputs
+    back. No weights are read, and no quality is predicted: recommendations follow rules that were
+    measured on other models. Where a rule depends on the data, several candidates are recommended,
+    to be measured.
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
         budget: bytes, or a share of the tables' bytes as text, ``"10%"``.
         rotate: tables that may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups
             of tables that are read only by dot products between them, or ``"table"``.
-        cold: globs of tables of cold crossed features, which may lose rows that training has
-            touched.
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
             tables are stepped by an Adagrad, fused or not, the rows that training has never touched
             are known.
@@ -183,7 +179,7 @@ def plan(
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
             located = model_source(model, include=include, exclude=exclude).locate()
-            tables = shapes_of(located)
+            tables = tuple(map(shape_of, located))
         elif any(argument is not None for argument in (include, exclude, optimizer)):
             raise ValueError(
                 "Invalid include, exclude or optimizer: "
@@ -192,17 +188,14 @@ def plan(
         else:
             tables = _shapes(model)
         groups = _groups(rotate, tables)
-        cold_names = _cold_names(cold, tables)
         # Ranks that planned for other tables would recommend something else.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
-        facts["budget, rotate, cold"] = [limit, groups, cold_names]
+        facts["budget, rotate"] = [limit, groups]
     # Outside of the block above, because it communicates.
     untouched = untouched_rows(model, located, optimizer) if isinstance(model, nn.Module) else {}
     # A float is a share of the bytes.
     room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
-    choices = Choices(
-        tables=tables, budget=room, groups=groups, cold=cold_names, untouched=untouched
-    )
+    choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)
     candidates = tuple(choices.all())
     recommended, why = recommend(choices, candidates)
     return Plan(
@@ -230,7 +223,7 @@ def _shapes(tables: Any) -> tuple[TableShape, ...]:
     return tuple(found)
 
 
-def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...], ...]:
+def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of ``rotate``, checked."""
     columns = {table.name: table.shape[1] for table in tables}
     groups = tuple(map(tuple, rotation_groups([] if rotate is None else rotate, columns)))
@@ -239,18 +232,6 @@ def _groups(rotate: Any, tables: Sequence[SizedTable]) -> tuple[tuple[str, ...],
         if len(set(widths)) > 1:
             raise ValueError(f"Invalid {rotate=}: {list(group)} have {widths} columns.")
     return groups
-
-
-def _cold_names(globs: Any, tables: Sequence[SizedTable]) -> tuple[str, ...]:
-    """Return the names that any glob matches, in the order of the model."""
-    names = [table.name for table in tables]
-    matching = set()
-    for pattern in checks.name_list("cold", globs):
-        found = fnmatch.filter(names, pattern)
-        if not found:
-            raise ValueError(f"Invalid cold: {pattern!r} matches none of {names}.")
-        matching.update(found)
-    return tuple(name for name in names if name in matching)
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
@@ -262,47 +243,39 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _code_lines(
-    choice: Choice, tables: Sequence[SizedTable], untouched: Mapping[str, int]
-) -> list[str]:
+def _code_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
     candidate = choice.candidate
-    lines = []
+    # sparsify() leaves tables of fewer than 16 rows dense by default.
+    names = {*candidate.narrowed, *candidate.levels}
+    small = any(table.shape[0] < 16 for table in tables if table.name in names)
+    ending = ["end=0", "min_rows=0"] if small else ["end=0"]
+    lines, sparse = [], "None"
     if candidate.columns < 1 and candidate.groups:
-        groups = list(map(list, candidate.groups))
-        level = f"{1 - candidate.columns:.6g}"
-        lines += _sparsify_calls(f'level={level}, block="col", rotate={groups}', choice, tables)
-        lines.append(
-            "model = compact(model, sparse)  # then train on, with the new fused optimizer"
-        )
+        groups = _code([*map(list, candidate.groups)])
+        level = f"level={1 - candidate.columns:.6g}"
+        lines += _sparsify_lines(level, 'block="col"', f"rotate={groups}", *ending)
+        lines.append("model = compact(model, sparse)")
+        lines.append("# then train on, with the new fused optimizer")
     elif candidate.columns < 1:
         widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
         lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")
-    sparse = "None"
     if candidate.levels:
+        # sparsify() reads names as globs.
+        include = f"include={_code([*map(glob.escape, candidate.levels)])}"
+        lines += _sparsify_lines('level="untouched"', include, 'block="row"', *ending)
         sparse = "sparse"
-        lines += _sparsify_calls(
-            f'{_level_text(choice, tables, untouched)}, block="row"', choice, tables
-        )
     return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']
 
 
-def _level_text(choice: Choice, tables: Sequence[SizedTable], untouched: Mapping[str, int]) -> str:
-    """Return the arguments of sparsify() that remove the rows of a candidate."""
-    levels = choice.candidate.levels
-    rows = {table.name: table.shape[0] for table in tables}
-    # sparsify() reads names as globs.
-    names = [glob.escape(name) for name in levels]
-    if all(round(levels[name] * rows[name]) == untouched.get(name) for name in levels):
-        return f'level="untouched", include={names}'
-    # Nine digits can tell one row of a billion.
-    digits = [round(level, 9) for level in levels.values()]
-    return f"level={dict(zip(names, digits, strict=True))}"
+def _code(names: list[Any]) -> str:
+    return pprint.pformat(names, width=66, compact=True)
 
 
-def _sparsify_calls(arguments: str, choice: Choice, tables: Sequence[SizedTable]) -> list[str]:
-    names = {*choice.candidate.narrowed, *choice.candidate.levels}
-    # sparsify() leaves tables of fewer than 16 rows dense by default.
-    small = any(table.shape[0] < 16 for table in tables if table.name in names)
-    min_rows = ", min_rows=0" if small else ""
-    return [f"sparse = sparsify(model, optimizer, {arguments}, end=0{min_rows})", "sparse.step()"]
+def _sparsify_lines(*arguments: str) -> list[str]:
+    """Return a call of sparsify() that fits 79 columns, and the step that removes."""
+    lines = [f"sparse = sparsify(model, optimizer, {', '.join(arguments)})"]
+    if len(lines[0]) > 79:
+        parts = ",\n".join(["model", "optimizer", *arguments, ""])
+        lines = ["sparse = sparsify(", textwrap.indent(parts.rstrip(), "    "), ")"]
+    return [*lines, "sparse.step()"]

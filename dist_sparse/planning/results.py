@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from dist_sparse.planning.choices import METHODS, Attempt
 from dist_sparse.planning.measure import Measured
-from dist_sparse.planning.methods import METHODS, Attempt
-from dist_sparse.report.drawing import svg_of
-from dist_sparse.report.figures import DotChart, Dots
-from dist_sparse.text import count, percent, size, table_lines
+from dist_sparse.text import count, percent, table_lines
 
 NOTE = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
@@ -34,7 +31,7 @@ class Point:
 
     @property
     def method(self) -> str:
-        """As in :data:`~dist_sparse.planning.methods.METHODS`."""
+        """As in :data:`~dist_sparse.planning.choices.METHODS`."""
         return self.measured.attempt.method
 
 
@@ -97,7 +94,7 @@ class Frontier:
         whole = f"{self.metric} {self.full[self.metric]:.4f} of the whole model"
         point = self.recommended
         if point is not None:
-            return f"{self._advice(point)}, within {self.tolerance:g} of the {whole}."
+            return f"Recommended: {self._advice(point)}, within {self.tolerance:g} of the {whole}."
         nearest = min(self.points, key=lambda each: self.loss(each.measured))
         return (
             f"Nothing comes within {self.tolerance:g} of the {whole}; nearest is this: "
@@ -106,25 +103,26 @@ class Frontier:
 
     def _advice(self, point: Point) -> str:
         found = point.measured
+        dtype, left = found.attempt.candidate.dtype, _left(found.attempt)
         share, metric = percent(found.bytes / self.table_bytes), found.metrics[self.metric]
-        return f"{_advice(found.attempt)}: {share} of the bytes at {self.metric} {metric:.4f}"
+        how = f"{METHODS[point.method]} as {dtype} ({left})"
+        return f"{how}: {share} of the bytes at {self.metric} {metric:.4f}"
 
     def __repr__(self) -> str:
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
         whole = ("", "the model as it is", "", "", count(self.table_bytes), "100.0%")
         rows = [(*whole, *_numbers(self.full))]
-        before = None
         for point in self.points:
             found = point.measured
             share = percent(found.bytes / self.table_bytes)
-            # Each budget is shown once.
-            budget = "" if point.budget == before else percent(point.budget)
-            before = point.budget
             cells = (METHODS[point.method], _left(found.attempt), found.attempt.candidate.dtype)
-            rows.append((budget, *cells, count(found.bytes), share, *_numbers(found.metrics)))
+            rows.append(
+                (percent(point.budget), *cells, count(found.bytes), share, *_numbers(found.metrics))
+            )
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         order = f"Best first, by {self.metric}: {self._better} is better."
-        return "\n".join([*lines, "", order, NOTE, "", self.recommendation])
+        texts = [textwrap.fill(text, 79) for text in (order, NOTE, self.recommendation)]
+        return "\n\n".join(["\n".join(lines), *texts])
 
     @property
     def _better(self) -> str:
@@ -143,8 +141,7 @@ def _left(attempt: Attempt) -> str:
     """Return the kept part of the tables, in a few words."""
     candidate, parts = attempt.candidate, []
     if attempt.trained is not None:
-        part, share = attempt.trained
-        parts.append(f"{percent(share)} of the {part}")
+        parts.append(f"{percent(attempt.trained)} of the columns")
     if candidate.columns < 1:
         parts.append(f"{percent(candidate.columns)} of the columns")
     if attempt.method == "untouched":
@@ -152,70 +149,3 @@ def _left(attempt: Attempt) -> str:
     elif candidate.levels:
         parts.append(f"{percent(1 - max(candidate.levels.values()))} of the rows")
     return ", ".join(parts) or "everything"
-
-
-def _advice(attempt: Attempt) -> str:
-    """Return the imperative that begins a recommendation."""
-    candidate = attempt.candidate
-    served = "" if candidate.dtype == "fp32" else f", and serve it as {candidate.dtype}"
-    if attempt.trained is not None:
-        part, share = attempt.trained
-        how = "a smaller table" if part == "columns" else "hashed ids"
-        return f"Use {how}: train with {percent(share)} of the {part}{served}"
-    if attempt.method == "untouched":
-        return f"Remove the rows that training has never touched{served}"
-    parts = []
-    if candidate.columns < 1:
-        parts.append(f"{percent(1 - candidate.columns)} of the rotated columns")
-    if candidate.levels:
-        parts.append(f"{percent(max(candidate.levels.values()))} of the rows")
-    if not parts:
-        return f"Use {candidate.dtype}"
-    return f"Remove {' and '.join(parts)} during training{served}"
-
-
-def write_pages(result: Frontier, folder: Path) -> None:
-    """Write ``frontier.json``, ``frontier.md`` and, of a frontier with points, ``frontier.svg``
-    into a folder that exists.
-
-    Raises:
-        OSError: a file can't be written.
-    """
-    (folder / "frontier.json").write_text(
-        json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n"
-    )
-    if result.points:
-        # A chart without points would have no axes.
-        (folder / "frontier.svg").write_text(svg_of(_chart(result)), encoding="utf-8")
-    (folder / "frontier.md").write_text(f"# Frontier\n\n```text\n{result}\n```\n")
-
-
-def _chart(result: Frontier) -> DotChart:
-    """Return the metric against the bytes: a line per method through its best within each budget,
-    the recommended method in the color of the main line."""
-    recommended = result.recommended
-    runs: list[Dots] = []
-    for method, name in METHODS.items():
-        points = [point for point in result.points if point.method == method]
-        if not points:
-            continue
-        # A method may be best with the same trial within two budgets: one dot.
-        labels = {_dot(result, point): "" for point in points}
-        if recommended in points:
-            labels[_dot(result, recommended)] = "recommended"
-        dots = tuple((label, *dot) for dot, label in sorted(labels.items()))
-        role: Literal["main", "other"] = "main" if recommended in points else "other"
-        runs.append(Dots(name=name, role=role, number=len(runs), dots=dots))
-    whole = size(result.table_bytes)
-    return DotChart(
-        key="frontier",
-        title=f"{result.metric} over bytes of the tables",
-        note=f"{result._better.title()} is better. The model as it is has {whole} of tables.",
-        runs=tuple(runs),
-        metric=result.metric,
-        level=("the model as it is", result.full[result.metric]),
-    )
-
-
-def _dot(result: Frontier, point: Point) -> tuple[int, float]:
-    return point.measured.bytes, point.measured.metrics[result.metric]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.planning.candidates import Candidate
+from dist_sparse.planning.candidates import Candidate, shape_of
 from dist_sparse.rotation.bases import bases_of
 from dist_sparse.rotation.lookups import find_lookup
 from dist_sparse.rotation.rotate import check_group
@@ -53,7 +53,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     Example::
 
         >>> import torch
-        >>> from dist_sparse.planning.candidates import Candidate
+        >>> from dist_sparse.planning.candidates import Candidate, shape_of
         >>> from dist_sparse.planning.trials import serving
         >>> model = torch.nn.EmbeddingBag.from_pretrained(
         ...     torch.tensor([[0.0, 0.1], [1.0, 2.0], [0.2, 3.0]])
@@ -135,7 +135,7 @@ def _remove_rows(
     by_kernel: dict[str, dict[str, float]] = {}
     for name in candidate.levels:
         data = located[name]
-        by_kernel.setdefault(str(data.kernel), {})[name] = candidate.level(data)
+        by_kernel.setdefault(str(data.kernel), {})[name] = candidate.level(shape_of(data))
     # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
     for _, levels in sorted(by_kernel.items()):
         sparsifier = _Trained(model, levels)
@@ -158,7 +158,7 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
         share_(bases, over)
         for name, basis in zip(group, bases, strict=True):
             turn_(located[name], basis, over)
-            width = candidate.shape(located[name])[1]
+            width = candidate.shape(shape_of(located[name]))[1]
             # A shard may begin to the right of the columns that stay.
             for rect, weight in located[name].shards:
                 weight.data[:, max(width - rect.col, 0) :] = 0

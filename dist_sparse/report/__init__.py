@@ -17,7 +17,6 @@ _MODULE_OF = {
     "add_artifact": "artifacts",
     "numbers": "summary",
     "read_run": "run",
-    "read_runs": "run",
     "write_report": "page",
 }
 

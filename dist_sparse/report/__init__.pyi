@@ -6,7 +6,6 @@ from dist_sparse.report.page import write_report as write_report
 from dist_sparse.report.quality import Quality as Quality
 from dist_sparse.report.run import Run as Run
 from dist_sparse.report.run import read_run as read_run
-from dist_sparse.report.run import read_runs as read_runs
 from dist_sparse.report.run_log import RunLog as RunLog
 from dist_sparse.report.run_log import Sink as Sink
 from dist_sparse.report.sinks import TensorBoardSink as TensorBoardSink

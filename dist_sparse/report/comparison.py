@@ -54,10 +54,9 @@ def baseline(run: Run) -> Run | None:
 
 def whole_bytes(run: Run) -> int | None:
     """Return the dense size that all runs are compared with."""
-    base = baseline(run)
+    base = baseline(run) or run
     # A baseline that was logged without `model=` and without masks has none.
-    known = None if base is None else base.bytes_dense
-    return run.bytes_dense if known is None else known
+    return base.bytes_dense or run.bytes_dense
 
 
 def compare(run: Run) -> list[RunRow]:
@@ -66,43 +65,45 @@ def compare(run: Run) -> list[RunRow]:
     return [_row(one, base, whole) for one in run.all_runs]
 
 
-def quality(run: Run) -> tuple[str, float] | None:
-    """Return ``("test_auc", value)`` of a run that has it, else ``("auc", value)``; None without an
-    AUC."""
+def quality(run: Run) -> tuple[str, float | None]:
+    """Return ``test_auc`` and its last value for a run that has it, else ``auc``; None where it is
+    unknown."""
     # Of examples that training has not seen, where there are any.
-    for key in ("test_auc", "auc"):
-        if (value := run.last(key)) is not None:
-            return key, value
-    return None
+    key = "test_auc" if "test_auc" in run.values else "auc"
+    return key, run.last(key)
+
+
+def difference(run: Run, base: Run | None, key: str) -> float | None:
+    """Return the last value of a series less that of the baseline; None for the baseline itself, or
+    where one of the two is unknown."""
+    if base is None or base is run:
+        return None
+    value, other = run.last(key), base.last(key)
+    return None if value is None or other is None else value - other
 
 
 def artifacts_of(run: Run) -> Sequence[ArtifactBytes]:
     """Return the artifacts of a run. The kept weights stand for those of a run that has none."""
-    kept, auc = run.bytes_kept, quality(run)
+    kept, (_, auc) = run.bytes_kept, quality(run)
     if run.artifacts or kept is None or auc is None:
         return run.artifacts
-    return [ArtifactBytes(name="weights", bytes=kept, auc=auc[1])]
-
-
-def blocks_of(run: Run) -> tuple[int, int]:
-    """Return the blocks of all registered tables, and how many of them are removed."""
-    tables: Sequence[TableStats | MaskChange] = run.tables or [*run.last_changes.values()]
-    return total(tables, "blocks"), total(tables, "removed_blocks")
+    return [ArtifactBytes(name="weights", bytes=kept, auc=auc)]
 
 
 def headline(run: Run) -> str:
     """Return a sentence about what the run kept, what that cost, and how long it took; "" where
     nothing is known."""
-    text = _kept_text(run)
-    if not text:
+    row, whole = compare(run)[0], whole_bytes(run)
+    # Bytes are logged at the end.
+    if row.bytes is None or row.share is None or whole is None:
         return ""
-    # The delta where there is a baseline, else the value itself.
-    if (auc := quality(run)) is not None:
-        delta = _delta(run, baseline(run))
-        value = f"{auc[1]:.4f}" if delta is None else delta_text(delta)
-        text += f" at {value} {'test AUC' if auc[0] == 'test_auc' else 'AUC'}"
-    if (share := run.sparsity_share) is not None:
-        text += f"; sparsity took {percent(share)} of the time"
+    text = f"Keeps {percent(row.share)} of table bytes ({size(row.bytes)} of {size(whole)})"
+    if row.auc is not None:
+        # The delta where there is a baseline, else the value itself.
+        value = known_text(row.delta, delta_text, unknown=f"{row.auc:.4f}")
+        text += f" at {value} {quality(run)[0].replace('_auc', ' AUC').replace('auc', 'AUC')}"
+    if run.sparsity_share is not None:
+        text += f"; sparsity took {percent(run.sparsity_share)} of the time"
     return f"{text}."
 
 
@@ -110,53 +111,34 @@ def verdict(run: Run) -> str:
     """Return sentences about what is smallest at the baseline's AUC, over all runs and artifacts,
     and about how far seeds alone move an AUC; "" without a baseline that has an AUC."""
     base = baseline(run)
-    known = None if base is None else quality(base)
-    if base is None or known is None:
+    wanted = None if base is None else quality(base)[1]
+    if base is None or wanted is None:
         return ""
     close = []
     for one in run.all_runs:
         for each in artifacts_of(one):
-            if each.auc is not None and each.auc >= known[1] - TOLERANCE:
+            if each.auc >= wanted - TOLERANCE:
                 close.append((each.bytes, each.auc, f"{one.name}, {each.name}"))
-    text = f"Nothing is within {TOLERANCE} of {base.name}'s AUC ({known[1]:.4f})."
-    if close:
-        taken, auc, name = min(close)
-        text = (
-            f"Smallest within {TOLERANCE} of {base.name}'s AUC ({known[1]:.4f}): {name},"
-            f" {size(taken)} at {auc:.4f}."
-        )
-    spread = _spread(run)
-    return text if spread is None else f"{text} {spread}"
+    goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
+    best = [f"Smallest {goal}: {name}, {size(n)} at {auc:.4f}." for n, auc, name in sorted(close)]
+    return " ".join([*(best or [f"Nothing is {goal}."])[:1], *_noise(run)])
 
 
-def _spread(run: Run) -> str | None:
-    """Return a sentence about the AUCs of runs that differ in their seed alone; None without such
+def _noise(run: Run) -> list[str]:
+    """Return a sentence about the AUCs of runs that differ in their seed alone; none without such
     runs."""
     # Of two runs with one seed, such as a model before and after, the last counts.
     seeds: dict[str, dict[str, float]] = {}
     for one in run.all_runs:
-        if (auc := quality(one)) is not None:
-            seeds.setdefault(one.method, {})[str(one.config)] = auc[1]
+        auc = quality(one)[1]
+        if auc is not None:
+            seeds.setdefault(one.method, {})[str(one.config)] = auc
     # The method that moves most: a smaller difference may be chance for any of them.
-    ranges = []
-    for found in seeds.values():
-        if len(found) > 1:
-            ranges.append((max(found.values()) - min(found.values()), len(found)))
-    if not ranges:
-        return None
+    ranges = [(max(aucs.values()) - min(aucs.values()), len(aucs)) for aucs in seeds.values()]
     widest, runs = max(ranges)
-    return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
-
-
-def _kept_text(run: Run) -> str:
-    kept, whole = run.bytes_kept, whole_bytes(run)
-    # Bytes are logged at the end.
-    if kept is None or not whole:
-        return ""
-    # A dense run: "100.0% of" would suggest that it prunes.
-    if kept == whole and not run.tables:
-        return f"Keeps all table bytes ({size(kept)})"
-    return f"Keeps {percent(kept / whole)} of table bytes ({size(kept)} of {size(whole)})"
+    if runs < 2:
+        return []
+    return [f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."]
 
 
 def delta_text(delta: float) -> str:
@@ -173,6 +155,7 @@ def known_text(value: float | None, text: Callable[[Any], str], unknown: str = "
 
 def row_cells(row: RunRow) -> list[str]:
     """Return the cells of a row as text, below :data:`HEAD`."""
+    changed = [f"{key}={shortened(value, most=40)}" for key, value in row.changed.items()]
     return [
         row.name,
         percent(row.sparsity),
@@ -182,45 +165,25 @@ def row_cells(row: RunRow) -> list[str]:
         # The baseline differs from nothing: no dash, which would read as unknown.
         known_text(row.delta, delta_text, unknown=""),
         known_text(row.ms_per_step, "{:.1f}".format),
-        _change_text(row.changed),
+        printable(", ".join(changed)),
     ]
 
 
-def _change_text(changed: Mapping[str, Any]) -> str:
-    """Return ``lr=0.1, level=0.8``; a dash for a key that is missing."""
-    shown = [f"{key}={_value_text(value)}" for key, value in changed.items()]
-    return printable(", ".join(shown))
-
-
-def _value_text(value: Any) -> str:
-    return "-" if value is None else shortened(value, most=40)
-
-
 def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
-    blocks, removed = blocks_of(one)
-    auc = quality(one)
+    tables: Sequence[TableStats | MaskChange] = one.tables or [*one.last_changes.values()]
+    key, auc = quality(one)
+    old, new = flat((base or one).config), flat(one.config)
     return RunRow(
         name=one.name,
-        sparsity=share_of(removed, blocks),
+        sparsity=share_of(total(tables, "removed_blocks"), total(tables, "blocks")),
         bytes=one.bytes_kept,
         share=share_of(one.bytes_kept, whole),
-        auc=None if auc is None else auc[1],
-        delta=_delta(one, base),
+        auc=auc,
+        # AUC during training is of other examples than AUC of the test set: nothing is compared.
+        delta=difference(one, base, key),
         ms_per_step=_ms_per_step(one),
-        changed={} if base is None else _changed(base.config, one.config),
+        changed={key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
     )
-
-
-def _delta(one: Run, base: Run | None) -> float | None:
-    """Return the AUC less the baseline's; None for the baseline itself, or where they are not of
-    the same kind."""
-    if base is None or base is one:
-        return None
-    auc, other = quality(one), quality(base)
-    # AUC during training is of other examples than AUC of the test set.
-    if auc is None or other is None or auc[0] != other[0]:
-        return None
-    return auc[1] - other[1]
 
 
 def _ms_per_step(one: Run) -> float | None:
@@ -229,8 +192,3 @@ def _ms_per_step(one: Run) -> float | None:
     if logged is not None or one.last_step is None or not one.spent.total:
         return logged
     return 1000 * one.spent.total / (one.last_step + 1)
-
-
-def _changed(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    old, new = flat(base), flat(config)
-    return {key: new.get(key) for key in new | old if old.get(key) != new.get(key)}

@@ -13,16 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dist_sparse.report.figures import (
-    Bin,
-    Chart,
-    DotChart,
-    Dots,
-    Line,
-    LineChart,
-    ScoreChart,
-)
-from dist_sparse.report.rendering import render
+from dist_sparse.report.figures import BarChart, Chart, DotChart, Dots, Line, LineChart
 from dist_sparse.text import amount, count, percent, size
 
 WIDTH, HEIGHT = 1000, 400
@@ -34,7 +25,6 @@ _TIP_LINES = 7
 _NEAR = 60
 """Units of the plot: labels of dots closer than this may overlap."""
 
-_KINDS = (("gone", "pruned"), ("kept", "kept"))
 _NAMED = ("main", "target", "other")
 _LAYERS = ("table", "raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
@@ -52,7 +42,7 @@ class Tip:
     left: float
     width: float
     text: tuple[str, ...]
-    line: float | None = None
+    line: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +68,7 @@ class Plot:
         label: of the horizontal axis.
         legend: look and name.
         tips, spots: text in the plot.
-        threshold: place and text of a vertical line.
+        mark: place and text of a vertical line.
     """
 
     caption: str
@@ -89,7 +79,7 @@ class Plot:
     legend: Sequence[tuple[str, str]] = ()
     tips: Sequence[Tip] = ()
     spots: Sequence[Spot] = ()
-    threshold: Label | None = None
+    mark: Label | None = None
 
     @property
     def widest(self) -> str:
@@ -141,20 +131,9 @@ class _Axes:
 
 def plot_of(chart: Chart) -> Plot | None:
     """Return a chart as shapes; None for bars, whose names and texts wrap on the page."""
-    if isinstance(chart, LineChart):
-        return _line_plot(chart)
-    if isinstance(chart, ScoreChart):
-        return _score_plot(chart)
-    return _dot_plot(chart) if isinstance(chart, DotChart) else None
-
-
-def svg_of(chart: Chart) -> str:
-    """Return a chart as a file of its own: axes, text and style within, light and dark.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    return render("chart.svg", chart=chart, plot=plot_of(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
+    if isinstance(chart, BarChart):
+        return None
+    return _line_plot(chart) if isinstance(chart, LineChart) else _dot_plot(chart)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -173,21 +152,6 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
-def log_ticks(left: float, right: float, most: int = 6) -> list[float]:
-    """Return round numbers from ``10**left`` to ``10**right``: powers of ten, with 2 and 5 times
-    these where there is room; linear :func:`ticks` where that gives fewer than three."""
-    low, high = 10**left * (1 - 1e-9), 10**right * (1 + 1e-9)
-    powers = range(math.floor(left), math.ceil(right) + 1)
-    found: list[float] = []
-    # The finest that has room.
-    for digits in ((1, 2, 5), (1, 3), (1,)):
-        numbers = [float(f"{digit}e{power}") for power in powers for digit in digits]
-        found = [number for number in numbers if low <= number <= high]
-        if len(found) <= most:
-            break
-    return _every(found, most) if len(found) > 2 else ticks(low, high, 4)
-
-
 def _every(values: list[float], most: int) -> list[float]:
     """Return every n-th value, at most ``most`` of them."""
     # -(-a // b) rounds up.
@@ -200,9 +164,16 @@ def _line_plot(chart: LineChart) -> Plot:
     named = [line for line in chart.lines if line.role in _NAMED]
     # Later shapes cover earlier ones: the run itself is on top of the others.
     layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
+    shapes = [(_look(line), _path(line, axes)) for line in layers]
+    mark = None
+    if chart.mark is not None:
+        step, text = chart.mark
+        mark = axes.x_of(step) / 10, text
+        shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
     return axes.plot(
         caption=f"{chart.title} over steps: {_ends(named, text_of)}.",
-        shapes=[(_look(line), _path(line, axes)) for line in layers],
+        shapes=shapes,
+        mark=mark,
         # A single line has the name of its chart.
         legend=_legend(named) if len(named) > 1 else (),
         tips=_tips(chart, axes, text_of),
@@ -236,8 +207,7 @@ def _legend(lines: Sequence[Line | Dots]) -> list[tuple[str, str]]:
 
 def _ends(lines: Sequence[Line], text_of: Text) -> str:
     """Return the last value of each line."""
-    drawn = [line for line in lines if line.heights]
-    return "; ".join(f"{line.name} ends at {text_of(line.heights[-1])}" for line in drawn)
+    return "; ".join(f"{line.name} ends at {text_of(line.heights[-1])}" for line in lines)
 
 
 def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:
@@ -282,57 +252,9 @@ def _path(line: Line, axes: _Axes) -> str:
     return path
 
 
-def _score_plot(chart: ScoreChart) -> Plot:
-    axes = _score_axes(chart)
-    shapes = [_bar(piece, chart.threshold, axes) for piece in chart.bins]
-    threshold = None
-    # At 0, nothing but blocks that scored 0 is pruned: the logarithmic axis has no place for it.
-    if chart.threshold > 0:
-        at = axes.x_of(chart.threshold)
-        shapes.append(("threshold", f"M{at} 0V{HEIGHT}"))
-        threshold = at / 10, f"threshold {amount(chart.threshold)}"
-    return axes.plot(
-        caption=f"{chart.title}: {chart.note}",
-        shapes=shapes,
-        legend=_KINDS,
-        threshold=threshold,
-    )
-
-
-def _score_axes(chart: ScoreChart) -> _Axes:
-    # Bins ascend.
-    edges = [chart.bins[0].low, chart.bins[-1].high]
-    if chart.threshold > 0:
-        edges.append(chart.threshold)
-    left, right = math.log10(min(edges)), math.log10(max(edges))
-    tallest = max(piece.density for piece in chart.bins)
-    return _Axes(
-        left=left,
-        right=right,
-        low=0,
-        high=tallest,
-        places=log_ticks(left, right),
-        place_text=lambda score: f"{score:g}",
-        level_text=_short,
-        label="score; area = blocks",
-        log=True,
-    )
-
-
-def _bar(piece: Bin, threshold: float, axes: _Axes) -> Shape:
-    x, height = axes.x_of(piece.low), HEIGHT * piece.density / axes.high
-    path = f"M{x} {HEIGHT}v{-height:.1f}h{axes.x_of(piece.high) - x:.1f}v{height:.1f}z"
-    # The bin of the threshold has some of each; the line shows where it is cut.
-    return f"bin {'gone' if piece.low <= threshold else 'kept'}", path
-
-
 def _dot_plot(chart: DotChart) -> Plot:
     axes = _dot_axes(chart)
-    shapes, legend = [], _legend(chart.runs)
-    if chart.level is not None:
-        name, height = chart.level
-        shapes.append(("target", f"M0 {axes.y_of(height)}H{WIDTH}"))
-        legend.append(("target", name))
+    shapes = []
     for run in chart.runs:
         places = [f"{axes.x_of(taken)} {axes.y_of(height)}" for _, taken, height in run.dots]
         shapes.append((f"{_look(run)} joined", f"M{'L'.join(places)}"))
@@ -342,7 +264,7 @@ def _dot_plot(chart: DotChart) -> Plot:
     return axes.plot(
         caption=f"{chart.title}: {'; '.join(': '.join(spot.text) for spot in spots)}",
         shapes=shapes,
-        legend=legend,
+        legend=_legend(chart.runs),
         spots=spots,
     )
 
@@ -350,11 +272,10 @@ def _dot_plot(chart: DotChart) -> Plot:
 def _dot_axes(chart: DotChart) -> _Axes:
     _, sizes, metrics = zip(*chart.dots, strict=True)
     logs = [*map(math.log10, sizes)]
-    heights = metrics if chart.level is None else (*metrics, chart.level[1])
     # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
     room = 0.06 * (max(logs) - min(logs)) + 0.02
     left, right = min(logs) - room, max(logs) + room
-    low, high = _range(heights, share=False)
+    low, high = _range(metrics, share=False)
     low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
     visible = [each for each in _SIZES if left <= math.log10(each) <= right]
     return _Axes(
@@ -382,7 +303,7 @@ def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
                 left=100 * x / WIDTH,
                 top=100 * y / HEIGHT,
                 label=label,
-                text=(name, f"{size(taken)}, {chart.metric} {height:.4f}"),
+                text=(name, f"{size(taken)}, AUC {height:.4f}"),
                 under=_is_under(x, y, everywhere, number),
             )
             spots.append(spot)

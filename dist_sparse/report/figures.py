@@ -1,4 +1,4 @@
-"""Charts as data: names, points, bars, bins.
+"""Charts as data: names, points, bars.
 
 :mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.drawing` turns them
 into shapes, without the run.
@@ -36,8 +36,8 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Lines over steps 0 to ``end``, or further. ``share``: heights are shares, shown in
-    percent."""
+    """Lines over steps 0 to ``end``, or further. ``share``: heights are shares, shown in percent;
+    ``mark``: a step and a text, drawn as a vertical line."""
 
     key: str
     title: str
@@ -45,6 +45,12 @@ class LineChart:
     lines: tuple[Line, ...]
     end: int
     share: bool = False
+    mark: tuple[float, str] | None = None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there is more than zeros to see."""
+        return any(any(line.heights) for line in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,11 @@ class BarChart:
     note: str
     bars: tuple[Bar, ...]
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there is a bar."""
+        return bool(self.bars)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dots:
@@ -80,42 +91,22 @@ class Dots:
 
 @dataclass(frozen=True, kw_only=True)
 class DotChart:
-    """Dots over bytes, on a logarithmic axis. ``metric``: of the heights; ``level``: a name and a
-    height, drawn as a horizontal line."""
+    """AUC over bytes, on a logarithmic axis."""
 
     key: str
     title: str
     note: str
     runs: tuple[Dots, ...]
-    metric: str = "AUC"
-    level: tuple[str, float] | None = None
 
     @property
     def dots(self) -> tuple[tuple[str, int, float], ...]:
         """The dots of all runs."""
         return sum((run.dots for run in self.runs), ())
 
-
-@dataclass(frozen=True, kw_only=True)
-class Bin:
-    """Blocks with scores in [low, high). ``density``: blocks per octave, so that a bar's area
-    counts blocks: buckets differ in width on a logarithmic axis."""
-
-    low: float
-    high: float
-    blocks: int
-    density: float
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there are dots to compare."""
+        return len(self.dots) > 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreChart:
-    """Histogram of one table, with at least one bin, of blocks that scored above 0."""
-
-    key: str
-    title: str
-    note: str
-    bins: tuple[Bin, ...]
-    threshold: float
-
-
-Chart = LineChart | BarChart | ScoreChart | DotChart
+Chart = LineChart | BarChart | DotChart

@@ -25,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +34,7 @@ from weakref import WeakValueDictionary
 import dist_sparse
 from dist_sparse.text import shortened
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of the folder's layout; a reader refuses others."""
 
 RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"
@@ -89,17 +90,12 @@ class LogFile:
         self._append(f"{text}\n".encode())
 
     def begin_session(self) -> None:
-        """Write the first line of a resumed run, below a line that a crash has cut short. An empty
-        log stays empty."""
-        with self._file.open("rb") as held:
-            if not held.seek(0, os.SEEK_END):
-                return
-            held.seek(-1, os.SEEK_END)
-            cut = held.read(1) != b"\n"
-        # The cut line stays: a log is only appended to. Readers skip it.
-        if cut:
+        """Write the first line of a resumed run. An empty log stays empty."""
+        if self._file.stat().st_size:
+            # A crash may have cut the last line short. It stays: a log is only appended to, and
+            # readers skip what is no line of JSON before a resumed session.
             self._append(b"\n")
-        self.write({"kind": _RESUMED, "started": _now()})
+            self.write({"kind": _RESUMED, "started": _now()})
 
     def close(self) -> None:
         """Close the file and release its lock. Further calls do nothing."""
@@ -123,6 +119,9 @@ class LogFile:
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.close()
 
+
+_private: Final = partial(os.open, mode=0o600)
+_readable: Final = partial(os.open, mode=0o644)
 
 _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
 """Logs that this process writes, by the real path of their folders."""
@@ -288,14 +287,6 @@ def _taken(file: Path) -> ValueError:
         f"{file} is being written by another RunLog, of a job that still runs or of this process:"
         " choose another folder, or end that one first."
     )
-
-
-def _private(file: str, flags: int) -> int:
-    return os.open(file, flags, 0o600)
-
-
-def _readable(file: str, flags: int) -> int:
-    return os.open(file, flags, 0o644)
 
 
 def _part_of(file: Path) -> Path:

@@ -1,7 +1,8 @@
 """The report of a run: one HTML file, and each chart as an SVG file of its own.
 
 This module decides what is on the page; ``page.html`` lays it out. The page needs no network, font
-or image, and no script but to sort and filter its tables.
+or image, and no script but to sort and filter its tables. Everything that a template prints from a
+run is escaped, and control characters in it are made visible.
 """
 
 from __future__ import annotations
@@ -10,34 +11,32 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from dist_sparse.report.charts import charts
-from dist_sparse.report.comparison import (
-    HEAD,
-    compare,
-    headline,
-    row_cells,
-    verdict,
-    whole_bytes,
-)
-from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of, svg_of
+from dist_sparse.report import comparison, summary
+from dist_sparse.report.charts import MOST_TABLES, charts
+from dist_sparse.report.drawing import HEIGHT, WIDTH, plot_of
 from dist_sparse.report.figures import Chart
 from dist_sparse.report.folder import write_whole
-from dist_sparse.report.rendering import part, render
 from dist_sparse.report.run import Run, read_run
-from dist_sparse.report.summary import (
-    TABLE_FIELDS,
-    against,
-    bytes_of,
-    numbers,
-    status,
-    target_text,
-    time_text,
+from dist_sparse.report.summary import TABLE_FIELDS, numbers
+from dist_sparse.text import (
+    amount,
+    block_shape_text,
+    count,
+    duration,
+    number_of,
+    percent,
+    printable,
+    size,
 )
-from dist_sparse.report.table_charts import MOST_TABLES
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_FOLDER: Final = Path(__file__).parent
 _REPORT: Final = "report.html"
 _SECTIONS: Final = {
     "auc": "Quality and bytes",
@@ -46,13 +45,10 @@ _SECTIONS: Final = {
     "bytes": "Tables",
     "traffic": "Tables",
     "churn": "Mask updates",
-    "dead": "Mask updates",
-    "scores": "Scores and thresholds",
-    "time": "Time",
 }
 """The heading of each chart, by the first word of its key, in the order of the page."""
 
-_WIDE: Final = ("auc", "bytes", "time")
+_WIDE: Final = ("auc", "bytes")
 """Charts as wide as the page."""
 
 _TABLE_HEAD: Final = (
@@ -134,17 +130,8 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         "page.html",
         run=run,
         found=found,
-        lead=headline(run),
-        verdict=verdict(run),
-        status=status(run),
-        whole=whole_bytes(run),
-        target=target_text(found),
-        bytes_of=bytes_of(run),
-        against=against,
-        time=time_text(run, found),
-        compared=compare(run),
-        run_head=HEAD,
-        row_cells=row_cells,
+        summary=summary,
+        comparison=comparison,
         sections=sections,
         series=[*series],
         tables=_all_tables(found),
@@ -170,3 +157,60 @@ def _all_tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         tables.append({**unknown, "name": name, "bytes_kept": taken, "bytes_dense": taken})
     tables.sort(key=lambda table: (-(table["bytes_dense"] or table["blocks"] or 0), table["name"]))
     return tables
+
+
+def svg_of(chart: Chart) -> str:
+    """Return a chart as a file of its own: axes, text and style within, light and dark.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    return render("chart.svg", chart=chart, plot=plot_of(chart), WIDTH=WIDTH, HEIGHT=HEIGHT)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template filled with values, all escaped.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    return environment().get_template(template).render(values)
+
+
+def part(name: str) -> str:
+    """Return a file of the page, which Jinja2 takes for markup: never text from a run."""
+    from markupsafe import Markup  # jinja2 needs it
+
+    return Markup((_FOLDER / name).read_text(encoding="utf-8"))
+
+
+@cache
+def environment() -> Environment:
+    # torch brings it, but runs are read without torch.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,  # by name it would leave .svg out
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,  # a file ends with one
+    )
+    texts = (amount, block_shape_text, count, duration, number_of, percent, size)
+    environment.filters |= {text.__name__: text for text in texts} | {"short": _short}
+    return environment
+
+
+def _visible(value: Any) -> Any:
+    """Return text from a run without control characters; the project's own markup has line ends."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return printable(value)
+    return value
+
+
+def _short(text: str, most: int) -> str:
+    """Return text that fits a place of fixed width."""
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"

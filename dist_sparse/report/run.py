@@ -13,15 +13,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import MaskChange, StepRecord, TableStats
+from dist_sparse.records import GuardCheck, MaskChange, StepRecord, TableStats
 from dist_sparse.report.artifacts import ArtifactBytes, read_artifacts
 from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
-from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.text import shortened
 
 Series = tuple[tuple[int, float | None], ...]
@@ -34,6 +33,15 @@ class DueStep:
 
     step: int
     record: StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Validation of a guard after training step ``step``; that of ``check`` counts calls of the
+    schedule."""
+
+    step: int
+    check: GuardCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +94,8 @@ class Run:
         sessions: how often the run was started or resumed, as far as the log shows.
         last_step: last step with a line; None for an empty log.
         values: a series for each name passed to ``RunLog.step``.
-        due: mask updates in ascending order; their ``scores`` are empty.
-        scores: one histogram per table (:func:`~dist_sparse.report.histograms.replaces`).
+        due: mask updates in ascending order.
+        validations: of the guard, in order.
         tables: statistics at the last end; empty before.
         dead_rows: rows without a kept element, at the last end.
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
@@ -114,7 +122,7 @@ class Run:
     tables: tuple[TableStats, ...]
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
-    scores: Mapping[str, Scored] = field(default_factory=dict)
+    validations: tuple[Validation, ...] = ()
     model_tables: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, RowTraffic] = field(default_factory=dict)
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -138,43 +146,43 @@ class Run:
         return [self, *self.compared.values()]
 
     @property
-    def changes(self) -> Iterator[MaskChange]:
-        """All changes of all tables, in order."""
-        for due in self.due:
-            yield from due.record.tables
+    def end(self) -> int:
+        """The last step: a mask update may be logged after the last one with values."""
+        return max([self.last_step or 0, *(due.step for due in self.due[-1:])])
+
+    @property
+    def undone(self) -> Validation | None:
+        """The validation that undid a mask update, at most one in a run."""
+        return next((one for one in self.validations if one.check.undone is not None), None)
 
     @property
     def last_changes(self) -> dict[str, MaskChange]:
         """The last change of each table."""
-        return {change.name: change for change in self.changes}
+        return {change.name: change for due in self.due for change in due.record.tables}
 
     @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
-        # `tables` is empty before the end of a run.
-        registered = {table.name for table in self.tables}
-        for due in self.due[-1:]:  # before its end, a run's last mask update names the tables
-            registered |= {change.name for change in due.record.tables}
+        # `tables` is empty before the end of a run: until then its mask updates name them.
+        registered = {*self.last_changes, *(table.name for table in self.tables)}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
     @property
     def bytes_dense(self) -> int | None:
         """Bytes of all tables without sparsity: of the model's, else of the registered ones; None
         if unknown."""
-        if not self.tables and not self.model_tables:
-            return None
         # Both name registered tables: their bytes at the end count.
         registered = {table.name: table.table_bytes for table in self.tables}
-        return sum({**self.model_tables, **registered}.values())
+        sizes = {**self.model_tables, **registered}
+        return sum(sizes.values()) if sizes else None
 
     @property
     def bytes_kept(self) -> int | None:
         """Bytes of the kept weights of those tables, masks not counted; None before the end of a
         run that prunes."""
-        if self.due and not self.tables:
-            return None  # bytes of tables are logged at the end
         dense = self.bytes_dense
-        if dense is None:
+        # Bytes of tables are logged at the end.
+        if dense is None or (self.due and not self.tables):
             return None
         return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
@@ -199,6 +207,18 @@ def total(tables: Iterable[object], field: str) -> int:
     return sum(getattr(table, field) or 0 for table in tables)
 
 
+def target_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+    """Return the configured level of all blocks; None where a table has no level."""
+    weighted, whole = 0.0, 0
+    for table in tables:
+        if table.target is None:
+            return None
+        # Weighted by blocks, so that it compares with the sparsity of all blocks.
+        weighted += table.target * table.blocks
+        whole += table.blocks
+    return share_of(weighted, whole)
+
+
 def share_of(part: float | None, whole: float | None) -> float | None:
     """Return ``part / whole``; None where one is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
@@ -216,11 +236,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def read_run(folder: str | Path) -> Run:
-    """Read a run and the runs to compare it with.
+def read_run(folder: str | Path, *others: str | Path) -> Run:
+    """Read a run and the runs to compare it with: ``others``, or without any, the runs inside its
+    folder.
+
+    A folder that is given twice, such as ``runs/latest`` among ``runs/*``, counts once.
 
     Args:
-        folder: that a :class:`~dist_sparse.RunLog` wrote.
+        folder, others: that a :class:`~dist_sparse.RunLog` wrote.
 
     Raises:
         ValueError: there is no run, it has another format, or a line is not one that ``RunLog``
@@ -231,61 +254,35 @@ def read_run(folder: str | Path) -> Run:
         >>> import tempfile
         >>> from dist_sparse import RunLog
         >>> from dist_sparse.report import read_run
-        >>> folder = tempfile.mkdtemp()
-        >>> with RunLog(folder) as log:
-        ...     for step in range(3):
-        ...         log.step(step, loss=1 / (1 + step))
-        >>> run = read_run(folder)
-        >>> run.finished, run.last_step, run.last("loss")
-        (True, 2, 0.3333333333333333)
-    """
-    # One level: runs inside those runs are their own comparison.
-    folder = Path(folder)
-    nested = [_read(file.parent) for file in sorted(folder.glob(f"*/{RUN}"))]
-    return dataclasses.replace(_read(folder), compared=_by_name(nested))
-
-
-def read_runs(folders: Sequence[str | Path]) -> Run:
-    """Read several runs: the first, compared with the others. Of one alone the runs inside its
-    folder are compared.
-
-    A folder that is given twice, such as ``runs/latest`` among ``runs/*``, counts once.
-
-    Raises:
-        ValueError: as :func:`read_run`.
-
-    Example::
-
-        >>> import tempfile
-        >>> from dist_sparse import RunLog
-        >>> from dist_sparse.report import read_runs
         >>> folders = [tempfile.mkdtemp(), tempfile.mkdtemp()]
         >>> for name, folder in zip(["rows", "columns"], folders):
-        ...     RunLog(folder, name=name).close()
-        >>> runs = read_runs(folders)
-        >>> runs.name, list(runs.compared)
-        ('rows', ['columns'])
+        ...     with RunLog(folder, name=name) as log:
+        ...         for step in range(3):
+        ...             log.step(step, loss=1 / (1 + step))
+        >>> run = read_run(*folders)
+        >>> run.finished, run.last_step, run.last("loss"), list(run.compared)
+        (True, 2, 0.3333333333333333, ['columns'])
     """
     different: dict[str, Path] = {}
-    for folder in folders:
+    for each in (folder, *others):
         # runs/latest is one of runs/*, under another name.
-        different.setdefault(os.path.realpath(folder), Path(folder))
-    if len(different) == 1:
-        return read_run(folders[0])
-    # With several folders given, the runs inside them are left out.
-    first, *others = map(_read, different.values())
-    return dataclasses.replace(first, compared=_by_name(others, first))
+        different.setdefault(os.path.realpath(each), Path(each))
+    first, *compared = map(_read, different.values())
+    if compared:
+        return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
+    # One level: runs inside those runs are their own comparison.
+    inside = sorted(Path(folder).glob(f"*/{RUN}"))
+    compared = [_read(file.parent) for file in inside]
+    return dataclasses.replace(first, compared=_by_name(compared))
 
 
-def _by_name(runs: Sequence[Run], first: Run | None = None) -> dict[str, Run]:
+def _by_name(runs: Sequence[Run], taken: str | None = None) -> dict[str, Run]:
     """Return runs by name and in order; a name that occurs again gets its folder."""
-    taken = set() if first is None else {first.name}
     named: dict[str, Run] = {}
     numbers: dict[str, int] = {}
     for run in runs:
         # Runs of one script have one name.
-        name = f"{run.name} ({run.folder})" if run.name in taken else run.name
-        taken.add(name)
+        name = f"{run.name} ({run.folder})" if run.name in (taken, *named) else run.name
         run = dataclasses.replace(run, name=name)
         # Seeds of one method share a color, so that their spread is seen.
         number = numbers.setdefault(run.method, len(numbers))
@@ -356,14 +353,14 @@ class _Reader:
         self._repeats = False
         """The next mask update is the first of a resumed session."""
         self._masks = 0.0
-        self._scores: dict[str, Scored] = {}
+        self._validations: list[Validation] = []
         self._at_end: dict[str, Any] = {"tables": ()}
 
     def take(self, line: Mapping[str, Any]) -> None:
         kinds = {
             "values": self._take_values,
             "masks": self._take_masks,
-            "scores": self._take_scores,
+            "validation": self._take_validation,
             "resumed": self._begin_session,
             "end": self._take_end,
         }
@@ -382,7 +379,7 @@ class _Reader:
             "last_step": self._last,
             "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(self._due),
-            "scores": self._scores,
+            "validations": tuple(self._validations),
             "spent": spent,
             **self._at_end,
         }
@@ -421,11 +418,11 @@ class _Reader:
         self._due.append(due)
         self._masks += due.record.seconds
 
-    def _take_scores(self, line: Mapping[str, Any]) -> None:
-        for table in line["tables"]:
-            new = Scored(step=table["step"], change=MaskChange(**table["change"]))
-            if replaces(new, self._scores.get(new.change.name)):
-                self._scores[new.change.name] = new
+    def _take_validation(self, line: Mapping[str, Any]) -> None:
+        new = Validation(step=line["step"], check=GuardCheck(**line["check"]))
+        # A resumed run repeats validations too.
+        earlier = [known for known in self._validations if known.step < new.step]
+        self._validations = [*earlier, new]
 
     def _take_end(self, line: Mapping[str, Any]) -> None:
         session, tables = self._sessions[-1], line["tables"]
@@ -453,10 +450,7 @@ def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     # A long run has millions of them: one string per name.
-    tables = [
-        MaskChange(**table | {"name": sys.intern(table["name"]), "scores": ()})
-        for table in line["tables"]
-    ]
+    tables = [MaskChange(**table | {"name": sys.intern(table["name"])}) for table in line["tables"]]
     costs = {name: line[name] for name in ("number", "seconds", "collectives", "bytes")}
     return StepRecord(tables=tuple(tables), **costs)
 

@@ -12,9 +12,9 @@ Every line of ``log.jsonl`` has a ``kind``:
   :meth:`RunLog.step`;
 - ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes``
   (of rank 0), and for each of ``tables`` the fields of
-  :class:`~dist_sparse.sparsifiers.recorder.MaskChange` without ``scores``;
-- ``scores``: the ``step`` and the ``change``, with ``scores``, of those ``tables`` that have a
-  better histogram (:mod:`dist_sparse.report.histograms`) than was written before;
+  :class:`~dist_sparse.records.MaskChange`;
+- ``validation``: the ``step`` and the ``check`` of a guard
+  (:class:`~dist_sparse.records.GuardCheck`);
 - ``resumed``: first line of another session, with the time that it ``started``;
 - ``end``: ``tables`` as :class:`~dist_sparse.TableStats` has them, with ``dead_rows``, ``lookups``
   and ``removed_lookups``, and ``traffic`` (:class:`~dist_sparse.report.run.RowTraffic`), null
@@ -40,9 +40,8 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.records import MaskChange, StepRecord
+from dist_sparse.records import GuardCheck, StepRecord
 from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
-from dist_sparse.report.histograms import Scored, replaces
 from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -51,8 +50,6 @@ from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
 
-_NOTED = tuple(one.name for one in dataclasses.fields(MaskChange) if one.name != "scores")
-_COSTS = ("number", "seconds", "collectives", "bytes")
 _SHOWN = {
     "sparsity": "sparsity",
     "target": "target",
@@ -61,10 +58,6 @@ _SHOWN = {
     "regrown": "regrown_blocks",
 }
 """Scalars of a mask update for sinks: the name of each, and of its field."""
-
-_SCORES_EVERY = 10
-"""Mask updates between two writings of histograms: one takes 1 to 3 KiB, and early updates are
-replaced soon."""
 
 _LARGEST = 1e300
 """Values from here on are logged as null, like infinities: differences of two must be finite."""
@@ -157,9 +150,11 @@ class RunLog:
         sinks: Iterable[Sink] = (),
         resume: bool = False,
     ) -> None:
-        # What sparsify() returned holds both.
+        self._validations: list[GuardCheck] = []
+        # What sparsify() returned holds all three.
         if isinstance(sparsifier, SparseTraining):
             enforcer = enforcer or sparsifier.enforcer
+            self._validations = sparsifier.validations
             sparsifier = sparsifier.sparsifier
         world = group_over(world_ranks())
         self._writes = world.rank == 0
@@ -178,11 +173,11 @@ class RunLog:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
         self._enforcer = enforcer
-        self._scores = dict[str, Scored]()
-        self._unwritten, self._scores_from = dict[str, Scored](), 0
         self._started = time.perf_counter()
         self._updates = None if sparsifier is None else _MaskUpdates(sparsifier)
         self._last, self._closed = -1, False
+        # Earlier ones are in the log of another run, or of an earlier session.
+        self._validated = len(self._validations)
 
     def step(self, step: int, **values: float | Tensor | None) -> None:
         """Log the values of one training step, after ``sparsifier.step()``. Local.
@@ -209,6 +204,7 @@ class RunLog:
         self._last = step
         if self._updates is not None:
             self._write_masks(self._updates.until(step))
+        self._write_validations(step)
         if self._writes and given:
             # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
@@ -236,7 +232,7 @@ class RunLog:
         seconds, tables = {}, []
         if self._updates is not None:
             self._write_masks(self._updates.complete(self._last))
-            self._write_scores()
+            self._write_validations(self._last)
             tables = _end_of_tables(self._updates.sparsifier)
             seconds["masks"] = self._updates.seconds
         if self._enforcer is not None:
@@ -263,7 +259,6 @@ class RunLog:
         self._closed = True
         if self._updates is not None:
             self._updates.sparsifier.stop_recording()
-        self._write_scores()
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -299,30 +294,15 @@ class RunLog:
             if self._writes:
                 self._write_update(step, record)
 
+    def _write_validations(self, step: int) -> None:
+        for check in self._validations[self._validated :]:
+            self._write({"kind": "validation", "step": step, "check": dataclasses.asdict(check)})
+        self._validated = len(self._validations)
+
     def _write_update(self, step: int, record: StepRecord) -> None:
-        tables = [_fields(change, _NOTED) for change in record.tables]
-        self._write({"kind": "masks", "step": step, **_fields(record, _COSTS), "tables": tables})
-        for change in record.tables:
-            self._note_scores(step, change)
-        if self._unwritten and record.number >= self._scores_from:
-            self._write_scores()
-            self._scores_from = record.number + _SCORES_EVERY
+        self._write({"kind": "masks", "step": step, **dataclasses.asdict(record)})
         if self._sinks:
             self._tell(step, _scalars(record))
-
-    def _note_scores(self, step: int, change: MaskChange) -> None:
-        # Without a threshold no score decided: nothing or everything was pruned.
-        if change.threshold is None or not change.scores:
-            return
-        new = Scored(step=step, change=change)
-        if replaces(new, self._scores.get(change.name)):
-            self._scores[change.name] = self._unwritten[change.name] = new
-
-    def _write_scores(self) -> None:
-        tables = [dataclasses.asdict(one) for one in self._unwritten.values()]
-        self._unwritten.clear()
-        if tables:
-            self._write({"kind": "scores", "step": self._last, "tables": tables})
 
 
 class _MaskUpdates:
@@ -362,10 +342,6 @@ def _scalars(record: StepRecord) -> dict[str, float]:
             if (value := getattr(change, field)) is not None:
                 found[f"{name}/{change.name}"] = float(value)
     return found
-
-
-def _fields(one: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in names}
 
 
 def _table_bytes(model: nn.Module) -> dict[str, int]:

@@ -379,4 +379,6 @@ def summary(manifest: Manifest) -> str:
         f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
+    if all(table.kept == table.rows for table in manifest.tables.values()):
+        whole += "; no row was removed"
     return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole])

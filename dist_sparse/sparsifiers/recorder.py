@@ -21,8 +21,7 @@ import torch
 from dist_sparse.groups import Group, Rider, group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, count_bits
-from dist_sparse.masking.selection import Threshold
-from dist_sparse.records import LEADING_SHIFT, MaskChange, StepRecord
+from dist_sparse.records import MaskChange, StepRecord
 from dist_sparse.sparsifiers.lookups import Lookups
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
@@ -197,7 +196,6 @@ class Recorder:
             name=data.name,
             target=configured_level(config),
             threshold=None if made.threshold is None else made.threshold.score,
-            scores=_scores(made.threshold),
             blocks=grid.blocks,
             same_blocks=block == made.block,
             whole_rows=whole_rows,
@@ -234,15 +232,6 @@ def _change(values: list[int], *, same_blocks: bool, whole_rows: bool, **known: 
         removed_lookups=removed_lookups if lookups else None,
         **known,
     )
-
-
-def _scores(threshold: Threshold | None) -> tuple[tuple[float, int], ...]:
-    if threshold is None or threshold.histogram is None:
-        return ()
-    # Bucket 0 is the score 0; bucket n begins at the float whose leading bits are n - 1.
-    filled = threshold.histogram.nonzero().flatten()
-    edges = ((filled - 1).clamp(min=0) << LEADING_SHIFT).to(torch.int32).view(torch.float32)
-    return tuple(zip(edges.tolist(), threshold.histogram[filled].tolist(), strict=True))
 
 
 def _changes(old: BlockMask, new: BlockMask, whole_rows: bool) -> list[int]:

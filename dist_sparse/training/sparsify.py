@@ -580,6 +580,15 @@ def sparsify(
         training._detached()
         enforcer.detach()  # where the training was not attached yet
         raise
+    levels = _levels_by_table(final, sparsifier.data_groups)
+    emptied = [name for name, level in levels.items() if level == 1]
+    if emptied and together.rank == 0:
+        warnings.warn(
+            f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
+            " block of each table stays.",
+            UserWarning,
+            stacklevel=2,
+        )
     return training
 
 

@@ -76,7 +76,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
         nargs="+",
         metavar="LEVEL",
         help=(
-            "fraction of the blocks to remove in the end, in [0, 1]: of all tables, or TABLE=LEVEL"
+            "fraction of the blocks to remove, such as 0.8 or 80%%: of all tables, or TABLE=LEVEL"
             " for each table to sparsify (default: user_x_genre=0.95; with --data 0.8)"
         ),
     )
@@ -241,9 +241,11 @@ def _whole(text: str, least: int) -> int:
 
 def as_level(text: str) -> float:
     try:
-        level = float(text)
+        level = float(text.removesuffix("%"))
     except ValueError:
         level = float("nan")
+    if text.endswith("%"):
+        level /= 100
     if not 0 <= level <= 1:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r} (must be in [0, 1])")
     return level

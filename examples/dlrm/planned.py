@@ -6,7 +6,6 @@ dist-sparse frontier examples/dlrm/planned.py:measured
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch import nn
 
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset, batches
-from dlrm.hashing import folded
 from dlrm.model import DIM, build, sharding_of
 from dlrm.predictions import Predictions
 from dlrm.process import quiet
@@ -44,20 +42,14 @@ def trained_model(data: Path | None = None) -> nn.Module:
     return _trained(_dataset(data))
 
 
-def measured(
-    columns: float = 1.0, rows: float = 1.0, data: Path | None = None
-) -> tuple[nn.Module, Evaluate]:
+def measured(columns: float = 1.0, data: Path | None = None) -> tuple[nn.Module, Evaluate]:
     """Return the DLRM of :func:`trained_model`, and what measures it on the test part.
 
     Args:
         columns: fraction of the tables' columns.
-        rows: fraction of their rows into which ids are hashed.
         data: as above.
     """
     dataset = _dataset(data)
-    dataset = folded(
-        dataset, {feature.name: math.ceil(rows * feature.rows) for feature in dataset.sparse}
-    )
     test = [dataset.batch(index) for index in dataset.test.split(4096)]
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> None:
         dim = round(columns * options.dim)
         return train(f"{dim} columns", data, replace(wide, dim=dim, width=dim)), evaluate
 
-    found = frontier(*trained(), {"columns": trained}, rotate=[["user", "item"]], out=options.out)
+    found = frontier(*trained(), trained, rotate=[["user", "item"]], out=options.out)
     if dist.get_rank() == 0:
         print(found)
 

@@ -31,7 +31,7 @@ def test_untouched_rows(name: str) -> None:
         table.name: int((before[table.name] == after[table.name]).all(1).sum())
         for table in cell.tables
     }
-    answer = plan(model, "20%", optimizer=optimizer, cold="user")
+    answer = plan(model, "20%", optimizer=optimizer)
     told: list[Any] = [None] * WORLD
     dist.all_gather_object(told, answer)
     assert told == [answer] * WORLD and answer.untouched == same and 0 < same["user"] < 37
@@ -44,7 +44,7 @@ def test_untouched_rows(name: str) -> None:
 @on_ranks(WORLD)
 def test_errors() -> None:
     model, rank = build(cells(WORLD)["mixed"]), dist.get_rank()
-    with pytest.raises(ValueError, match=r"budget, rotate, cold is .*0\.2.* on rank 1 and .*0\.1"):
+    with pytest.raises(ValueError, match=r"budget, rotate is .*0\.2.* on rank 1 and .*0\.1"):
         plan(model, "20%" if rank else "10%")
-    with pytest.raises(ValueError, match="rank 1: ValueError: Invalid cold: 'x'"):
-        plan(model, "20%", cold="x" if rank else None)
+    with pytest.raises(ValueError, match="rank 1: ValueError: Invalid budget='x'"):
+        plan(model, "x" if rank else "20%")

@@ -326,6 +326,10 @@ class TestOptions:
         assert refusal.value.code == 2
         assert says in capsys.readouterr().err
 
+    def test_a_level_is_a_fraction_or_a_percentage(self) -> None:
+        options = parse(None, ["--level", "user_id=80%", "user_x_genre=0.95"])
+        assert options.level == {"user_id": 0.8, "user_x_genre": 0.95}
+
     def test_another_number_of_processes_than_torchruns_is_refused(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

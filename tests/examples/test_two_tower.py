@@ -162,5 +162,4 @@ def test_the_frontier(npz: Path, tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "out").iterdir()} >= {
         "trials.jsonl",
         "frontier.json",
-        "frontier.md",
     }

@@ -99,7 +99,7 @@ def test_the_endpoint_may_come_from_a_variable(
     [
         ([], "required: SCRIPT"),
         (["--nproc", "0", "a.py"], "Invalid --nproc='0'"),
-        (["--nproc", "-1", "a.py"], "launch local: error: Invalid --nproc='-1'"),
+        (["--nproc", "-1", "a.py"], "launch: error: Invalid --nproc='-1'"),
         (["--env", "A", "a.py"], "must be KEY=VALUE"),
         (["--ranks", "0,x", "a.py"], "'0,x' must be local ranks"),
         (["--nproc", "2", "--ranks", "0,2", "pyproject.toml"], "Invalid --ranks=2"),

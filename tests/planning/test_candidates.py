@@ -151,7 +151,6 @@ def test_through_json() -> None:
     [
         ({"dtype": "int2"}, "dtype='int2'"),
         ({"columns": 0.0}, "columns=0.0"),
-        ({"groups": (("a",), ("a", "b"))}, "one group only"),
         ({"levels": {"a": 1.5}}, r"levels\['a'\]=1.5"),
     ],
 )

@@ -70,7 +70,6 @@ def test_the_measured_rules(budget: str, towers: Any, others: Any) -> None:
     assert used(plan(TOWERS, budget)) == others
     turned = plan(TOWERS, budget, rotate="table")
     assert used(turned) == others, "no gain was measured"
-    assert ("turned back" in turned.why) == (budget in ("9.4%", "4.7%"))
 
 
 @pytest.mark.parametrize("budget", ["13%", "9.4%", "6.9%", "4.7%", "2.5%"])
@@ -86,46 +85,23 @@ def test_columns_or_small_tables_is_no_fixed_verdict(budget: str) -> None:
 
 def test_what_fits_is_the_most_that_fits() -> None:
     for budget in ("20%", "9.4%", "3%"):
-        answer = plan(CROSSED, budget, rotate=[list(CROSSED)], cold="cr*")
+        answer = plan(CROSSED, budget, rotate=[list(CROSSED)])
         assert {choice.fits for choice in answer.choices} == {True, False}
         for choice in answer.choices:
             assert choice.fits == (choice.served.total <= answer.budget)
             if choice.kind in ("small", "columns"):
                 more = replace(choice.candidate, columns=choice.candidate.columns + 4 / 64)
-            elif choice.kind == "rows":
-                more = replace(
-                    choice.candidate,
-                    levels={"cross": choice.candidate.levels["cross"] - 2 / 500_000},
-                )
             else:
                 continue
             assert more.served_bytes(answer.tables).total > answer.budget
 
 
-def test_rows_of_cold_tables_below_5_percent() -> None:
-    assert all(choice.kind != "rows" for choice in plan(CROSSED, "3%").choices)
-    below = plan(CROSSED, "3%", cold="cross")
-    assert used(below) == [("small", "int4", 4), ("rows", "int8", 4), ("rows", "int8", 8)]
-    assert [list(choice.candidate.levels) for choice in below.recommended] == [
-        [],
-        ["cross"],
-        ["cross"],
-    ]
-    assert "rows" not in {kind for kind, *_ in used(plan(CROSSED, "6%", cold="cross"))}
-    assert used(plan(TOWERS, "1.2%", cold="item")) == [("rows", "int4", 4)], (
-        "no table of all rows is that small"
-    )
-
-
 def test_small_tables_are_not_turned_back() -> None:
     """Their basis would take more than they lose."""
-    answer = plan({"user": (30_000, 64), "country": (4, 64)}, "9.4%", rotate="table", cold="user")
+    answer = plan({"user": (30_000, 64), "country": (4, 64)}, "9.4%", rotate="table")
     assert {choice.candidate.groups for choice in answer.choices if choice.kind == "columns"} == {
         (("user",),)
     }
-    assert plan(
-        {"user": (30_000, 64), "country": (4, 64)}, "3%", rotate="table", cold="country"
-    ).choices
 
 
 def test_nothing_fits() -> None:
@@ -164,7 +140,7 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     assert "750 of 1,000 rows of cross. Removing them is lossless on" in " ".join(
         str(answer).split()
     )
-    assert "level=\"untouched\", include=['cross']" in str(answer)
+    assert "level=\"untouched\",\n    include=['cross']," in str(answer)
     users, crossed = torch.arange(50).view(10, 5), torch.arange(0, 1000, 4).view(-1, 5)
     before = model.user(users), model.cross(crossed)
     assert (
@@ -241,13 +217,17 @@ def test_for_people_and_for_programs() -> None:
     assert max(map(len, table)) < 80 and {line.split("  ")[0] for line in table[2:]} <= {
         *("fits", "too large", "recommended 1", "recommended 2", "recommended 3", "recommended 4")
     }
-    assert str(answer).split("\n\n")[-3].splitlines()[:3] == [
+    assert max(map(len, str(answer).splitlines())) < 80
+    assert str(answer).split("\n\n")[-3].splitlines()[:9] == [
         "2. fewer rotated columns, int4:",
-        (
-            "sparse = sparsify(model, optimizer, level=0.375, block=\"col\", rotate=[['user',"
-            " 'item', 'cross']], end=0)"
-        ),
-        "sparse.step()",
+        "sparse = sparsify(",
+        "    model,",
+        "    optimizer,",
+        "    level=0.375,",
+        '    block="col",',
+        "    rotate=[['user', 'item', 'cross']],",
+        "    end=0,",
+        ")",
     ]
     said = json.loads(json.dumps(answer.to_json()))
     assert (said["budget"], said["dense_bytes"]) == (answer.budget, dense_bytes(answer.tables))
@@ -287,7 +267,6 @@ def test_tables_of_a_model() -> None:
             r"have \[8, 4\] columns",
         ),
         ({"rotate": ["user", "item"]}, 'must be "table", or groups of names'),
-        ({"cold": "cross*"}, "'cross\\*' matches none"),
         ({"exclude": "user"}, "they are for models"),
         ({"model": {"user": 9}}, r"Invalid shape 9 of 'user'"),
         ({"model": {}}, "must be a module, or shapes by table"),

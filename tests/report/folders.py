@@ -44,7 +44,7 @@ def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = Tru
     is pruned."""
     folder.mkdir(parents=True)
     about = {
-        "format": 2,
+        "format": 3,
         "name": None,
         "command": "",
         "tables": {},
@@ -68,8 +68,6 @@ def write_many(folder: Path, tables: int, due: int, steps: int, ends: bool = Tru
         changes = [_change(i, 0.5 * number / due) for i in range(tables)]
         cost = {"seconds": 0.01, "collectives": 4, "bytes": 1000}
         lines.append({"kind": "masks", "step": step, "number": number, **cost, "tables": changes})
-        scores = [_scores(step, change) for change in changes]
-        lines.append({"kind": "scores", "step": step, "tables": scores})
     if ends:
         seconds = {"total": steps / 100, "masks": due / 100, "enforcement": 0.5}
         stats = [_stats(i) for i in range(tables)]
@@ -92,12 +90,6 @@ def _change(i: int, level: float) -> dict[str, Any]:
         "lookups": None,
         "removed_lookups": None,
     }
-
-
-def _scores(step: int, change: dict[str, Any]) -> dict[str, Any]:
-    rows, removed = change["blocks"], change["removed_blocks"]
-    counts = [[0.0, min(100, removed)], [0.5, max(removed - 100, 0)], [1.0, rows - removed]]
-    return {"step": step, "change": change | {"scores": counts}}
 
 
 def _stats(i: int) -> dict[str, Any]:

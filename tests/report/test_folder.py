@@ -91,7 +91,7 @@ def test_the_temporary_file_of_run_json_is_not_written_through_links(tmp_path: P
     RunLog(tmp_path / "run").close()
     assert (
         mine.read_text() == "mine"
-        and json.loads((tmp_path / "run" / RUN).read_text())["format"] == 2
+        and json.loads((tmp_path / "run" / RUN).read_text())["format"] == 3
     )
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from dist_sparse.report import Run, read_run
 from dist_sparse.report.charts import charts
-from dist_sparse.report.drawing import svg_of
 from dist_sparse.report.figures import LineChart
 from dist_sparse.report.folder import LINES, RUN
-from dist_sparse.report.page import page
+from dist_sparse.report.page import page, svg_of
 from dist_sparse.report.run import Spent
 from tests.report.folders import HOSTILE
 from tests.report.test_run_log import train
@@ -50,7 +49,7 @@ def test_no_value_is_markup(tmp_path: Path) -> None:
     about = json.loads((tmp_path / RUN).read_text())
     lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
     first = {line["kind"]: place for place, line in reversed([*enumerate(lines)])}
-    assert set(first) == {"values", "masks", "scores", "end"}
+    assert set(first) == {"values", "masks", "end"}
     shown = 0
     for place in (*first.values(), None):
         for path in paths(about if place is None else lines[place]):

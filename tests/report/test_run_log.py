@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog, sparsify
+from dist_sparse.report.charts import charts
+from dist_sparse.report.figures import LineChart
 from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines
+from dist_sparse.report.page import write_report
 from dist_sparse.report.run import read_run
 from dist_sparse.report.sinks import TensorBoardSink, WandbSink
 from tests.report.folders import full_disk
@@ -64,7 +67,7 @@ def test_a_run(tmp_path: Path) -> None:
     heard = Heard()
     sparsifier = train(tmp_path / "run", config={"lr": 0.1}, sinks=[heard])
     about = json.loads((tmp_path / "run" / RUN).read_text())
-    assert about["format"] == 2 and about["config"] == {"lr": 0.1} and about["world"] == 1
+    assert about["format"] == 3 and about["config"] == {"lr": 0.1} and about["world"] == 1
     assert about["versions"]["torch"] == str(torch.__version__)
     lines = lines_of(tmp_path / "run")
     values = [line for line in lines if line["kind"] == "values"]
@@ -78,12 +81,6 @@ def test_a_run(tmp_path: Path) -> None:
     assert (table["target"], table["removed_blocks"], table["dead_rows"]) == (0.5, 10, 10)
     assert 0 < table["flipped_blocks"] < 20 and table["regrown_blocks"] == 0
     assert table["threshold"] > 0
-    written = [table for line in lines if line["kind"] == "scores" for table in line["tables"]]
-    assert [table["step"] for table in written] == [3, 6], (
-        "the first, and the last when the log is closed"
-    )
-    assert all(sum(blocks for _, blocks in one["change"]["scores"]) == 20 for one in written)
-    assert "scores" not in table
     assert masks[0]["seconds"] > 0 and masks[0]["collectives"] == 0
     [end] = [line for line in lines if line["kind"] == "end"]
     assert end is lines[-1] or end == lines[-1]
@@ -116,7 +113,7 @@ def test_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / LINES).read_text().startswith(before)
     assert lines_of(tmp_path)[-1]["step"] == 100
     (tmp_path / RUN).write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="has format 1; this release reads and writes 2"):
+    with pytest.raises(ValueError, match="has format 1; this release reads and writes 3"):
         RunLog(tmp_path, resume=True)
 
 
@@ -381,3 +378,29 @@ def test_wandb() -> None:
     sink.scalars(7, {"loss": 1.0})
     sink.close()
     assert run.logged == [{"step": 7, "loss": 1.0}]
+
+
+def test_validations_of_a_guard_are_logged_and_drawn(tmp_path: Path) -> None:
+    model = nn.EmbeddingBag(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = {"level": 0.8, "block": "row", "begin": 2, "end": 6, "every": 1}
+    sparse = sparsify(model, optimizer, **plan)
+    with RunLog(tmp_path, sparse, model=model) as log:
+        for step in range(9):
+            model(torch.arange(64)[None]).sum().backward()
+            optimizer.step()
+            sparse.guard(0.75 if sparse.sparsity < 0.5 else 0.5)
+            sparse.step()
+            log.step(step, loss=1.0)
+    lines = [line for line in lines_of(tmp_path) if line["kind"] == "validation"]
+    assert [line["step"] for line in lines] == list(range(9))
+    run = read_run(tmp_path)
+    assert [one.check for one in run.validations] == sparse.validations
+    undone = run.undone
+    assert undone is not None and undone.check.sparsity == sparse.sparsity < 0.5
+    [chart] = [chart for chart in charts(run) if chart.key == "sparsity"]
+    assert isinstance(chart, LineChart) and chart.mark == (undone.step, "undone at 0.5000")
+    assert chart.lines[0].points[-1] == (8, sparse.sparsity)
+    assert "The guard undid the last update" in chart.note
+    assert "undone at 0.5000" in write_report(tmp_path, svg=tmp_path).read_text()
+    assert "undone at 0.5000" in (tmp_path / "sparsity.svg").read_text()

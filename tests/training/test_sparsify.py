@@ -569,3 +569,10 @@ class TestWhileAttached:
         assert len(seen) == 1
         sparsifier.step()
         self.check_next(model, sparsifier, optimizers)
+
+
+def test_a_level_of_1_warns() -> None:
+    """All rows are removed, which is hardly what was meant."""
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(64, 4), "item": nn.EmbeddingBag(64, 4)})
+    with pytest.warns(UserWarning, match=r"level=1.0 removes all weights of \['user'\]"):
+        sparsify(model, adam(model), level={"user": 1.0, "item": 0.5}, end=3).detach()
