@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,8 +44,9 @@ _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100
 Written = TypeVar("Written", Manifest, Delta)
 
 
-class VerifiedArtifact:
-    """The manifest and the tensors of an artifact that has been verified.
+class Verified(Generic[Written]):
+    """The manifest and the tensors of an artifact or a delta, all verified. Whether a delta fits an
+    artifact is not known yet: see :meth:`Delta.refuse_other`.
 
     Args:
         path: the folder.
@@ -58,50 +59,32 @@ class VerifiedArtifact:
         ImportError: safetensors is not installed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
+    def __init__(self, path: str | os.PathLike[str], manifest: Written) -> None:
         self.path = Path(path)
-        self.manifest = manifest
+        self.manifest: Written = manifest
         file = self.path / TABLES
-        self._tensors = _verified(file, manifest)
+        self._tensors = _mapped(file, manifest)
         for name, table in manifest.tables.items():
-            # A crafted artifact has CRC32s that fit, and its lookups must stay in the table too.
-            if table.kept < table.rows and self._ones(name) != table.kept:
-                raise ValueError(
-                    f"{file} is refused: {name + '.kept'!r} does not keep {table.kept} rows."
-                )
-
-    def _ones(self, table: str) -> int:
-        return _ones(self._tensors[f"{table}.kept"], self.manifest.tables[table].rows)
+            for key, tensor in self.tensors(name).items():
+                if hex_of(zlib.crc32(memory_of(tensor))) != table.crc32.get(key):
+                    raise ValueError(
+                        f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
+                    )
+                # A crafted artifact has CRC32s that fit, and its lookups must stay in the table.
+                if key == "kept" and not _fits(tensor, table):
+                    raise ValueError(
+                        f"{file} is refused: {name + '.kept'!r} does not keep the table's rows."
+                    )
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped
-        file, to be copied by whatever outlives this object or writes."""
+        """Return the tensors of a table, named as in its ``layout()``: views of the mapped file, to
+        be copied by whatever outlives this object or writes."""
         names = self.manifest.tables[table].layout()
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-class VerifiedDelta:
-    """The manifest and the tensors of a delta that has been verified. Whether it fits an artifact
-    is not known yet: see :meth:`Delta.refuse_other`.
-
-    Args:
-        path: the folder.
-        manifest: of it.
-
-    Raises:
-        ValueError, OSError, ImportError: as of :class:`VerifiedArtifact`.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], manifest: Delta) -> None:
-        self.path = Path(path)
-        self.manifest = manifest
-        self._tensors = _verified(self.path / TABLES, manifest)
-
-    def tensors(self, table: str) -> dict[str, Tensor]:
-        """Return the tensors of a table, named as in :meth:`TableDelta.layout`: views of the mapped
-        file."""
-        names = self.manifest.tables[table].layout()
-        return {name: self._tensors[f"{table}.{name}"] for name in names}
+VerifiedArtifact: TypeAlias = Verified[Manifest]
+VerifiedDelta: TypeAlias = Verified[Delta]
 
 
 def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
@@ -112,7 +95,7 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
         OSError: a file can't be read.
         ImportError: safetensors is not installed.
     """
-    return VerifiedArtifact(path, _read(Path(path), Manifest))
+    return Verified(path, _read(Path(path), Manifest))
 
 
 def open_delta(path: str | os.PathLike[str]) -> VerifiedDelta:
@@ -123,7 +106,7 @@ def open_delta(path: str | os.PathLike[str]) -> VerifiedDelta:
         OSError: a file can't be read.
         ImportError: safetensors is not installed.
     """
-    return VerifiedDelta(path, _read(Path(path), Delta))
+    return Verified(path, _read(Path(path), Delta))
 
 
 def _read(folder: Path, kind: type[Written]) -> Written:
@@ -270,19 +253,6 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def _verified(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
-    """The tensors of a file, by their names in it, once all of them are as in the manifest."""
-    held = _mapped(file, manifest)
-    for name, table in manifest.tables.items():
-        for key in table.layout():
-            crc = zlib.crc32(memory_of(held[f"{name}.{key}"]))
-            if hex_of(crc) != table.crc32.get(key):
-                raise ValueError(
-                    f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
-                )
-    return held
-
-
 def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file that has the size and the header that follow from the manifest."""
     try:
@@ -329,12 +299,12 @@ def bytes_of(tables: Mapping[str, Described]) -> int:
     return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
 
 
-def _ones(words: Tensor, rows: int) -> int:
-    """Bits set in a bitmap of ``rows`` rows; -1 if one is set beyond them."""
-    # The last word has bits of no row.
-    if rows % 32 and int(words[-1]) >> (rows % 32):
-        return -1
-    return count_bits(words.view(torch.uint8))
+def _fits(words: Tensor, table: Any) -> bool:
+    """Whether a bitmap has a bit for each kept row, and none behind the last row."""
+    beyond = table.rows % 32
+    if beyond and int(words[-1]) >> beyond:
+        return False
+    return bool(count_bits(words.view(torch.uint8)) == table.kept)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

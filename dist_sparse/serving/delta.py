@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from dist_sparse.checks import integer
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving.delta"
-VERSION: Final = 1
+VERSION: Final = 2
 
 PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
 """Tensors with an entry for each stored row. Others are carried whole if they have changed."""
@@ -86,16 +84,10 @@ class Delta:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
-        tables = {
-            name: {
-                "rows": table.rows,
-                "came": table.came,
-                "gone": table.gone,
-                "whole": list(table.whole),
-                "crc32": dict(table.crc32),
-            }
-            for name, table in self.tables.items()
-        }
+        tables = {}
+        for name, table in self.tables.items():
+            tables[name] = asdict(table)
+            del tables[name]["after"]
         return sealed(
             {
                 "format": FORMAT,
@@ -173,7 +165,7 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
         )
     for name, table in after.tables.items():
         was = before.tables[name]
-        same = replace(table, kept=was.kept, crc32=was.crc32, check=was.check, before=was.before)
+        same = replace(table, kept=was.kept, crc32=was.crc32, before=was.before)
         if same != was:
             raise ValueError(
                 f"table {name!r} is {_shape(table)}, and was {_shape(was)} in the artifact that"
@@ -200,70 +192,6 @@ def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
         whole=whole,
         crc32=dict(entry["crc32"]),
     )
-
-
-class Step(NamedTuple):
-    """What a delta does to the rows of a table: int64, ascending.
-
-    Args:
-        index: afterwards.
-        ids: of the rows in the delta.
-        came: which of them had no row before: bool, in the shape of ``ids``.
-        gone: rows before, of the ids that went.
-    """
-
-    index: RowIndex
-    ids: Tensor
-    came: Tensor
-    gone: Tensor
-
-
-def step_of(before: RowIndex, delta: TableDelta, tensors: Mapping[str, Tensor]) -> Step:
-    """Return what a delta does to the rows of a table, in memory that follows the delta, beside the
-    new index.
-
-    Args:
-        before: index of the rows so far.
-        delta: of the table.
-        tensors: of the delta.
-
-    Raises:
-        ValueError: ids that go have no row, or ids do not ascend or are out of range.
-    """
-    ids, gone = tensors["ids"].long(), tensors["gone"].long()
-    _refuse_ids(ids, before.rows + before.default_row)
-    _refuse_ids(gone, before.rows)
-    # The default row, whose id is behind the last, is always there.
-    at = torch.where(ids < before.rows, _rows(before, ids), before.num_kept)
-    came, gone_rows = at == REMOVED, _rows(before, gone)
-    if int(came.count_nonzero()) != delta.came or bool((gone_rows == REMOVED).any()):
-        raise ValueError("its ids that come have rows already, or its ids that go have none")
-    words = before.words.clone()
-    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
-    words.index_add_(0, ids[came] >> 5, _bits(ids[came]))
-    words.index_add_(0, gone >> 5, _bits(gone), alpha=-1)
-    after = RowIndex(words, before.rows, before.default_row)
-    if after.num_kept != delta.after.kept or bool((_rows(after, ids[ids < after.rows]) < 0).any()):
-        raise ValueError("its ids do not lead to the rows that it says")
-    return Step(after, ids, came, gone_rows)
-
-
-def _rows(index: RowIndex, ids: Tensor) -> Tensor:
-    """The row of each id, :data:`REMOVED` where it has none of its own."""
-    found: Tensor = index(ids)
-    return torch.where(found == index.num_kept, REMOVED, found)
-
-
-def _refuse_ids(ids: Tensor, end: int) -> None:
-    if not len(ids):
-        return
-    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= end:
-        raise ValueError(f"its ids do not ascend, or are not in [0, {end})")
-
-
-def _bits(ids: Tensor) -> Tensor:
-    one = torch.ones_like(ids, dtype=torch.int32)
-    return one << (ids & 31).int()
 
 
 def delta_summary(delta: Delta) -> str:

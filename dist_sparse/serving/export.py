@@ -1,10 +1,10 @@
 """`export()`: the tables of a model, without what masks remove, as an artifact on disk.
 
 Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0,
-chunk by chunk and one after the other, which encodes and writes them; they are streamed once more
-to be compared with the written files; and last the artifact gets its name. An error of rank 0 waits
-until the table's messages are through, and is raised on all ranks. Files depend on the weights and
-masks alone: not on the sharding, nor on the number of ranks.
+chunk by chunk and one after the other, which encodes, compares and writes them; the written files
+are read back; and last the artifact gets its name. An error of rank 0 waits until the table's
+messages are through, and is raised on all ranks. Files depend on the weights and masks alone: not
+on the sharding, nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import check_new
-from dist_sparse.serving.check import Chain, open_chain
+from dist_sparse.serving.check import Chain, compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
 from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
@@ -98,8 +98,8 @@ def export(
 
     Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
     a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
-    sparsified are stored whole. Before the folder gets its name, every weight of the model is
-    compared with the written files.
+    sparsified are stored whole. Every weight is compared with what its written bytes decode to, and
+    the files are read back before the folder gets its name.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
     changed, except that removed weights are zeroed by an attached enforcer.
@@ -157,7 +157,7 @@ def export(
         chosen, by = _checked(dtype, scale)
         coded = _coded_training(sparse, chosen)
         of_rows = sparse if coded is None else coded.sparsifier
-        before = _chain_of(since)
+        before = _folders(since)
         sparsifier = None if of_rows is None else sparsifier_of(of_rows)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
         facts["sparse is None"] = sparsifier is None
@@ -174,29 +174,35 @@ def export(
             registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             chain = _open(path, before)
-    if sparsifier is not None:
-        # Masks follow shards that have moved since the last update.
-        sparsifier.masks.tables.reshard(registered)
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
         _settle(sparsifier)
         if coded is not None:
             tables = _with_codes(tables, coded)
         check_range(located, chosen)
+        manifest = Manifest(
+            dist_sparse=dist_sparse.__version__,
+            dtype=chosen,
+            collections=tuple(lookups.collections),
+            tables={name: _planned(table, chosen, by) for name, table in tables.items()},
+            bytes=0,
+        )
+        if chain is not None:
+            refuse_changed(chain.manifest, manifest)
     if sparsifier is not None:
         check_zero(sparsifier, tables, registered)
-    manifest = Manifest(
-        dist_sparse=dist_sparse.__version__,
-        dtype=chosen,
-        collections=tuple(lookups.collections),
-        tables={name: _planned(table, chosen, by) for name, table in tables.items()},
-        bytes=0,
-    )
     # The working directory may change later.
     target = Path(os.path.abspath(path))
+
+    def writer() -> WholeWriter | DeltaWriter:
+        if chain is None:
+            return WholeWriter(target, manifest, tables)
+        return DeltaWriter(target, manifest, tables, chain)
+
+    text = _write(manifest, tables, writer, world)
     if before:
-        return _delta_of(manifest, tables, target, chain, before, world)
-    text = _write(manifest, tables, partial(WholeWriter, target, manifest), world)
+        delta = Delta.from_text(text)
+        return Exported(target, delta.artifact, delta, before)
     return Exported(target, Manifest.from_text(text))
 
 
@@ -208,30 +214,13 @@ def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
     return open_chain(*before) if before else None
 
 
-def _delta_of(
-    manifest: Manifest,
-    tables: Mapping[str, ServedTable],
-    target: Path,
-    chain: Any,  # of rank 0, None elsewhere
-    before: tuple[Path, ...],
-    world: Group,
-) -> Exported:
-    """Write the delta from ``chain``, which rank 0 alone has opened. Collective."""
-    with world.agreeing("export()"):
-        if world.rank == 0:
-            refuse_changed(chain.manifest, manifest)
-    text = _write(manifest, tables, partial(DeltaWriter, target, manifest, chain), world)
-    delta = Delta.from_text(text)
-    return Exported(target, delta.artifact, delta, before)
-
-
 def _settle(sparsifier: BaseDataSparsifier | None) -> None:
     if sparsifier is not None and sparsifier.masks.enforcer is not None:
         # It may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.enforcer.settle()
 
 
-def _chain_of(since: Any) -> tuple[Path, ...]:
+def _folders(since: Any) -> tuple[Path, ...]:
     """The folders that a delta follows; none for a whole export."""
     if since is None:
         return ()
@@ -308,35 +297,31 @@ def _write(
     """
     writer: Any = None
     text = None
-    checks: dict[str, Mapping[str, int | float]] = {}
-    scales: dict[str, Tensor] = {}
+    rows = sum(table.stored for table in manifest.tables.values())
     with ExitStack() as stack:
         with world.agreeing("export()"):
             if world.rank == 0:
                 writer = stack.enter_context(writing())
-        bar = stack.enter_context(_counted_once(manifest, shown=world.rank == 0))
+        shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
+        bar = stack.enter_context(shown)
         for name, source in sources.items():
-            table = manifest.tables[name]
+            table, whole = manifest.tables[name], source.whole()
             if table.scale == "column":
-                _stream(world, source, partial(_choose_scales, scales, name, table), bar)
-            write = partial(_write_table, writer, name, table, source, scales)
-            _stream(world, source, write, bar)
+                # Scales are chosen from all rows, which are streamed once more for them.
+                spread = ColumnSpread(table.dim)
+                _stream(world, source, partial(_count, spread))
+                whole["scales"] = spread.scales()
+            _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
         with world.agreeing("export()"):
             if writer is not None:
-                writer.seal()
-        for name, source in sources.items():
-            # The model is read again, so that a bad message of the first time is found too.
-            _stream(world, source, partial(_compare, writer, name, source, checks), bar)
-        with world.agreeing("export()"):
-            if writer is not None:
-                text = writer.publish(checks)
+                text = writer.finish().to_text()
     return str(world.all_gather_json(text)[0])
 
 
-def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> None:
+def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
     """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
     raised on all ranks."""
-    chunks = _counted(source.chunks(), bar)
+    chunks = source.chunks()
     error: Exception | None = None
     try:
         if world.rank == 0:
@@ -351,30 +336,9 @@ def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> No
             raise error
 
 
-@contextmanager
-def _counted_once(manifest: Manifest, *, shown: bool) -> Iterator[Bar]:
-    """Yield a function that counts streamed rows on a progress bar."""
-    tables = manifest.tables.values()
-    # Rows are streamed to be written, and again to be verified; before that for scales of columns.
-    passes = 3 if any(table.scale == "column" for table in tables) else 2
-    rows = sum(table.stored for table in tables)
-    with progress(f"export {manifest.dtype}", rows, "rows", shown=shown) as bar:
-        yield lambda streamed: bar(streamed / passes)
-
-
-def _counted(chunks: Iterator[Tensor], bar: Bar) -> Iterator[Tensor]:
-    for rows in chunks:
-        yield rows
-        bar(len(rows))
-
-
-def _choose_scales(
-    scales: dict[str, Tensor], name: str, table: Table, chunks: Iterator[Tensor]
-) -> None:
-    spread = ColumnSpread(table.dim)
+def _count(spread: ColumnSpread, chunks: Iterator[Tensor]) -> None:
     for rows in chunks:
         spread.add(rows)
-    scales[name] = spread.scales()
 
 
 def _write_table(
@@ -382,28 +346,21 @@ def _write_table(
     name: str,
     table: Table,
     source: ServedTable,
-    scales: Mapping[str, Tensor],
+    whole: Mapping[str, Tensor],
+    bar: Bar,
     chunks: Iterator[Tensor],
 ) -> None:
-    writer.start(name, source.kept)
-    if source.rotation is not None:
-        writer.add_whole(name, "rotation", source.rotation)
-    if table.scale == "column":
-        writer.add_whole(name, "scales", scales[name])
-    if source.books is not None:
-        writer.add_whole(name, "books", source.books)
+    writer.start(name, whole)
+    ids, first = source.ids(), 0
     for rows in chunks:
-        writer.add_rows(name, encode(rows, table.dtype, scales.get(name)))
-
-
-def _compare(
-    writer: WholeWriter | DeltaWriter,
-    name: str,
-    source: ServedTable,
-    checks: dict[str, Mapping[str, int | float]],
-    chunks: Iterator[Tensor],
-) -> None:
-    check = writer.check(name, source)
-    for rows in chunks:
-        check.add(rows)
-    checks[name] = check.result()
+        stored = encode(rows, table.dtype, whole.get("scales"))
+        # The files are read back once they are written: these bytes are the ones that are served.
+        compare_rows(name, first, rows, stored, table)
+        parts = {"rows": stored.rows.cpu()}
+        if stored.scale_bias is not None:
+            parts["scale_bias"] = stored.scale_bias.cpu()
+        writer.add(name, ids[first : first + len(rows)], parts)
+        first += len(rows)
+        bar(len(rows))
+    if first != table.stored:
+        raise ValueError(f"Table {name!r}: {first} rows came, and it has {table.stored}.")

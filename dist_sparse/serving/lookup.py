@@ -101,11 +101,6 @@ class RowLookup(nn.Module):
         all of its places."""
         raise NotImplementedError
 
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return what changes with tensors of a table that are no rows: buffers, and what to copy
-        into each."""
-        return []
-
 
 class FbgemmLookup(RowLookup):
     """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several
@@ -192,8 +187,7 @@ class LibtorchLookup(RowLookup):
             by_shape.setdefault(_shape(table), []).append(name)
         self.groups = nn.ModuleList()
         for names in by_shape.values():
-            kind = _Group if _books(tables[names[0]]) is None else _BookGroup
-            self.groups.append(kind(tables, names, features))
+            self.groups.append(_Group(tables, names, features))
         self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
@@ -212,11 +206,8 @@ class LibtorchLookup(RowLookup):
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the rows, and their scales and biases."""
-        return self._group(table).stored(table)
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the books of a table whose scales are in ``tensors``."""
-        return self._group(table).replaced(table, tensors)
+        groups = cast(Iterable[_Group], self.groups)
+        return next(group for group in groups if table in group.places).stored(table)
 
 
 def _shape(table: StoredTable) -> tuple[int, int]:
@@ -233,7 +224,7 @@ def _books(table: StoredTable) -> Tensor | None:
 
 class _Group(nn.Module):
     """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
-    for ids of tables in another group.
+    for ids of tables in another group. Bytes 0 are zeros in all books.
 
     Args:
         tables: by name.
@@ -244,41 +235,54 @@ class _Group(nn.Module):
     rows: Tensor
     scale_bias: Tensor | None
     firsts: Tensor
+    books: Tensor | None
+    group_starts: Tensor
+    book_starts: Tensor
 
     def __init__(
         self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__()
-        # Tables of other groups have no first row here.
-        firsts, self.count = dict.fromkeys(tables, -1), 0
+        self.count = 0
         self.places: dict[str, slice] = {}
         for name in mine:
-            firsts[name] = self.count
+            self.places[name] = slice(self.count, self.count + tables[name].places)
             self.count += tables[name].places
-            self.places[name] = slice(firsts[name], self.count)
-        self.dtype, self.width = tables[mine[0]].entry.dtype, tables[mine[0]].entry.dim
+        one = tables[mine[0]]
+        self.dtype, self.width = one.entry.dtype, one.entry.dim
         if self.count > _MOST_ROWS:
             raise ValueError(
                 f"Tables of {self.width} columns keep {self.count} rows: without FBGEMM at most"
                 f" {_MOST_ROWS}."
             )
-        for key in ("rows", "scale_bias"):
-            parts = {name: tables[name].tensors.get(key) for name in mine}
-            self.register_buffer(key, self._joined(parts))
+        self.register_buffer("rows", self._joined("rows", tables))
+        has_tail = "scale_bias" in one.tensors
+        self.register_buffer("scale_bias", self._joined("scale_bias", tables) if has_tail else None)
         # For each feature, where its table's rows start; -1: they are in another group.
-        first = torch.tensor([firsts[name] for name in features], dtype=torch.int32)
-        self.register_buffer("firsts", first)
+        firsts = {name: place.start for name, place in self.places.items()}
+        self.register_buffer("firsts", _of_features(firsts, features, -1))
+        self.register_buffer("books", None)
+        if _books(one) is not None:
+            self._add_books([cast(Tensor, _books(tables[name])) for name in mine], features)
 
-    def _joined(self, parts: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Rows of all tables, each at its places; None of weights, which have no scales."""
-        whole = None
+    def _joined(self, key: str, tables: Mapping[str, StoredTable]) -> Tensor:
+        """Rows of all tables, each at its places."""
+        parts = {name: tables[name].tensors[key] for name in self.places}
+        [like, *_] = parts.values()
+        whole = like.new_zeros(self.count + 1, like.shape[1])
         for name, part in parts.items():
-            if part is None:
-                return None
-            if whole is None:
-                whole = part.new_zeros(self.count + 1, part.shape[1])
             whole[self.places[name].start :][: len(part)] = part
         return whole
+
+    def _add_books(self, books: Sequence[Tensor], features: Sequence[str]) -> None:
+        """Hold all books one behind the other: where each group of columns starts, and each
+        table."""
+        size = books[0].shape[0] * ENTRIES
+        self.register_buffer("books", torch.cat(list(books)).flatten(0, 1))
+        self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
+        # Ids of tables in another group read zeros, in any book.
+        at = {name: size * number for number, name in enumerate(self.places)}
+        self.register_buffer("book_starts", _of_features(at, features, 0))
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return where the rows of a table are."""
@@ -286,10 +290,6 @@ class _Group(nn.Module):
         if self.scale_bias is not None:
             found["scale_bias"] = self.scale_bias[self.places[table]]
         return found
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return what changes with tensors that are no rows; here nothing."""
-        return []
 
     def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
@@ -326,52 +326,19 @@ class _Group(nn.Module):
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
-        tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
-        return decode(Rows(self.rows.index_select(0, here), tail), self.width)
-
-
-class _BookGroup(_Group):
-    """Tables whose rows are bytes, decoded by the books of their table.
-
-    The row of zeros behind the last is of bytes 0, which all books decode to 0.
-    """
-
-    books: Tensor
-    groups: Tensor
-    tables: Tensor
-
-    def __init__(
-        self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
-    ) -> None:
-        super().__init__(tables, mine, features)
-        books = [book for name in mine if (book := _books(tables[name])) is not None]
-        # All books behind one another: where each group of columns starts, and each table.
-        size = books[0].shape[0] * ENTRIES
-        starts = torch.arange(0, size, ENTRIES, dtype=torch.int32)
-        # Ids of tables in another group read zeros, in any book.
-        at = {name: size * number for number, name in enumerate(mine)}
-        first = torch.tensor([at.get(name, 0) for name in features], dtype=torch.int32)
-        self.book_of = at
-        self.register_buffer("books", torch.cat(books).flatten(0, 1))
-        self.register_buffer("groups", starts)
-        self.register_buffer("tables", first)
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the books of a table whose scales or books are in ``tensors``."""
-        books = tensors.get("books")
-        if "scales" in tensors:
-            books = books_of(tensors["scales"])
-        if books is None:
-            return []
-        books = books.flatten(0, 1)
-        first = self.book_of[table]
-        return [(self.books[first : first + len(books)], books)]
-
-    def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
-        places = self.rows.index_select(0, here) + self.groups
+        rows = self.rows.index_select(0, here)
+        if self.books is None:
+            tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
+            return decode(Rows(rows, tail), self.width)
+        entries = rows + self.group_starts
         if feature is not None:
-            places = places + self.tables.index_select(0, feature).unsqueeze(1)
-        return F.embedding(places, self.books).flatten(1)[:, : self.width].float()
+            entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
+        return F.embedding(entries, self.books).flatten(1)[:, : self.width].float()
+
+
+def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:
+    """The value of each feature's table, ``rest`` where it has none: int32."""
+    return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
 
 
 class TurnedLookup(nn.Module):
@@ -393,7 +360,6 @@ class TurnedLookup(nn.Module):
             rotation = table.tensors.get("rotation")
             turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
         self.turns = nn.ModuleList(turns[name] for name in features)
-        self.features = list(features)
         self.dims = [tables[name].entry.dim for name in features]
         self.sequences = tables[features[0]].entry.pooling == "none"
 
@@ -417,17 +383,6 @@ class TurnedLookup(nn.Module):
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return where the rows of a table are."""
         return self.rows.stored(table)
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return what changes in the rows' lookup, and a table's rotation if it is in
-        ``tensors``."""
-        found = self.rows.replaced(table, tensors)
-        if "rotation" not in tensors:
-            return found
-        for name, turn in zip(self.features, self.turns, strict=True):
-            if name == table and isinstance(turn, _Turn):
-                found.append((turn.matrix, tensors["rotation"]))
-        return found
 
 
 class _Turn(nn.Module):

@@ -15,13 +15,13 @@ from typing import Any, Final, Literal, Protocol, get_args
 
 import torch
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import choice, integer
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 2
+VERSION: Final = 3
 TABLES: Final = "tables.safetensors"
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
@@ -118,7 +118,6 @@ class Table:
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
         crc32: of each of its tensors, named as in :meth:`layout`.
-        check: results of the comparison with the model before the artifact got its name.
     """
 
     rows: int
@@ -132,7 +131,6 @@ class Table:
     turned: int | None = None
     before: int = 0
     crc32: Mapping[str, str] = field(default_factory=dict)
-    check: Mapping[str, int | float] = field(default_factory=dict)
 
     @property
     def stored(self) -> int:
@@ -254,17 +252,20 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     # No name in a manifest is used as a path.
     if set(entries["files"]) != {TABLES}:
         raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
-    tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
+    tables = {}
+    for name, entry in entries["tables"].items():
+        try:
+            tables[name] = _table(entry)
+        except ValueError as error:
+            raise ValueError(f"table {name!r}: {error}") from None
     dtypes = {table.dtype for table in tables.values()} - {entries["dtype"]}
     # Tables without codes beside those that have some.
     if dtypes - {"fp32"} or (dtypes and entries["dtype"] != "codes"):
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
     collections = tuple(map(_collection, entries["collections"]))
-    if len({each.path for each in collections}) < len(collections):
-        raise ValueError("two collections have the same path")
     for collection in collections:
         _refuse_other_tables(collection, tables)
-    _refuse_many_copies(collections)
+    _refuse_copies(collections)
     return Manifest(
         dist_sparse=str(entries["dist_sparse"]),
         dtype=entries["dtype"],
@@ -274,66 +275,54 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _refuse_many_copies(collections: Sequence[Collection]) -> None:
-    copies: Counter[str] = Counter()
-    for collection in collections:
-        copies.update(collection.tables)
-    for name, times in sorted(copies.items()):
+def _refuse_copies(collections: Sequence[Collection]) -> None:
+    if len({each.path for each in collections}) < len(collections):
+        raise ValueError("two collections have the same path")
+    copies = Counter(name for each in collections for name in each.tables)
+    for name, times in copies.most_common(1):
         if times > _MOST_COPIES:
             raise ValueError(
                 f"table {name!r} is in {times} collections, and may be in {_MOST_COPIES}"
             )
 
 
-def _table(name: str, entry: Mapping[str, Any]) -> Table:
-    if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in get_args(Pooling):
-        raise ValueError(
-            f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
-        )
-    if not isinstance(entry["default_row"], bool):
-        raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
-    scale = entry["scale"]
-    if scale != "row" and (scale != "column" or entry["dtype"] != "int4"):
-        raise ValueError(f"table {name!r} has scale {scale!r} and dtype {entry['dtype']!r}")
-    rows = integer("rows", entry["rows"], least=1, of=name)
-    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
+def _table(entry: Mapping[str, Any]) -> Table:
+    rows = integer("rows", entry["rows"], least=1)
+    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS)
+    fields: dict[str, Any] = {
+        **entry,
+        "kept": integer("kept", entry["kept"], least=0, most=rows),
+        "pooling": choice("pooling", entry["pooling"], get_args(Pooling)),
+        "dtype": choice("dtype", entry["dtype"], ROW_DTYPES),
+        "scale": choice("scale", entry["scale"], get_args(Scale)),
+        "before": integer("before", entry["before"], least=0),
+        "crc32": dict(entry["crc32"]),
+    }
     groups = entry["groups"]
     if groups is not None:
-        groups = integer("groups", groups, least=1, most=dim, of=name)
-    if (groups is None) == (entry["dtype"] == "codes") or dim % (groups or 1):
-        raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and groups {groups}")
-    turned = entry["turned"]
-    if turned is not None:
-        turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
-    return Table(
-        rows=rows,
-        kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
-        dim=dim,
-        pooling=entry["pooling"],
-        dtype=entry["dtype"],
-        scale=scale,
-        groups=groups,
-        default_row=entry["default_row"],
-        turned=turned,
-        before=integer("before", entry["before"], least=0, of=name),
-        crc32=dict(entry["crc32"]),
-        check=dict(entry["check"]),
-    )
+        integer("groups", groups, least=1, most=dim)
+    if entry["turned"] is not None:
+        integer("turned", entry["turned"], least=dim, most=_MOST_COLUMNS)
+    if not isinstance(entry["default_row"], bool):
+        raise ValueError("its default_row is neither true nor false")
+    if fields["scale"] == "column" and fields["dtype"] != "int4":
+        raise ValueError(f"its scale is 'column', and its dtype {fields['dtype']!r}")
+    if (groups is None) == (fields["dtype"] == "codes") or dim % (groups or 1):
+        raise ValueError(f"it has dtype {fields['dtype']!r} and groups {groups}")
+    return Table(**fields)
 
 
 def _collection(entry: Mapping[str, Any]) -> Collection:
     features = tuple(Feature(**feature) for feature in entry["features"])
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
-    if found.kind not in get_args(Kind):
-        raise ValueError(f"collection {found.path!r} is of the kind {found.kind!r}")
-    # JSON allows numbers here.
+    choice("kind", found.kind, get_args(Kind))
     names = [found.path, *found.tables]
     for feature in features:
         names += [feature.name, feature.table]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"collection {found.path!r} has names that are no text")
-    if not all(isinstance(flag, bool) for flag in (found.weighted, found.include_last_offset)):
-        raise ValueError(f"collection {found.path!r} has flags that are neither true nor false")
+    # JSON allows numbers here.
+    kinds = {type(name) for name in names}, {type(found.weighted), type(found.include_last_offset)}
+    if kinds != ({str}, {bool}):
+        raise ValueError(f"collection {found.path!r} has an entry of another type")
     return found
 
 
@@ -348,16 +337,13 @@ def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) ->
         raise ValueError(
             f"collection {path!r} of the kind {kind!r} has {len(collection.tables)} tables"
         )
-    if strange := sorted(set(collection.tables) - set(tables)):
-        raise ValueError(
-            f"collection {path!r} looks up {strange}, which are no tables of the artifact"
-        )
     # A lookup holds the tables of its own collection alone.
     looked_up = {feature.table for feature in collection.features}
-    if strange := sorted(looked_up - set(collection.tables)):
-        raise ValueError(
-            f"collection {path!r} has features of {strange}, which are none of its tables"
-        )
+    for names, known in ((set(collection.tables), set(tables)), (looked_up, collection.tables)):
+        if strange := sorted(names.difference(known)):
+            raise ValueError(
+                f"collection {path!r} has features of {strange}, which are none of its tables"
+            )
 
 
 def summary(manifest: Manifest) -> str:

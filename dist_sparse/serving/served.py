@@ -31,8 +31,8 @@ from dist_sparse.serving.artifact import (
     open_artifact,
     open_delta,
 )
-from dist_sparse.serving.check import Chain, index_of, open_chain
-from dist_sparse.serving.delta import PER_ROW, TableDelta, hash_of, step_of
+from dist_sparse.serving.check import Chain, index_of, move_of, open_chain
+from dist_sparse.serving.delta import PER_ROW, hash_of
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -58,8 +58,6 @@ class _Lookup(nn.Module):
         include_last_offset: of a ``torch.nn.EmbeddingBag``.
     """
 
-    first_rows: Tensor
-
     def __init__(
         self,
         tables: dict[str, StoredTable],
@@ -74,17 +72,25 @@ class _Lookup(nn.Module):
         self.features = len(features)
         self.include_last_offset = include_last_offset
         self.unknown = unknown
-        # For when the tables change: what is neither rows nor their index.
-        self._tables = {name: _without_rows(table) for name, table in tables.items()}
-        self.index = self._indexes([_index(table) for table in tables.values()])
-        self.rows: RowLookup | TurnedLookup = self._row_lookup(tables)
-        self.register_buffer("first_rows", self._first_rows(self.index), persistent=False)
+        # For when the tables change: their tensors that are neither rows nor the index.
+        self._tables: dict[str, StoredTable] = {}
+        indexes: dict[str, RowIndex] = {}
+        for name, table in tables.items():
+            whole = {key: part.clone() for key, part in table.tensors.items() if key != "kept"}
+            if "kept" in table.tensors:
+                indexes[name] = index_of(table.entry, table.tensors["kept"].clone())
+            for key in PER_ROW:
+                whole.pop(key, None)
+            self._tables[name] = StoredTable(table.entry, whole)
+        self.index = self._indexes(indexes)
+        self.rows = self._row_lookup(tables)
         self.counted = UnknownLookups(rows_of, features)
 
-    def _indexes(self, indexes: Sequence[RowIndex | None]) -> RowIndexes:
-        position = {name: at for at, name in enumerate(self._tables)}
+    def _indexes(self, found: Mapping[str, RowIndex]) -> RowIndexes:
+        names = list(self._tables)
         rows = [table.entry.rows for table in self._tables.values()]
-        return RowIndexes(indexes, rows, [position[name] for name in self._names])
+        places = [names.index(name) for name in self._names]
+        return RowIndexes([found.get(name) for name in names], rows, places)
 
     def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup | TurnedLookup:
         # Both take the same arguments and return the same sums.
@@ -94,71 +100,45 @@ class _Lookup(nn.Module):
             return rows
         return TurnedLookup(rows, tables, self._names)
 
-    def _first_rows(self, index: RowIndexes) -> Tensor:
-        """The rows of ids out of range, for each feature the one of id 0; none if they have no
-        row."""
-        if self.unknown != "id0":
-            return torch.zeros(0, dtype=torch.int64)
-        each = torch.ones(self.features, dtype=torch.int64)
-        found: Tensor = index(torch.zeros_like(each), each)
-        return found
-
     def changed(self, delta: VerifiedDelta) -> Callable[[], None]:
-        """Return a function that makes the tables those that a delta leads to. Nothing changes
+        """Return a function that makes the tables the ones that a delta leads to. Nothing changes
         before it is called.
 
         Raises:
             ValueError: the delta does not fit the rows; names its folder and table.
         """
-        device = self.index.words.device
-        indexes: list[RowIndex | None] = []
         moves: dict[str, Move] = {}
-        before = self.index.tables()
+        indexes: dict[str, RowIndex] = {}
+        tables: dict[str, StoredTable] = {}
+        grown: dict[str, StoredTable] = {}
+        before, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
             change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            index = before.get(at)
-            if change.rows or change.gone:
-                old = index_of(table.entry, index).cpu()
-                try:
-                    moves[name] = Move(old, step_of(old, change, tensors), tensors)
-                except ValueError as error:
-                    raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
-                index = moves[name].index
-            indexes.append(None if index is None else index.cpu())
-        found = self._indexes(indexes)
-        first = self._first_rows(found).to(device)
-        rows = self._with_room(delta.manifest.tables)
-        tables = {name: _followed(table, delta, name) for name, table in self._tables.items()}
-        buffers = [each for name in tables for each in rows.replaced(name, delta.tensors(name))]
+            old = before.get(at) or index_of(table.entry, None)
+            moves[name] = move_of(delta, name, old.cpu())
+            after = replace(change.after, pooling=table.entry.pooling)
+            if after.kept < after.rows:
+                indexes[name] = moves[name].index
+            stored = self.rows.stored(name)
+            room = len(stored["rows"])
+            is_grown |= after.stored > room or bool(change.whole)
+            if after.stored > room:
+                # The next deltas find room.
+                room = after.stored + after.stored // 4
+            whole = {**table.tensors, **{key: tensors[key].clone() for key in change.whole}}
+            rows = {key: part[: table.entry.stored] for key, part in stored.items()}
+            tables[name] = StoredTable(after, whole)
+            grown[name] = StoredTable(table.entry, {**whole, **rows}, room)
+        device = self.index.words.device
+        index = self._indexes(indexes).to(device)
+        lookup = self._row_lookup(grown).to(device) if is_grown else self.rows
 
         def change_all() -> None:
             for name, move in moves.items():
-                move.run(rows.stored(name))
-            for buffer, value in buffers:
-                buffer.copy_(value)
-            self.index, self.rows = found.to(device), rows
-            self.first_rows, self._tables = first, tables
+                move.run(lookup.stored(name), delta.tensors(name))
+            self.index, self.rows, self._tables = index, lookup, tables
 
         return change_all
-
-    def _with_room(self, changes: Mapping[str, TableDelta]) -> RowLookup | TurnedLookup:
-        """The lookup of the rows; with more places, if more rows come than there are."""
-        rooms, is_full = {}, False
-        for name in self._tables:
-            needed = changes[name].after.stored
-            rooms[name] = len(self.rows.stored(name)["rows"])
-            if needed > rooms[name]:
-                is_full = True
-                # The next deltas find room.
-                rooms[name] = needed + needed // 4
-        if not is_full:
-            return self.rows
-        grown = {}
-        for name, table in self._tables.items():
-            count = table.entry.stored
-            rows = {key: part[:count] for key, part in self.rows.stored(name).items()}
-            grown[name] = StoredTable(table.entry, {**table.tensors, **rows}, rooms[name])
-        return self._row_lookup(grown).to(self.index.words.device)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -167,13 +147,9 @@ class _Lookup(nn.Module):
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
             self._note(ids, rows, counts)  # a graph neither counts nor raises
-        if self.unknown != "id0":
-            return rows.clamp(min=REMOVED)
-        first = self.first_rows
-        if self.features > 1:
-            feature = torch.repeat_interleave(counts, output_size=ids.size(0))
-            first = first.index_select(0, feature)
-        return torch.where(rows < REMOVED, first, rows)
+        if self.unknown == "id0":
+            rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
+        return rows.clamp(min=REMOVED)
 
     def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, or raise them as a ValueError."""
@@ -265,33 +241,6 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
     return offsets.clamp(0, count)
 
 
-def _without_rows(table: StoredTable) -> StoredTable:
-    tensors = {
-        key: tensor.clone()
-        for key, tensor in table.tensors.items()
-        if key not in ("kept", *PER_ROW)
-    }
-    return StoredTable(table.entry, tensors)
-
-
-def _followed(table: StoredTable, delta: VerifiedDelta, name: str) -> StoredTable:
-    """The table that a delta leads to, without rows."""
-    change = delta.manifest.tables[name]
-    found = delta.tensors(name)
-    # The table may be pooled in another collection.
-    entry = replace(change.after, pooling=table.entry.pooling)
-    return StoredTable(
-        entry, {**table.tensors, **{key: found[key].clone() for key in change.whole}}
-    )
-
-
-def _index(table: StoredTable) -> RowIndex | None:
-    words = table.tensors.get("kept")
-    if words is None:
-        return None
-    return RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
-
-
 class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
@@ -329,8 +278,9 @@ class Served(nn.Module):
         A lookup sees all of a delta or nothing: the change waits for lookups that have begun, and
         lookups that begin then wait until rows are moved and written in place. Memory peaks by the
         delta's changed rows as they are read, a new index (half a byte for each original id, and
-        one while bits are counted), and 65,536 rows. If more rows come than have gone, the rows are
-        copied once, with room for a quarter more. A refused delta changes nothing.
+        one while bits are counted), and 65,536 rows. If more rows come than have gone, or books,
+        scales or a rotation change, the rows are copied once, with room for a quarter more. A
+        refused delta changes nothing.
 
         Modules that were made of this one (:meth:`to_pt2`, :meth:`to_fbgemm`, :meth:`to_torchrec`)
         do not follow; calls of :attr:`lookup` itself do not wait. Of a model with several
@@ -351,7 +301,7 @@ class Served(nn.Module):
             # torch.nn.Module.apply(), which calls a function with each module.
             return super().apply(delta)
         opened = open_delta(delta)
-        with self._gate.preparing():
+        with self._gate.preparing:
             try:
                 opened.manifest.refuse_other(self._manifest, self._root)
             except ValueError as error:

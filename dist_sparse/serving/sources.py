@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Collection as Names
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dist_sparse.compaction.kept_rows import kept_rows, move_rows
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.compaction.sites import Site, sites_of
-from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag, padding_id_of
+from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
+from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
@@ -63,8 +65,10 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
             names[table] = named[fqn]
-        if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-            _add_embedding(found, site.module, names[""], site.place)
+        for table, index in site.indexes().items():
+            found.indexes[names[table]] = index
+        if isinstance(site, EmbeddingSite):
+            _add_embedding(found, site, names[""])
         else:
             _add_collection(found, site, names)
     for data in located:
@@ -76,43 +80,36 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     return found
 
 
-def _rotations_of(module: nn.Module) -> dict[str | None, Tensor]:
-    """The matrix that each output is multiplied by, by the output's key; None is the key of an
-    embedding's only output."""
-    bases = bases_of_outputs(module)
-    return {key: basis.T.float().cpu().contiguous() for key, basis in bases.items()}
+def _add_embedding(found: Lookups, site: EmbeddingSite, name: str) -> None:
+    module = site.module
+    _refuse_embedding(name, module)
+    # An nn.Embedding has neither of the two options.
+    found.pooling[name] = getattr(module, "mode", "none")
+    collection = Collection(
+        path=site.place,
+        kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
+        include_last_offset=bool(getattr(module, "include_last_offset", False)),
+        tables=(name,),
+    )
+    found.collections.append(collection)
+    _add_rotations(found, module, {None: name})
 
 
-def _add_embedding(
-    found: Lookups, module: nn.Embedding | nn.EmbeddingBag, name: str, path: str
-) -> None:
+def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     # It would write to the table when it is looked up.
     if module.max_norm is not None:
         raise ValueError(
             f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
         )
-    if isinstance(module, nn.EmbeddingBag):
-        if module.mode == "max":
-            raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-        if (padding := padding_id_of(module)) is not None:
-            raise ValueError(
-                f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave"
-                " those ids out of bags."
-            )
-        found.pooling[name] = "mean" if module.mode == "mean" else "sum"
-        last = bool(module.include_last_offset)
-        collection = Collection(
-            path=path, kind="embedding_bag", include_last_offset=last, tables=(name,)
+    if isinstance(module, nn.Embedding):
+        return
+    if module.mode == "max":
+        raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
+    if (padding := padding_id_of(module)) is not None:
+        raise ValueError(
+            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
+            " ids out of bags."
         )
-    else:
-        found.pooling[name] = "none"
-        collection = Collection(path=path, kind="embedding", tables=(name,))
-    found.collections.append(collection)
-    if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
-        found.indexes[name] = module.index
-    rotations = _rotations_of(module)
-    if None in rotations:
-        found.rotations[name] = rotations[None]
 
 
 def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
@@ -134,8 +131,6 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
             )
         found.pooling[name] = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
-    for table_name, index in site.indexes().items():
-        found.indexes[names[table_name]] = index
     collection = Collection(
         path=site.place,
         kind="bag" if inner.pooled else "sequence",
@@ -145,10 +140,21 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
     )
     found.collections.append(collection)
     # Hooks are on the module that holds the tables, keys are outputs of the collection.
-    rotations = _rotations_of(site.module)
-    for key, feature in zip(collection.outputs, features, strict=True):
-        if key in rotations:
-            found.rotations[feature.table] = rotations[key]
+    tables = [feature.table for feature in features]
+    _add_rotations(found, site.module, dict(zip(collection.outputs, tables, strict=True)))
+
+
+def _add_rotations(found: Lookups, module: nn.Module, tables: Mapping[Any, str]) -> None:
+    """Note the matrices that outputs of a module are multiplied by; ``tables`` by the key of the
+    output, None for the only one of an embedding."""
+    bases = bases_of_outputs(module)
+    for key in bases.keys() & tables.keys():
+        rotation = bases[key].T.float().cpu().contiguous()
+        if not bool(rotation.isfinite().all()):
+            raise ValueError(
+                f"Table {tables[key]!r}: the matrix that turns its outputs back is not finite."
+            )
+        found.rotations[tables[key]] = rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +181,17 @@ class ServedTable:
     rotation: Tensor | None
     codes: ShardedData | None = None
     books: Tensor | None = None
+
+    def ids(self) -> Tensor:
+        """Return the ids of the served rows, ascending; the default row has the id behind the last:
+        int32."""
+        ids = self.kept.nonzero().int().flatten()
+        return F.pad(ids, (0, int(self.default_row)), value=len(self.kept))
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
+        found = {"rotation": self.rotation, "books": self.books}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several
@@ -207,19 +224,20 @@ def registered_tables(
     for name in sparsifier.data_groups:
         if name in sparsifier.masks.tables:
             found[name] = sparsifier.masks.tables.find(name)
-            held = [shard.tensor for shard in found[name].shards]
+            held = _addresses(found[name])
         else:
-            held = [sparsifier.masks.plain.held(name)]
-        if name not in tables:
-            continue
+            held = [sparsifier.masks.plain.held(name).data_ptr()]
         # Equal names prove nothing: the storage must be the same.
-        mine = [shard.tensor for shard in tables[name].shards]
-        if [each.data_ptr() for each in held] != [each.data_ptr() for each in mine]:
+        if name in tables and held != _addresses(tables[name]):
             raise ValueError(
                 f"Table {name!r} of the model is not the one that was sparsified: it is another"
                 " tensor."
             )
     return found
+
+
+def _addresses(data: ShardedData) -> list[int]:
+    return [shard.tensor.data_ptr() for shard in data.shards]
 
 
 def _refuse_strangers(model: nn.Module, sparsifier: BaseDataSparsifier, tables: Names[str]) -> None:
@@ -242,9 +260,13 @@ def served_tables(
     """Return the tables that are served, by name. Collective.
 
     Args:
-        registered: from :func:`registered_tables`, after the masks have followed moved shards.
+        registered: from :func:`registered_tables`.
     """
-    kept = {} if sparsifier is None else kept_rows(sparsifier, registered)
+    kept: Mapping[str, Tensor] = {}
+    if sparsifier is not None:
+        # Masks follow shards that have moved since the last update.
+        sparsifier.masks.tables.reshard(registered)
+        kept = kept_rows(sparsifier, registered)
     found = {}
     for data in located:
         stored = kept.get(data.name)
