@@ -74,7 +74,7 @@ def test_ids_that_other_rows_serve_are_found(
         return original(index).roll(1)
 
     monkeypatch.setattr(RowIndex, "kept", wrong)
-    with pytest.raises(ValueError, match="'weight': (not the kept ids|its ids that)"):
+    with pytest.raises(ValueError, match=r"'weight': (not the kept ids|its ids that)"):
         exported(tmp_path / "served", "fp32", since=tmp_path / "base" if since else None)
     assert [each.name for each in tmp_path.iterdir()] == ["base"]
 
