@@ -85,20 +85,19 @@ class MappedTable:
         self.index, self.entry = move.index, change.after
 
     def rows(self, first: int, last: int) -> Rows:
-        """Return the stored rows ``[first, last)`` as they are stored."""
+        """Return the stored rows ``[first, last)``, and what decodes them."""
+        scales, books = self.whole.get("scales"), self.whole.get("books")
+        return Rows(**self.stored(first, last), scales=scales, books=books)
+
+    def stored(self, first: int, last: int) -> dict[str, Tensor]:
+        """Return the stored rows ``[first, last)``: ``rows``, and ``scale_bias`` of grids of
+        rows."""
         if self._places is None:
-            found = {key: rows[first:last] for key, rows in self._layers[0].items()}
-        else:
-            found = self._at(self._places[first:last])
-        return Rows(
-            found["rows"],
-            found.get("scale_bias"),
-            self.whole.get("scales"),
-            self.whole.get("books"),
-        )
+            return {key: rows[first:last] for key, rows in self._layers[0].items()}
+        return self._at(self._places[first:last])
 
     def gather(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return stored rows ``(n,)``: ``rows``, and ``scale_bias`` of grids of rows."""
+        """Return stored rows by their numbers, int64 ``(n,)``, as :meth:`stored` does."""
         return self._at(rows if self._places is None else self._places[rows])
 
     def _at(self, places: Tensor) -> dict[str, Tensor]:
@@ -123,10 +122,7 @@ class MappedTable:
             yield "kept", self.index.words
         yield from self.whole.items()
         for some in chunks(self.entry.stored, self.entry.dim):
-            rows = self.rows(some.start, some.stop)
-            yield "rows", rows.rows
-            if rows.scale_bias is not None:
-                yield "scale_bias", rows.scale_bias
+            yield from self.stored(some.start, some.stop).items()
 
     def crc32(self) -> dict[str, str]:
         """Return the CRC32 of each tensor of that artifact."""
@@ -209,19 +205,6 @@ class Chain:
     def table(self, name: str) -> MappedTable:
         """Return a table of the artifact that they make."""
         return MappedTable(self.artifact, name, self.deltas)
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of a table: views of the mapped file, or with deltas copies."""
-        if not self.deltas:
-            return self.artifact.tensors(name)
-        table = self.table(name)
-        layout = table.entry.layout()
-        found = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in layout.items()}
-        ends = dict.fromkeys(layout, 0)
-        for key, part in table.parts():
-            found[key][ends[key] : ends[key] + len(part)] = part
-            ends[key] += len(part)
-        return found
 
     def then(self, path: str | os.PathLike[str]) -> Chain:
         """Return this chain and the delta at ``path``.
@@ -306,13 +289,6 @@ def merge(
 
 def _check_table(table: MappedTable, name: str, where: Path) -> None:
     entry = table.entry
-    whole = table.whole
-    if "rotation" in whole and not bool(whole["rotation"].isfinite().all()):
-        raise ValueError(f"{where}: the rotation of table {name!r} is not finite.")
-    if "scales" in whole and not bool(((whole["scales"] > 0) & whole["scales"].isfinite()).all()):
-        raise ValueError(f"{where}: a scale of table {name!r} is not positive.")
-    if "books" in whole and bool(whole["books"][:, 0].any()):
-        raise ValueError(f"{where}: a book of table {name!r} has other entries 0 than zeros.")
     for some in chunks(entry.stored, entry.dim):
         wrong = _invalid(table.rows(some.start, some.stop), entry)
         if len(places := wrong.nonzero()):

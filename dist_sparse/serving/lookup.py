@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.codes.books import ENTRIES
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import books_of
+from dist_sparse.serving.delta import PER_ROW
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
@@ -33,11 +35,20 @@ _MOST_ROWS: Final = 2**31 - 2
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table of an artifact and its tensors, named as in :meth:`Table.layout`, and how many rows
-    it may come to have in the place where it is stored."""
+    """A table as it is served.
+
+    Args:
+        entry: of the manifest.
+        rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
+        whole: its other tensors, likewise.
+        index: of the rows, None where all ids have one.
+        room: how many rows it may come to have in the place where it is stored.
+    """
 
     entry: Table
-    tensors: Mapping[str, Tensor]
+    rows: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+    index: RowIndex | None
     room: int = 0
 
     @property
@@ -101,6 +112,12 @@ class RowLookup(nn.Module):
         all of its places."""
         raise NotImplementedError
 
+    def _fill(self, tables: Mapping[str, StoredTable]) -> None:
+        """Write the rows of tables in their places."""
+        for name, table in tables.items():
+            for key, places in self.stored(name).items():
+                places[: table.entry.stored] = table.rows[key].view(places.dtype)
+
 
 class FbgemmLookup(RowLookup):
     """``fbgemm::int_nbit_split_embedding_codegen_lookup_function`` over the kept rows of several
@@ -115,28 +132,24 @@ class FbgemmLookup(RowLookup):
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        parts = {name: _stored_bytes(table) for name, table in tables.items()}
         starts, end = {}, 0
         self._shapes: dict[str, tuple[int, int, int]] = {}
-        for name, of_table in parts.items():
-            width, places = sum(part.shape[1] for part in of_table), tables[name].places
-            starts[name], self._shapes[name] = end, (end, places, width)
-            end += -(-places * width // _ALIGNMENT) * _ALIGNMENT
-        # FBGEMM reads all tables from one buffer.
-        weights = torch.zeros(end, dtype=torch.uint8)
-        for name, of_table in parts.items():
-            count, width = len(of_table[0]), self._shapes[name][2]
-            rows = weights[starts[name] : starts[name] + count * width].view(count, width)
-            torch.cat(of_table, 1, out=rows)
+        for name, table in tables.items():
+            width = sum(part.shape[1] * part.itemsize for part in table.rows.values())
+            starts[name], self._shapes[name] = end, (end, table.places, width)
+            end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
+        self._has_grids = dtype in ("int8", "int4")
         columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
-        self.register_buffer("weights", weights)
+        # FBGEMM reads all tables from one buffer.
+        self.register_buffer("weights", torch.zeros(end, dtype=torch.uint8))
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
         # The operator takes these for each feature, not for each table.
         self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
         self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
         self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
         self.register_buffer("columns", columns)
+        self._fill(tables)
         self.total = sum(self.dims)
         # The operator picks its code by the widest table of each dtype; 0: there is none.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
@@ -161,16 +174,9 @@ class FbgemmLookup(RowLookup):
         """Return the bytes of rows, and of their scales and biases."""
         start, places, width = self._shapes[table]
         whole = self.weights[start : start + places * width].view(places, width)
-        if self.types[0] in (SPARSE_TYPES["fp32"], SPARSE_TYPES["fp16"]):
+        if not self._has_grids:
             return {"rows": whole}
         return {"scale_bias": whole[:, :_HEAD], "rows": whole[:, _HEAD:]}
-
-
-def _stored_bytes(table: StoredTable) -> list[Tensor]:
-    """The parts of rows in FBGEMM's order: scales and biases, two float16 each, and codes; or the
-    weights. uint8 ``(rows, bytes)``."""
-    names = [name for name in ("scale_bias", "rows") if name in table.tensors]
-    return [table.tensors[name].view(torch.uint8) for name in names]
 
 
 class LibtorchLookup(RowLookup):
@@ -188,6 +194,7 @@ class LibtorchLookup(RowLookup):
         self.groups = nn.ModuleList()
         for names in by_shape.values():
             self.groups.append(_Group(tables, names, features))
+        self._fill(tables)
         self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
@@ -218,8 +225,8 @@ def _shape(table: StoredTable) -> tuple[int, int]:
 def _books(table: StoredTable) -> Tensor | None:
     """The books of a table whose rows are bytes; of scales of columns they are made."""
     if table.entry.scale == "column":
-        return books_of(table.tensors["scales"])
-    return table.tensors.get("books")
+        return books_of(table.whole["scales"])
+    return table.whole.get("books")
 
 
 class _Group(nn.Module):
@@ -255,24 +262,17 @@ class _Group(nn.Module):
                 f"Tables of {self.width} columns keep {self.count} rows: without FBGEMM at most"
                 f" {_MOST_ROWS}."
             )
-        self.register_buffer("rows", self._joined("rows", tables))
-        has_tail = "scale_bias" in one.tensors
-        self.register_buffer("scale_bias", self._joined("scale_bias", tables) if has_tail else None)
+        for key in PER_ROW:
+            like = one.rows.get(key)
+            # Weights have no scales.
+            whole = None if like is None else like.new_zeros(self.count + 1, like.shape[1])
+            self.register_buffer(key, whole)
         # For each feature, where its table's rows start; -1: they are in another group.
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
         if _books(one) is not None:
             self._add_books([cast(Tensor, _books(tables[name])) for name in mine], features)
-
-    def _joined(self, key: str, tables: Mapping[str, StoredTable]) -> Tensor:
-        """Rows of all tables, each at its places."""
-        parts = {name: tables[name].tensors[key] for name in self.places}
-        [like, *_] = parts.values()
-        whole = like.new_zeros(self.count + 1, like.shape[1])
-        for name, part in parts.items():
-            whole[self.places[name].start :][: len(part)] = part
-        return whole
 
     def _add_books(self, books: Sequence[Tensor], features: Sequence[str]) -> None:
         """Hold all books one behind the other: where each group of columns starts, and each
@@ -357,7 +357,7 @@ class TurnedLookup(nn.Module):
         self.rows = rows
         turns: dict[str, nn.Module] = {}
         for name, table in tables.items():
-            rotation = table.tensors.get("rotation")
+            rotation = table.whole.get("rotation")
             turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
         self.turns = nn.ModuleList(turns[name] for name in features)
         self.dims = [tables[name].entry.dim for name in features]

@@ -26,13 +26,11 @@ from dist_sparse.compaction.row_index import (
     check_ids,
 )
 from dist_sparse.serving.artifact import (
-    VerifiedArtifact,
     VerifiedDelta,
-    open_artifact,
     open_delta,
 )
 from dist_sparse.serving.check import Chain, index_of, move_of, open_chain
-from dist_sparse.serving.delta import PER_ROW, hash_of
+from dist_sparse.serving.delta import hash_of
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -41,7 +39,7 @@ from dist_sparse.serving.lookup import (
     StoredTable,
     TurnedLookup,
 )
-from dist_sparse.serving.manifest import Collection
+from dist_sparse.serving.manifest import Collection, Table
 from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
@@ -72,25 +70,22 @@ class _Lookup(nn.Module):
         self.features = len(features)
         self.include_last_offset = include_last_offset
         self.unknown = unknown
-        # For when the tables change: their tensors that are neither rows nor the index.
+        # For when the tables change; rows and indexes are held by the modules below.
         self._tables: dict[str, StoredTable] = {}
-        indexes: dict[str, RowIndex] = {}
         for name, table in tables.items():
-            whole = {key: part.clone() for key, part in table.tensors.items() if key != "kept"}
-            if "kept" in table.tensors:
-                indexes[name] = index_of(table.entry, table.tensors["kept"].clone())
-            for key in PER_ROW:
-                whole.pop(key, None)
-            self._tables[name] = StoredTable(table.entry, whole)
-        self.index = self._indexes(indexes)
+            whole = {key: part.clone() for key, part in table.whole.items()}
+            self._tables[name] = replace(table, rows={}, whole=whole, index=None)
+        self.index = self._indexes(tables)
         self.rows = self._row_lookup(tables)
         self.counted = UnknownLookups(rows_of, features)
 
-    def _indexes(self, found: Mapping[str, RowIndex]) -> RowIndexes:
-        names = list(self._tables)
-        rows = [table.entry.rows for table in self._tables.values()]
-        places = [names.index(name) for name in self._names]
-        return RowIndexes([found.get(name) for name in names], rows, places)
+    def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
+        names = list(tables)
+        return RowIndexes(
+            [table.index for table in tables.values()],
+            [table.entry.rows for table in tables.values()],
+            [names.index(name) for name in self._names],
+        )
 
     def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup | TurnedLookup:
         # Both take the same arguments and return the same sums.
@@ -108,35 +103,34 @@ class _Lookup(nn.Module):
             ValueError: the delta does not fit the rows; names its folder and table.
         """
         moves: dict[str, Move] = {}
-        indexes: dict[str, RowIndex] = {}
         tables: dict[str, StoredTable] = {}
         grown: dict[str, StoredTable] = {}
         before, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
             change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            old = before.get(at) or index_of(table.entry, None)
-            moves[name] = move_of(delta, name, old.cpu())
+            index = before.get(at) or index_of(table.entry, None)
+            moves[name] = move_of(delta, name, index.cpu())
+            whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
+            # The table may be pooled in another way in another collection.
             after = replace(change.after, pooling=table.entry.pooling)
-            if after.kept < after.rows:
-                indexes[name] = moves[name].index
-            stored = self.rows.stored(name)
-            room = len(stored["rows"])
+            tables[name] = StoredTable(after, {}, whole, _needed(moves[name].index, after))
+            places = self.rows.stored(name)
+            rows = {key: part[: table.entry.stored] for key, part in places.items()}
+            room = len(places["rows"])
             is_grown |= after.stored > room or bool(change.whole)
             if after.stored > room:
                 # The next deltas find room.
                 room = after.stored + after.stored // 4
-            whole = {**table.tensors, **{key: tensors[key].clone() for key in change.whole}}
-            rows = {key: part[: table.entry.stored] for key, part in stored.items()}
-            tables[name] = StoredTable(after, whole)
-            grown[name] = StoredTable(table.entry, {**whole, **rows}, room)
+            grown[name] = StoredTable(table.entry, rows, whole, None, room)
         device = self.index.words.device
-        index = self._indexes(indexes).to(device)
+        indexes = self._indexes(tables).to(device)
         lookup = self._row_lookup(grown).to(device) if is_grown else self.rows
 
         def change_all() -> None:
             for name, move in moves.items():
                 move.run(lookup.stored(name), delta.tensors(name))
-            self.index, self.rows, self._tables = index, lookup, tables
+                self._tables[name] = replace(tables[name], index=None)
+            self.index, self.rows = indexes, lookup
 
         return change_all
 
@@ -245,7 +239,7 @@ class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
     Args:
-        artifact: that it was loaded from.
+        chain: the artifact that it was loaded from.
         collection: of the manifest.
         lookup: of its tables.
         dims: columns of each feature; an embedding module has one.
@@ -259,12 +253,12 @@ class Served(nn.Module):
     """
 
     def __init__(
-        self, artifact: VerifiedArtifact, collection: Collection, lookup: _Lookup, dims: list[int]
+        self, chain: Chain, collection: Collection, lookup: _Lookup, dims: list[int]
     ) -> None:
         super().__init__()
         self._collection = collection
-        self._folders, self._manifest = [artifact.path], artifact.manifest
-        self._root = hash_of(artifact.manifest)
+        self._folders, self._manifest = list(chain.paths), chain.manifest
+        self._root = hash_of(chain.manifest)
         self._gate = Gate()
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
@@ -488,10 +482,9 @@ def load_served(
     choice("unknown", unknown, ("zero", "raise", "id0"))
     native = fbgemm and kernels.available()
     base, *deltas = [path] if isinstance(path, (str, os.PathLike)) else path
-    artifact = open_artifact(base)
+    chain = open_chain(base)
     served = {
-        each.path: _served(artifact, each, native, unknown)
-        for each in artifact.manifest.collections
+        each.path: _served(chain, each, native, unknown) for each in chain.manifest.collections
     }
     for delta in deltas:
         for one in served.values():
@@ -500,33 +493,39 @@ def load_served(
     return next(iter(served.values())) if len(served) == 1 else served
 
 
-def _tables(artifact: VerifiedArtifact | Chain, collection: Collection) -> dict[str, StoredTable]:
+def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
     """The tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
-        entry = artifact.manifest.tables[name]
+        table = chain.table(name)
+        entry = table.entry
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        tables[name] = StoredTable(entry, artifact.tensors(name))
+        rows = table.stored(0, entry.stored)
+        tables[name] = StoredTable(entry, rows, table.whole, _needed(table.index, entry))
     return tables
 
 
-def _served(
-    artifact: VerifiedArtifact, collection: Collection, native: bool, unknown: str
-) -> Served:
-    tables = _tables(artifact, collection)
-    for table in tables.values():
-        entry = table.entry
-        by_books = entry.scale == "column" or entry.dtype == "codes"
-        if by_books or (entry.dtype == "int4" and entry.dim % 2):
-            # FBGEMM has neither grids of columns nor rows of half a byte.
-            native = False
+def _needed(index: RowIndex, entry: Table) -> RowIndex | None:
+    # Without removed rows, ids are rows.
+    return index if entry.kept < entry.rows else None
+
+
+def _served(chain: Chain, collection: Collection, native: bool, unknown: str) -> Served:
+    tables = _tables(chain, collection)
     features = [feature.table for feature in collection.features] or list(collection.tables)
     kind = _LOOKUPS.get(collection.kind, CollectionLookup)
+    native &= all(_has_kernel(table.entry) for table in tables.values())
     lookup = kind(tables, features, native, unknown, collection.include_last_offset)
     dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
-    return Served(artifact, collection, lookup, dims)
+    return Served(chain, collection, lookup, dims)
+
+
+def _has_kernel(entry: Table) -> bool:
+    """Whether FBGEMM has one: neither for grids of columns nor for rows of half a byte."""
+    is_odd = entry.dtype == "int4" and entry.dim % 2 == 1
+    return not (is_odd or entry.scale == "column" or entry.dtype == "codes")
 
 
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}
