@@ -125,6 +125,10 @@ def _read(folder: Path, kind: type[Written]) -> Written:
         return kind.from_text(file.read_bytes().decode())
     except ValueError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is refused: an entry is missing or of another type: {error!r}."
+        ) from None
 
 
 class ArtifactWriter:

@@ -106,24 +106,22 @@ class Delta:
 
         Raises:
             ValueError: the text is not exactly that, or of another version.
+            LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
         entries = unsealed(text, FORMAT, VERSION)
-        try:
-            artifact = Manifest.from_text(entries["artifact"])
-            if list(entries["tables"]) != list(artifact.tables):
-                raise ValueError(f"its tables are {sorted(entries['tables'])}")
-            return Delta(
-                base=str(entries["base"]),
-                previous=str(entries["previous"]),
-                artifact=artifact,
-                tables={
-                    name: _table(name, artifact.tables[name], entry)
-                    for name, entry in entries["tables"].items()
-                },
-                bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
-            )
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+        artifact = Manifest.from_text(entries["artifact"])
+        if list(entries["tables"]) != list(artifact.tables):
+            raise ValueError(f"its tables are {sorted(entries['tables'])}")
+        tables = {}
+        for name, entry in entries["tables"].items():
+            tables[name] = _table(name, artifact.tables[name], entry)
+        return Delta(
+            base=str(entries["base"]),
+            previous=str(entries["previous"]),
+            artifact=artifact,
+            tables=tables,
+            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+        )
 
     def refuse_other(self, before: Manifest, base: str) -> None:
         """Refuse to follow another artifact than the one that this delta was exported from.

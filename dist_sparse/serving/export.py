@@ -44,7 +44,7 @@ from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import size
+from dist_sparse.text import number_of, size
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]
@@ -77,9 +77,8 @@ class Exported:
             return f"Exported(delta, {size(self.delta.bytes)} of {size(self.manifest.bytes)})"
         tables = self.manifest.tables.values()
         before = sum(table.bytes.before for table in tables)
-        counted = f"{len(tables)} table{'s' if len(tables) > 1 else ''}"
         return (
-            f"Exported({counted}, {self.manifest.dtype}, {size(before)} ->"
+            f"Exported({number_of(len(tables), 'table')}, {self.manifest.dtype}, {size(before)} ->"
             f" {size(self.manifest.bytes)})"
         )
 

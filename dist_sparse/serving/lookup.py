@@ -81,8 +81,8 @@ class RowLookup(nn.Module):
         entries = [tables[name].entry for name in features]
         self.dims = [entry.dim for entry in entries]
         self.pooling = entries[0].pooling
-        self.mixed = len({entry.pooling for entry in entries}) > 1
         means = torch.tensor([entry.pooling == "mean" for entry in entries])
+        self.mixed = bool(means.any() and not means.all())
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
 
     def forward(

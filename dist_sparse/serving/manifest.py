@@ -210,12 +210,9 @@ class Manifest:
 
         Raises:
             ValueError: the text is not exactly that, or of another version.
+            LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
-        entries = unsealed(text, FORMAT, VERSION)
-        try:
-            return _manifest(entries)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+        return _manifest(unsealed(text, FORMAT, VERSION))
 
 
 class Described(Protocol):
