@@ -122,7 +122,8 @@ class TableBatchHooks:
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
         self._strays = self._on_cpu and has_empty and len(widths) > 1
-        self._written: WrittenRows | None = None
+        # By what reads and clears the record.
+        self._written: dict[str, WrittenRows] = {}
         self._handles: list[RemovableHandle | Wrapped] = []
 
     def hook(self) -> None:
@@ -167,8 +168,8 @@ class TableBatchHooks:
         self._begin_write()
         self._rows.clean_all()
         self._order.after_write()
-        if self._written is not None:
-            self._written.add_all()
+        for written in self._written.values():
+            written.add_all()
 
     def masks_updated(self) -> None:
         """Have lookups on other streams wait for the mask update that ends here."""
@@ -178,28 +179,28 @@ class TableBatchHooks:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
         self._rows.revived = True
-        if self._written is not None:
-            self._written.add_all()
+        for written in self._written.values():
+            written.add_all()
 
     def mark_in_sync(self) -> None:
         """Mark the current storage as in sync with the dirty rows."""
         self._in_sync = self._storage()
 
-    def written(self) -> Iterator[tuple[int, Written]]:
+    def written(self, reader: str) -> Iterator[tuple[int, Written]]:
         """Yield the address of the weights and the possibly written rows (live) of each registered
-        CPU table whose scores are worth keeping. The first call starts the record, with all rows in
-        it."""
+        CPU table; for ``"scores"`` of those whose scores are worth keeping. The first call of a
+        reader starts its record, with all rows in it."""
         # On a device the host does not know the ids; it never knows the rows of stray writes.
         if not self._on_cpu or self._strays:
             return
-        rows = {
-            table: slot.mask.rect.rows
-            for table, slot in self._current().items()
-            if KeptScores.fits(slot.mask.rect, slot.mask.block)
-        }
-        if self._written is None or self._written.tables.keys() != rows.keys():
-            self._written = WrittenRows(rows, self._features)
-        for table, written in self._written.tables.items():
+        rows = {}
+        for table, slot in self._current().items():
+            if reader != "scores" or KeptScores.fits(slot.mask.rect, slot.mask.block):
+                rows[table] = slot.mask.rect.rows
+        record = self._written.get(reader)
+        if record is None or record.tables.keys() != rows.keys():
+            record = self._written[reader] = WrittenRows(rows, self._features)
+        for table, written in record.tables.items():
             yield self._slots[table].weight.data_ptr(), written
 
     def weights(self) -> list[tuple[str, Tensor]]:
@@ -284,8 +285,8 @@ class TableBatchHooks:
             if (counts := self._store.counts(name)) is not None:
                 counted[table] = counts[number]
         # The mask update has zeroed newly removed rows: their scores have changed.
-        if self._written is not None:
-            self._written.add_removed(before, self._slots)
+        for written in self._written.values():
+            written.add_removed(before, self._slots)
         self._counts.use(counted)
         self._sampled.begin(self._slots, samples)
         by_ids = self._masked_by_ids()
@@ -392,8 +393,8 @@ class TableBatchHooks:
     def _record_writes(self, lookup: _Lookup) -> None:
         """Record the rows that a backward is about to write."""
         self._rows.add(*lookup.written)
-        if self._written is not None:
-            self._written.add(*lookup.written)
+        for written in self._written.values():
+            written.add(*lookup.written)
         # Sequences are masked now, by without_removed(). Bags were masked in the forward: rows
         # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"

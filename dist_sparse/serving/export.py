@@ -30,8 +30,9 @@ from dist_sparse.serving.artifact import check_new
 from dist_sparse.serving.check import Chain, compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
+from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
+from dist_sparse.serving.noted import note_delta, with_changes
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
@@ -123,8 +124,10 @@ def export(
             folders, or what the last :func:`export` returned. The folder then is a delta: the rows
             whose stored bytes have changed, the ids that came, and the ids that went. It takes
             ``load_served([base, delta])`` to what a whole export would serve, bit for bit. All
-            weights are streamed and compared all the same. With ``scale="column"`` a scale that
-            has changed may change the codes of all rows. Only rank 0 reads these folders.
+            weights are streamed and compared; from the second delta of a process on, of tables
+            with a fused optimizer on the CPU, only rows that the enforcer has seen written. With
+            ``scale="column"`` a scale that has changed may change the codes of all rows. Only rank
+            0 reads these folders.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
@@ -188,7 +191,11 @@ def export(
         )
         if chain is not None:
             refuse_changed(chain.manifest, manifest)
-    if sparsifier is not None:
+    if before and sparsifier is not None and by == "row" and coded is None:
+        previous = None if chain is None else hash_of(chain.manifest)
+        tables = with_changes(tables, sparsifier, registered, lookups, previous, world)
+    # An enforcer that notes what is written has kept removed weights at zero.
+    if sparsifier is not None and any(table.changed is None for table in tables.values()):
         check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
@@ -201,6 +208,8 @@ def export(
     text = _write(manifest, tables, writer, world)
     if before:
         delta = Delta.from_text(text)
+        if sparsifier is not None:
+            note_delta(hash_of(delta.artifact), tables, sparsifier)
         return Exported(target, delta.artifact, delta, before)
     return Exported(target, Manifest.from_text(text))
 
@@ -361,5 +370,5 @@ def _write_table(
         writer.add(name, ids[first : first + len(rows)], parts)
         first += len(rows)
         bar(len(rows))
-    if first != table.stored:
-        raise ValueError(f"Table {name!r}: {first} rows came, and it has {table.stored}.")
+    if first != len(ids):
+        raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")

@@ -171,6 +171,8 @@ class ServedTable:
         rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``;
             None as they are.
         codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
+        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; None is
+            any.
     """
 
     data: ShardedData
@@ -181,11 +183,13 @@ class ServedTable:
     rotation: Tensor | None
     codes: ShardedData | None = None
     books: Tensor | None = None
+    changed: Tensor | None = None
 
     def ids(self) -> Tensor:
-        """Return the ids of the served rows, ascending; the default row has the id behind the last:
+        """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
         int32."""
-        ids = self.kept.nonzero().int().flatten()
+        kept = self.kept if self.changed is None else self.kept & self.changed
+        ids = kept.nonzero().int().flatten()
         return F.pad(ids, (0, int(self.default_row)), value=len(self.kept))
 
     def whole(self) -> dict[str, Tensor]:
@@ -194,19 +198,20 @@ class ServedTable:
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several
-        times their memory. Collective over the ranks that hold the table: they must exhaust it; on
-        others it ends at once."""
+        """Yield the served rows that may have changed on rank 0, in order, a few at a time:
+        encoding them takes several times their memory. Collective over the ranks that hold the
+        table: they must exhaust it; on others it ends at once."""
         data = self.data if self.codes is None else self.codes
         ranks = data.ranks or (0,)
         # move_rows() is collective over the holders alone.
         if rank_in(world_ranks()) not in ranks:
             return
-        whole = Rect(0, 0, int(self.stored.count_nonzero()), data.shape[1])
+        rows = self.stored if self.changed is None else self.stored & self.changed
+        whole = Rect(0, 0, int(rows.count_nonzero()), data.shape[1])
         wanted = [[whole] if rank == 0 else [] for rank in ranks]
         shards = [shard.tensor for shard in data.shards]
-        for _, rows in move_rows(data, shards, self.stored, wanted):
-            yield from (rows[some] for some in chunks(*rows.shape))
+        for _, part in move_rows(data, shards, rows, wanted):
+            yield from (part[some] for some in chunks(*part.shape))
 
 
 def registered_tables(
