@@ -136,8 +136,7 @@ class ArtifactWriter:
     deletes one that was not published.
 
     Args:
-        path: the final name. Missing parent folders are made, and deleted again if it is not
-            published.
+        path: the final name. Missing parent folders are made.
         tables: by name; their CRC32 and checks are not known yet. None: :meth:`begin` gets them.
 
     Raises:
@@ -150,8 +149,6 @@ class ArtifactWriter:
     ) -> None:
         self._path = check_new(path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
-        # The innermost first, so that each is empty when its turn to be deleted comes.
-        self._made = [folder for folder in self.folder.parents if not folder.exists()]
         try:
             self.folder.mkdir(parents=True)
             # Chunks of rows and of scales alternate, so it is written at several places.
@@ -159,7 +156,7 @@ class ArtifactWriter:
             if tables is not None:
                 self.begin(tables)
         except BaseException:
-            self._remove()
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def begin(self, tables: Mapping[str, Described]) -> None:
@@ -213,8 +210,7 @@ class ArtifactWriter:
         sync_folder(self.folder)
         # Checked again, as a rename replaces an empty folder that another process has made since.
         os.rename(self.folder, check_new(self._path))
-        for folder in (self._path, *self._made):  # a new folder is an entry of its parent
-            sync_folder(folder.parent)
+        sync_folder(self._path.parent)
 
     def __enter__(self) -> ArtifactWriter:
         return self
@@ -227,14 +223,8 @@ class ArtifactWriter:
     ) -> None:
         with contextlib.suppress(OSError):  # a full disk, which has been raised already
             self._file.close()
-        self._remove()
-
-    def _remove(self) -> None:
-        """Delete the unpublished folder, and the parents that were made for it and are empty."""
-        shutil.rmtree(self.folder, ignore_errors=True)  # once published, it is no longer there
-        for folder in self._made:
-            with contextlib.suppress(OSError):  # it holds the published artifact, or was never made
-                folder.rmdir()
+        # Once published, it is no longer there.
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import torch
@@ -162,19 +162,14 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
             " export a new base"
         )
     for name, table in after.tables.items():
-        was = before.tables[name]
-        same = replace(table, kept=was.kept, crc32=was.crc32, before=was.before)
-        if same != was:
-            raise ValueError(
-                f"table {name!r} is {_shape(table)}, and was {_shape(was)} in the artifact that"
-                " the delta follows: a delta changes rows alone; export a new base"
-            )
-
-
-def _shape(table: Table) -> str:
-    facts = f"{table.rows} x {table.dim} in {table.dtype}, scale={table.scale!r}"
-    facts += f", pooling={table.pooling!r}, default_row={table.default_row}"
-    return facts + (f", rotated from {table.turned} columns" if table.turned else "")
+        was = vars(before.tables[name])
+        for key in vars(table).keys() - {"kept", "crc32", "before"}:
+            if getattr(table, key) != was[key]:
+                raise ValueError(
+                    f"table {name!r} has {key}={getattr(table, key)!r}, and had {was[key]!r} in the"
+                    " artifact that the delta follows: a delta changes rows alone; export a new"
+                    " base"
+                )
 
 
 def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:

@@ -30,7 +30,7 @@ from dist_sparse.serving.artifact import check_new
 from dist_sparse.serving.check import Chain, compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
+from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
 from dist_sparse.serving.noted import note_delta, with_changes
 from dist_sparse.serving.sources import (
@@ -43,6 +43,7 @@ from dist_sparse.serving.sources import (
 )
 from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.text import number_of, size
@@ -158,11 +159,10 @@ def export(
     with world.agreeing("export()") as facts:
         chosen, by = _checked(dtype, scale)
         coded = _coded_training(sparse, chosen)
-        of_rows = sparse if coded is None else coded.sparsifier
         before = _folders(since)
-        sparsifier = None if of_rows is None else sparsifier_of(of_rows)
+        sparsifier = _sparsifier(sparse)
         located = sorted(ModelTables(model).locate(), key=lambda data: data.name)
-        facts["sparse is None"] = sparsifier is None
+        facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
         for data in located:
@@ -171,9 +171,7 @@ def export(
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             _refuse_without_rank_0(data)
         lookups = lookups_of(model, located)
-        registered: dict[str, ShardedData] = {}
-        if sparsifier is not None:
-            registered = registered_tables(model, sparsifier, located)
+        registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             chain = _open(path, before)
     tables = served_tables(located, lookups, sparsifier, registered)
@@ -191,27 +189,22 @@ def export(
         )
         if chain is not None:
             refuse_changed(chain.manifest, manifest)
-    if before and sparsifier is not None and by == "row" and coded is None:
-        previous = None if chain is None else hash_of(chain.manifest)
-        tables = with_changes(tables, sparsifier, registered, lookups, previous, world)
-    # An enforcer that notes what is written has kept removed weights at zero.
-    if sparsifier is not None and any(table.changed is None for table in tables.values()):
-        check_zero(sparsifier, tables, registered)
+    if before:
+        tables = with_changes(tables, sparsifier, registered, manifest, chain, world)
+    check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-
-    def writer() -> WholeWriter | DeltaWriter:
-        if chain is None:
-            return WholeWriter(target, manifest, tables)
-        return DeltaWriter(target, manifest, tables, chain)
-
-    text = _write(manifest, tables, writer, world)
+    writing: Callable[[], WholeWriter | DeltaWriter] = partial(
+        WholeWriter, target, manifest, tables
+    )
     if before:
-        delta = Delta.from_text(text)
-        if sparsifier is not None:
-            note_delta(hash_of(delta.artifact), tables, sparsifier)
-        return Exported(target, delta.artifact, delta, before)
-    return Exported(target, Manifest.from_text(text))
+        writing = partial(DeltaWriter, target, manifest, tables, chain)
+    text = _write(manifest, tables, writing, world)
+    if not before:
+        return Exported(target, Manifest.from_text(text))
+    delta = Delta.from_text(text)
+    note_delta(delta.artifact, tables, sparsifier)
+    return Exported(target, delta.artifact, delta, before)
 
 
 def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
@@ -222,8 +215,14 @@ def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
     return open_chain(*before) if before else None
 
 
-def _settle(sparsifier: BaseDataSparsifier | None) -> None:
-    if sparsifier is not None and sparsifier.masks.enforcer is not None:
+def _sparsifier(sparse: Any) -> BaseDataSparsifier:
+    """The sparsifier of the rows; of None one that removes nothing."""
+    rows = sparse.sparsifier if isinstance(sparse, CodedTraining) else sparse
+    return DataNormSparsifier() if rows is None else sparsifier_of(rows)
+
+
+def _settle(sparsifier: BaseDataSparsifier) -> None:
+    if sparsifier.masks.enforcer is not None:
         # It may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.enforcer.settle()
 

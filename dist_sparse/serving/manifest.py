@@ -246,18 +246,15 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _manifest(entries: Mapping[str, Any]) -> Manifest:
-    # No name in a manifest is used as a path.
-    if set(entries["files"]) != {TABLES}:
-        raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
     tables = {}
     for name, entry in entries["tables"].items():
         try:
             tables[name] = _table(entry)
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
-    dtypes = {table.dtype for table in tables.values()} - {entries["dtype"]}
-    # Tables without codes beside those that have some.
-    if dtypes - {"fp32"} or (dtypes and entries["dtype"] != "codes"):
+    # Tables without codes may be beside those that have some.
+    dtypes = {entries["dtype"]} | ({"fp32"} if entries["dtype"] == "codes" else set())
+    if not dtypes.issuperset(table.dtype for table in tables.values()):
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
     collections = tuple(map(_collection, entries["collections"]))
     for collection in collections:
@@ -268,6 +265,7 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
         dtype=entries["dtype"],
         collections=collections,
         tables=tables,
+        # No other name in a manifest is used as a path.
         bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
     )
 

@@ -18,7 +18,10 @@ from torch import Tensor
 from dist_sparse.compaction.kept_rows import gather_rows
 from dist_sparse.groups import Group
 from dist_sparse.masking.cached.kept_scores import Written
-from dist_sparse.serving.sources import Lookups, ServedTable
+from dist_sparse.serving.check import Chain
+from dist_sparse.serving.delta import hash_of
+from dist_sparse.serving.manifest import Manifest, Table
+from dist_sparse.serving.sources import ServedTable
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Rect, ShardedData
 
@@ -40,46 +43,55 @@ def with_changes(
     tables: Mapping[str, ServedTable],
     sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
-    lookups: Lookups,
-    previous: str | None,
+    manifest: Manifest,
+    chain: Chain | None,
     world: Group,
 ) -> dict[str, ServedTable]:
-    """Return the tables with the rows that may differ from an artifact. Collective.
-
-    Args:
-        previous: the hash of the artifact, on rank 0.
-    """
-    note = _NOTES.get(sparsifier)
-    each = world.all_gather_json([previous, note and note.artifact])
-    # Rank 0 alone has read the artifact.
-    is_noted = all(noted == each[0][0] for _, noted in each)
-    if note is None or not is_noted or sparsifier.masks.rotation is not None:
-        return dict(tables)
+    """Return the tables with the rows that may differ from the artifact of ``chain``, which rank 0
+    alone has opened. Collective."""
+    note = _NOTES.get(sparsifier, _Note("", {}))
+    previous = None if chain is None else hash_of(chain.manifest)
     records = _records(sparsifier)
+    each = world.all_gather_json([previous, None if records is None else note.artifact])
     found = dict(tables)
+    if records is None or {noted for _, noted in each} != {each[0][0]}:
+        return found
+    noted = {name for name, table in tables.items() if _has_notes(table, manifest.tables[name])}
     for names in sparsifier.masks.tables.groups.values():
-        # Rows of a compact table are not its ids.
-        fit = [registered[name] for name in names if name in tables and name not in lookups.indexes]
+        fit = [registered[name] for name in names if name in noted]
         written = gather_rows(fit, partial(_flags, records)) if fit else {}
         for name, rows in written.items():
             found[name] = replace(tables[name], changed=rows | ~note.kept[name])
     return found
 
 
+def _has_notes(table: ServedTable, entry: Table) -> bool:
+    """Whether rows that were not written are stored as they were. A rotation, new codes and new
+    scales of columns change others, and rows of a compact table are not its ids."""
+    as_they_are = entry.scale == "row" and table.codes is None and table.rotation is None
+    return as_they_are and table.kept is table.stored
+
+
 def note_delta(
-    artifact: str, tables: Mapping[str, ServedTable], sparsifier: BaseDataSparsifier
+    artifact: Manifest, tables: Mapping[str, ServedTable], sparsifier: BaseDataSparsifier
 ) -> None:
-    """From now on note what training writes; ``artifact`` is the hash of the one that has just been
-    made. Local."""
-    for record in _records(sparsifier).values():
-        record.clear()
-    kept = {name: table.kept for name, table in tables.items()}
-    _NOTES[sparsifier] = _Note(artifact, kept)
+    """From now on note what training writes; ``artifact`` is the one that has just been made.
+    Local."""
+    records = _records(sparsifier)
+    if records is not None:
+        for record in records.values():
+            record.clear()
+        kept = {name: table.kept for name, table in tables.items()}
+        _NOTES[sparsifier] = _Note(hash_of(artifact), kept)
 
 
-def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
+def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written] | None:
+    """The rows written by the address of the weights; None if nothing is noted."""
     enforcer = sparsifier.masks.enforcer
-    return {} if enforcer is None else enforcer.written(_READER)
+    # A rotation writes rows that no lookup names.
+    if enforcer is None or sparsifier.masks.rotation is not None:
+        return None
+    return enforcer.written(_READER)
 
 
 def _flags(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:

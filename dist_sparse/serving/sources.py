@@ -259,7 +259,7 @@ def _refuse_strangers(model: nn.Module, sparsifier: BaseDataSparsifier, tables: 
 def served_tables(
     located: Sequence[ShardedData],
     lookups: Lookups,
-    sparsifier: BaseDataSparsifier | None,
+    sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
 ) -> dict[str, ServedTable]:
     """Return the tables that are served, by name. Collective.
@@ -267,11 +267,9 @@ def served_tables(
     Args:
         registered: from :func:`registered_tables`.
     """
-    kept: Mapping[str, Tensor] = {}
-    if sparsifier is not None:
-        # Masks follow shards that have moved since the last update.
-        sparsifier.masks.tables.reshard(registered)
-        kept = kept_rows(sparsifier, registered)
+    # Masks follow shards that have moved since the last update.
+    sparsifier.masks.tables.reshard(registered)
+    kept = kept_rows(sparsifier, registered)
     found = {}
     for data in located:
         stored = kept.get(data.name)
@@ -324,12 +322,16 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
+    if all(table.changed is not None for table in tables.values()):
+        # The enforcer that notes what is written has kept them at zero.
+        return
     revived = count_revived(sparsifier.masks, registered)
     with group_over(world_ranks()).agreeing("export()"):
-        for name, number in revived.items():
-            if number and name in tables:
+        for name in revived.keys() & tables.keys():
+            if revived[name]:
                 raise ValueError(
-                    f"Table {name!r} has {count(number)} removed weights that are not zero: an"
-                    " optimizer has revived them without an enforcer, or masks were never applied."
-                    " sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain data."
+                    f"Table {name!r} has {count(revived[name])} removed weights that are not zero:"
+                    " an optimizer has revived them without an enforcer, or masks were never"
+                    " applied. sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain"
+                    " data."
                 )
