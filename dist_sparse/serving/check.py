@@ -227,7 +227,6 @@ def open_chain(base: str | os.PathLike[str], *deltas: str | os.PathLike[str]) ->
         ValueError: a folder is no artifact or no delta, is damaged, or of another version; a delta
             is out of order, or of another base. Names the file.
         OSError: a file can't be read.
-        ImportError: safetensors is not installed.
     """
     chain = Chain(open_artifact(base))
     for path in deltas:
@@ -243,7 +242,6 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     Raises:
         ValueError: names the file, or the table and the row.
         OSError: a file can't be read.
-        ImportError: safetensors is not installed.
     """
     chain = open_chain(path, *deltas)
     where = chain.paths[-1]
@@ -271,7 +269,6 @@ def merge(
     Raises:
         ValueError: something is at ``out``, or as of :func:`open_chain`; nothing was written.
         OSError: a file can't be read or written.
-        ImportError: safetensors is not installed.
     """
     check_new(out)
     chain = open_chain(base, *deltas)

@@ -173,16 +173,12 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
 
 
 def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
-    whole = tuple(entry["whole"])
-    if strange := sorted(set(whole) - (set(after.layout()) - {"kept", *PER_ROW})):
-        raise ValueError(f"table {name!r} has no {strange} to be carried whole")
-    rows = integer("rows", entry["rows"], least=0, most=after.stored, of=name)
     return TableDelta(
         after=after,
-        rows=rows,
-        came=integer("came", entry["came"], least=0, most=rows, of=name),
+        rows=integer("rows", entry["rows"], least=0, most=after.stored, of=name),
+        came=integer("came", entry["came"], least=0, most=after.stored, of=name),
         gone=integer("gone", entry["gone"], least=0, most=after.rows, of=name),
-        whole=whole,
+        whole=tuple(key for key in after.layout() if key in entry["whole"]),
         crc32=dict(entry["crc32"]),
     )
 
@@ -190,17 +186,10 @@ def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
 def delta_summary(delta: Delta) -> str:
     """Return a table of what the delta changes, and its bytes beside the whole artifact's."""
     head = ("table", "kept", "changed", "came", "went", "whole")
-    rows = [
-        (
-            name,
-            count(table.after.kept),
-            count(table.rows - table.came),
-            count(table.came),
-            count(table.gone),
-            ", ".join(table.whole),
-        )
-        for name, table in delta.tables.items()
-    ]
-    share = percent(delta.bytes / max(delta.artifact.bytes, 1))
+    rows = []
+    for name, table in delta.tables.items():
+        numbers = (table.after.kept, table.rows - table.came, table.came, table.gone)
+        rows.append((name, *map(count, numbers), ", ".join(table.whole)))
+    share = percent(delta.bytes / delta.artifact.bytes)
     whole = f"delta: {size(delta.bytes)} on disk, {share} of {size(delta.artifact.bytes)}"
     return "\n".join([*table_lines(head, rows, right={1, 2, 3, 4}), whole])

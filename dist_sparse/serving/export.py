@@ -9,7 +9,6 @@ on the sharding, nor on the number of ranks.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,7 +45,6 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import number_of, size
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]
@@ -69,20 +67,9 @@ class Exported:
     delta: Delta | None = None
     since: tuple[Path, ...] = ()
 
-    def __str__(self) -> str:
-        if self.delta is not None:
-            return f"{self.path}\n{delta_summary(self.delta)}"
-        return f"{self.path}\n{summary(self.manifest)}"
-
     def __repr__(self) -> str:
-        if self.delta is not None:
-            return f"Exported(delta, {size(self.delta.bytes)} of {size(self.manifest.bytes)})"
-        tables = self.manifest.tables.values()
-        before = sum(table.bytes.before for table in tables)
-        return (
-            f"Exported({number_of(len(tables), 'table')}, {self.manifest.dtype}, {size(before)} ->"
-            f" {size(self.manifest.bytes)})"
-        )
+        shown = summary(self.manifest) if self.delta is None else delta_summary(self.delta)
+        return f"{self.path}\n{shown}"
 
 
 def export(
@@ -137,7 +124,6 @@ def export(
             rank, and nothing was written.
         OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError
             that quotes it.
-        ImportError: safetensors is not installed.
 
     Example::
 
@@ -149,8 +135,6 @@ def export(
         >>> sparsifier.step()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     exported = export(model, sparsifier, f"{folder}/served", dtype="int8")
-        >>> exported
-        Exported(1 table, int8, 62.5 KiB -> 4.24 KiB)
         >>> exported.manifest.tables["0"].kept, exported.manifest.tables["0"].bytes.index
         (200, 128)
     """
@@ -210,8 +194,6 @@ def export(
 def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
     """Check that ``path`` can be written, and return the artifacts that a delta follows."""
     check_new(path)
-    if importlib.util.find_spec("safetensors") is None:
-        raise ImportError("export() needs safetensors: pip install safetensors.")
     return open_chain(*before) if before else None
 
 

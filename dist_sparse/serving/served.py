@@ -1,6 +1,6 @@
 """Tables of an artifact as modules that look them up: :func:`load_served`.
 
-Loading needs torch and safetensors. Lookups use FBGEMM's operator where FBGEMM is installed;
+Loading needs torch alone. Lookups use FBGEMM's operator where FBGEMM is installed;
 TorchRec is imported only when a KeyedJaggedTensor is passed. A :class:`Served` calls and exports
 its ``lookup``, a module that takes and returns tensors.
 """
@@ -460,7 +460,6 @@ def load_served(
     Raises:
         ValueError: the folder is not an artifact, is damaged, or has another version; a delta is
             damaged, out of order, or of another base (names the file).
-        ImportError: safetensors is missing.
         OSError: a file can't be read.
 
     Example::
