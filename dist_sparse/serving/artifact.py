@@ -251,9 +251,7 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     layout = layout_of(manifest.tables)
     header, expected = _header(layout), bytes_of(manifest.tables)
     if (size := file.stat().st_size) != expected:
-        raise ValueError(
-            f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}."
-        )
+        raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
         if opened.read(len(header)) != header:
             raise ValueError(

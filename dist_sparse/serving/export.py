@@ -29,9 +29,9 @@ from dist_sparse.serving.artifact import check_new
 from dist_sparse.serving.check import Chain, compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
+from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
-from dist_sparse.serving.noted import note_delta, with_changes
+from dist_sparse.serving.noted import note_delta, refuse_replaced, with_changes
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
@@ -173,8 +173,8 @@ def export(
         )
         if chain is not None:
             refuse_changed(chain.manifest, manifest)
-    if before:
-        tables = with_changes(tables, sparsifier, registered, manifest, chain, world)
+            refuse_replaced(sparsifier, before, hash_of(chain.manifest))
+    tables = with_changes(tables, sparsifier, registered, before)
     check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
@@ -187,7 +187,9 @@ def export(
     if not before:
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
-    note_delta(delta.artifact, tables, sparsifier)
+    # New codes and new scales of columns change rows that training has not written.
+    if coded is None and by == "row":
+        note_delta((*before, target), hash_of(delta.artifact), tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.compaction.kept_rows import gather_rows
-from dist_sparse.groups import Group
 from dist_sparse.masking.cached.kept_scores import Written
-from dist_sparse.serving.check import Chain
-from dist_sparse.serving.delta import hash_of
-from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.serving.sources import ServedTable
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Rect, ShardedData
@@ -30,8 +27,10 @@ _READER: Final = "deltas"
 
 @dataclass(frozen=True)
 class _Note:
-    """The artifact that the last delta led to, and the rows that it keeps of each table."""
+    """The last delta and the folders before it, the hash of the artifact that it led to, and the
+    rows that it keeps of each table."""
 
+    folders: tuple[Path, ...]
     artifact: str
     kept: Mapping[str, Tensor]
 
@@ -40,58 +39,59 @@ _NOTES: Final[WeakKeyDictionary[BaseDataSparsifier, _Note]] = WeakKeyDictionary(
 
 
 def with_changes(
-    tables: Mapping[str, ServedTable],
+    tables: dict[str, ServedTable],
     sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
-    manifest: Manifest,
-    chain: Chain | None,
-    world: Group,
+    before: tuple[Path, ...],
 ) -> dict[str, ServedTable]:
-    """Return the tables with the rows that may differ from the artifact of ``chain``, which rank 0
-    alone has opened. Collective."""
-    note = _NOTES.get(sparsifier, _Note("", {}))
-    previous = None if chain is None else hash_of(chain.manifest)
-    records = _records(sparsifier)
-    each = world.all_gather_json([previous, None if records is None else note.artifact])
+    """Return the tables with the rows that may have changed since the last delta, if it is the last
+    of the folders ``before``. Collective."""
+    note, records = _NOTES.get(sparsifier), _records(sparsifier)
+    if note is None or records is None or note.folders != before:
+        return tables
     found = dict(tables)
-    if records is None or {noted for _, noted in each} != {each[0][0]}:
-        return found
-    noted = {name for name, table in tables.items() if _has_notes(table, manifest.tables[name])}
     for names in sparsifier.masks.tables.groups.values():
-        fit = [registered[name] for name in names if name in noted]
+        # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
+        plain = {name for name in names if name in tables and tables[name].is_plain}
+        fit = [registered[name] for name in names if name in plain]
         written = gather_rows(fit, partial(_flags, records)) if fit else {}
         for name, rows in written.items():
             found[name] = replace(tables[name], changed=rows | ~note.kept[name])
     return found
 
 
-def _has_notes(table: ServedTable, entry: Table) -> bool:
-    """Whether rows that were not written are stored as they were. A rotation, new codes and new
-    scales of columns change others, and rows of a compact table are not its ids."""
-    as_they_are = entry.scale == "row" and table.codes is None and table.rotation is None
-    return as_they_are and table.kept is table.stored
+def refuse_replaced(
+    sparsifier: BaseDataSparsifier, before: tuple[Path, ...], artifact: str
+) -> None:
+    """Refuse folders that hold another artifact than the last delta led to. Local."""
+    note = _NOTES.get(sparsifier)
+    if note is not None and note.folders == before and note.artifact != artifact:
+        raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
 
 
 def note_delta(
-    artifact: Manifest, tables: Mapping[str, ServedTable], sparsifier: BaseDataSparsifier
+    folders: tuple[Path, ...],
+    artifact: str,
+    tables: Mapping[str, ServedTable],
+    sparsifier: BaseDataSparsifier,
 ) -> None:
-    """From now on note what training writes; ``artifact`` is the one that has just been made.
-    Local."""
-    records = _records(sparsifier)
-    if records is not None:
-        for record in records.values():
-            record.clear()
-        kept = {name: table.kept for name, table in tables.items()}
-        _NOTES[sparsifier] = _Note(hash_of(artifact), kept)
+    """From now on note what training writes. Local.
+
+    Args:
+        folders: the delta that has just been written, last, and the ones before it.
+        artifact: the hash of the artifact that it leads to.
+    """
+    records = _records(sparsifier) or {}
+    for record in records.values():
+        record.clear()
+    kept = {name: table.kept for name, table in tables.items()}
+    _NOTES[sparsifier] = _Note(folders, artifact, kept)
 
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written] | None:
-    """The rows written by the address of the weights; None if nothing is noted."""
+    """The rows written by the address of the weights; None without an enforcer."""
     enforcer = sparsifier.masks.enforcer
-    # A rotation writes rows that no lookup names.
-    if enforcer is None or sparsifier.masks.rotation is not None:
-        return None
-    return enforcer.written(_READER)
+    return None if enforcer is None else enforcer.written(_READER)
 
 
 def _flags(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:

@@ -185,6 +185,11 @@ class ServedTable:
     books: Tensor | None = None
     changed: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are its rows, and rows are stored as they are."""
+        return self.kept is self.stored and self.rotation is None
+
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
         int32."""

@@ -64,42 +64,29 @@ def to_torchrec(
         rows = F.pad(one.rows, (0, 0, 0, 1))
         stored.append(replace(one, rows=rows, scale_bias=tail, features=tuple(keys[name])))
     zeros = [tables[feature.table].entry.stored for feature in collection.features]
-    return QuantizedCollection(
-        bag_collection(stored, collection.weighted),
-        index,
-        [feature.name for feature in collection.features],
-        list(collection.outputs),
-        zeros,
-        collection.weighted,
-    )
+    inner = bag_collection(stored, collection.weighted)
+    return QuantizedCollection(collection, inner, index, zeros)
 
 
 class QuantizedCollection(nn.Module):
     """TorchRec's quantized EmbeddingBagCollection behind an index from ids to rows.
 
     Args:
-        collection: takes rows.
+        looked_up: the collection of the manifest.
+        collection: TorchRec's; takes rows.
         index: from ids to rows.
-        features: of the ids, in the order of the index.
-        keys: of the rows, likewise, and of the results.
         zeros: the row of zeros of each feature's table.
-        weighted: whether ids have weights.
     """
 
     zeros: Tensor
 
     def __init__(
-        self,
-        collection: nn.Module,
-        index: RowIndexes,
-        features: Sequence[str],
-        keys: Sequence[str],
-        zeros: Sequence[int],
-        weighted: bool,
+        self, looked_up: Collection, collection: nn.Module, index: RowIndexes, zeros: Sequence[int]
     ) -> None:
         super().__init__()
         self.collection, self.index = collection, index
-        self.features, self.keys, self.weighted = list(features), list(keys), weighted
+        self.features = [feature.name for feature in looked_up.features]
+        self.keys, self.weighted = looked_up.outputs, looked_up.weighted
         self.register_buffer("zeros", torch.tensor(zeros, dtype=torch.int32), persistent=False)
 
     def forward(self, ids: Any) -> Any:
