@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.manifest import TABLES, Described, Layout, Manifest, layout_of, size_of
+from dist_sparse.serving.manifest import TABLES, Layout, Manifest, layout_of, size_of
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -128,7 +127,7 @@ def _read(folder: Path, kind: type[Written]) -> Written:
         ) from None
 
 
-class ArtifactWriter:
+class ArtifactWriter(contextlib.AbstractContextManager[Any]):
     """An artifact or a delta that is being written, under a temporary name; as a context manager it
     deletes one that was not published.
 
@@ -142,7 +141,7 @@ class ArtifactWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], tables: Mapping[str, Described] | None = None
+        self, path: str | os.PathLike[str], tables: Mapping[str, Any] | None = None
     ) -> None:
         self._path = check_new(path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
@@ -156,7 +155,7 @@ class ArtifactWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def begin(self, tables: Mapping[str, Described]) -> None:
+    def begin(self, tables: Mapping[str, Any]) -> None:
         """Write the header of the tables."""
         layout = layout_of(tables)
         header = _header(layout)
@@ -209,15 +208,7 @@ class ArtifactWriter:
         os.rename(self.folder, check_new(self._path))
         sync_folder(self._path.parent)
 
-    def __enter__(self) -> ArtifactWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # a full disk, which has been raised already
             self._file.close()
         # Once published, it is no longer there.
@@ -279,7 +270,7 @@ def _header(layout: Layout) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tables: Mapping[str, Described]) -> int:
+def bytes_of(tables: Mapping[str, Any]) -> int:
     """Return the bytes of ``tables.safetensors``."""
     layout = layout_of(tables)
     return len(_header(layout)) + sum(size_of(*each) for each in layout.values())

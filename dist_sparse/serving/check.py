@@ -212,12 +212,27 @@ class Chain:
         Raises:
             ValueError: it is damaged, out of order, or of another base; names it.
         """
-        delta = open_delta(path)
-        try:
-            delta.manifest.refuse_other(self.manifest, hash_of(self.artifact.manifest))
-        except ValueError as error:
-            raise ValueError(f"{path} is refused: {error}.") from None
+        delta = open_next(path, self.manifest, hash_of(self.artifact.manifest))
         return Chain(self.artifact, (*self.deltas, delta))
+
+
+def open_next(path: str | os.PathLike[str], before: Manifest, base: str) -> VerifiedDelta:
+    """Open a delta, and verify it and that it follows an artifact.
+
+    Args:
+        path: the folder.
+        before: of the artifact.
+        base: the hash of the one that the chain began with.
+
+    Raises:
+        ValueError: it is damaged, out of order, or of another base; names it.
+    """
+    delta = open_delta(path)
+    try:
+        delta.manifest.refuse_other(before, base)
+    except ValueError as error:
+        raise ValueError(f"{path} is refused: {error}.") from None
+    return delta
 
 
 def open_chain(base: str | os.PathLike[str], *deltas: str | os.PathLike[str]) -> Chain:

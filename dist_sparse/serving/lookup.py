@@ -294,7 +294,7 @@ class _Group(nn.Module):
     def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
-        rows, weights = ids.rows, ids.weights
+        rows = ids.rows
         features, feature = self.firsts.size(0), None
         if features > 1:
             feature = torch.repeat_interleave(ids.counts, output_size=rows.size(0))
@@ -310,18 +310,14 @@ class _Group(nn.Module):
             # The rows of these ids alone are decoded.
             matrix = self._vectors(here, feature)
             here = torch.arange(here.size(0), dtype=torch.int32, device=here.device)
-        # torch weights sums only.
         bags = F.embedding_bag(
             here,
             matrix,
             ids.offsets,
-            mode=pooling if weights is None else "sum",
-            per_sample_weights=weights,
+            mode=pooling,
+            per_sample_weights=ids.weights,
             include_last_offset=True,
         )
-        if pooling == "mean" and weights is not None:
-            # A weighted mean is over the number of rows, as in FBGEMM.
-            bags = bags / ids.offsets.diff().clamp(min=1).unsqueeze(1)
         return bags.view(features, -1, self.width)
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:

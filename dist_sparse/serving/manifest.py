@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -38,8 +38,6 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
     "codes": torch.uint8,
 }
 _MOST_COLUMNS: Final = 1 << 16
-# Each collection holds its tables: some bytes of a manifest would ask for copies of all.
-_MOST_COPIES: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,19 +213,9 @@ class Manifest:
         return _manifest(unsealed(text, FORMAT, VERSION))
 
 
-class Described(Protocol):
-    """A table, or its part in a delta: it knows its tensors."""
-
-    @property
-    def crc32(self) -> Mapping[str, str]:
-        """Return the CRC32 of each tensor."""
-
-    def layout(self) -> Layout:
-        """Return dtype and shape of each tensor."""
-
-
-def layout_of(tables: Mapping[str, Described]) -> Layout:
+def layout_of(tables: Mapping[str, Any]) -> Layout:
     """Return dtype and shape of every tensor, by ``<table>.<tensor>``, in the order of the file.
+    Tables are described whole, or by their parts in a delta: both have a ``layout()``.
 
     Tensors of wide elements first, so that all are aligned without gaps, which the format has none
     of."""
@@ -256,29 +244,14 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
     dtypes = {entries["dtype"]} | ({"fp32"} if entries["dtype"] == "codes" else set())
     if not dtypes.issuperset(table.dtype for table in tables.values()):
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
-    collections = tuple(map(_collection, entries["collections"]))
-    for collection in collections:
-        _refuse_other_tables(collection, tables)
-    _refuse_copies(collections)
     return Manifest(
         dist_sparse=str(entries["dist_sparse"]),
         dtype=entries["dtype"],
-        collections=collections,
+        collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
         tables=tables,
         # No other name in a manifest is used as a path.
         bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
     )
-
-
-def _refuse_copies(collections: Sequence[Collection]) -> None:
-    if len({each.path for each in collections}) < len(collections):
-        raise ValueError("two collections have the same path")
-    copies = Counter(name for each in collections for name in each.tables)
-    for name, times in copies.most_common(1):
-        if times > _MOST_COPIES:
-            raise ValueError(
-                f"table {name!r} is in {times} collections, and may be in {_MOST_COPIES}"
-            )
 
 
 def _table(entry: Mapping[str, Any]) -> Table:
@@ -307,38 +280,19 @@ def _table(entry: Mapping[str, Any]) -> Table:
     return Table(**fields)
 
 
-def _collection(entry: Mapping[str, Any]) -> Collection:
+def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
     features = tuple(Feature(**feature) for feature in entry["features"])
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
     choice("kind", found.kind, get_args(Kind))
-    names = [found.path, *found.tables]
-    for feature in features:
-        names += [feature.name, feature.table]
-    # JSON allows numbers here.
-    kinds = {type(name) for name in names}, {type(found.weighted), type(found.include_last_offset)}
-    if kinds != ({str}, {bool}):
-        raise ValueError(f"collection {found.path!r} has an entry of another type")
-    return found
-
-
-def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) -> None:
-    """Refuse tables that the artifact does not have, and more or fewer than the kind has."""
-    kind, path = collection.kind, collection.path
-    fits = bool(collection.tables and collection.features)
-    if kind in ("embedding", "embedding_bag"):
-        # A module of torch's is one table, and names no features.
-        fits = len(collection.tables) == 1 and not collection.features
-    if not fits:
-        raise ValueError(
-            f"collection {path!r} of the kind {kind!r} has {len(collection.tables)} tables"
-        )
     # A lookup holds the tables of its own collection alone.
-    looked_up = {feature.table for feature in collection.features}
-    for names, known in ((set(collection.tables), set(tables)), (looked_up, collection.tables)):
-        if strange := sorted(names.difference(known)):
-            raise ValueError(
-                f"collection {path!r} has features of {strange}, which are none of its tables"
-            )
+    looked_up = {feature.table for feature in features}
+    strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)
+    if strange:
+        raise ValueError(
+            f"collection {found.path!r} has features of {sorted(strange)}, which are none of its"
+            " tables"
+        )
+    return found
 
 
 def summary(manifest: Manifest) -> str:

@@ -27,9 +27,8 @@ from dist_sparse.compaction.row_index import (
 )
 from dist_sparse.serving.artifact import (
     VerifiedDelta,
-    open_delta,
 )
-from dist_sparse.serving.check import Chain, index_of, move_of, open_chain
+from dist_sparse.serving.check import Chain, index_of, move_of, open_chain, open_next
 from dist_sparse.serving.delta import hash_of
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
@@ -294,12 +293,8 @@ class Served(nn.Module):
         if callable(delta):
             # torch.nn.Module.apply(), which calls a function with each module.
             return super().apply(delta)
-        opened = open_delta(delta)
         with self._gate.preparing:
-            try:
-                opened.manifest.refuse_other(self._manifest, self._root)
-            except ValueError as error:
-                raise ValueError(f"{delta} is refused: {error}.") from None
+            opened = open_next(delta, self._manifest, self._root)
             change = self.lookup.changed(opened)
             with self._gate.change():
                 change()
