@@ -161,13 +161,9 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         header = _header(layout)
         self._crcs = dict.fromkeys(layout, 0)
         # Tensors are written side by side: where the next rows of each belong, and where it ends.
-        self._at: dict[str, int] = {}
-        self._ends: dict[str, int] = {}
-        self._bytes = len(header)
-        for name, (dtype, shape) in layout.items():
-            self._at[name] = self._bytes
-            self._bytes += size_of(dtype, shape)
-            self._ends[name] = self._bytes
+        spans = _spans(layout)
+        self._at = {name: len(header) + span.start for name, span in spans.items()}
+        self._ends = {name: len(header) + span.stop for name, span in spans.items()}
         self._file.write(header)
 
     def append(self, name: str, part: Tensor) -> None:
@@ -190,7 +186,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         for name, table in manifest.tables.items():
             crc32 = {key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()}
             tables[name] = replace(table, crc32=crc32)
-        return replace(manifest, tables=tables, bytes=self._bytes)
+        return replace(manifest, tables=tables, bytes=bytes_of(tables))
 
     def publish(self, manifest: Manifest | Delta) -> None:
         """Write the manifest, and give the folder its final name.
@@ -250,19 +246,28 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
             )
     # Private: nothing that is written to a tensor reaches the file.
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
-    found, end = {}, len(header)
-    for name, (dtype, shape) in layout.items():
-        start, end = end, end + size_of(dtype, shape)
-        found[name] = raw[start:end].view(dtype).view(shape)
+    tensors, found = raw[len(header) :], {}
+    for name, span in _spans(layout).items():
+        dtype, shape = layout[name]
+        found[name] = tensors[span].view(dtype).view(shape)
+    return found
+
+
+def _spans(layout: Layout) -> dict[str, slice]:
+    """Where the bytes of each tensor are behind the header."""
+    found, end = {}, 0
+    for name, each in layout.items():
+        start, end = end, end + size_of(*each)
+        found[name] = slice(start, end)
     return found
 
 
 def _header(layout: Layout) -> bytes:
     """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
-    entries, end = {}, 0
-    for name, (dtype, shape) in layout.items():
-        start, end = end, end + size_of(dtype, shape)
-        offsets = [start, end]
+    entries = {}
+    for name, span in _spans(layout).items():
+        dtype, shape = layout[name]
+        offsets = [span.start, span.stop]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # The tensors begin behind the header, and must be aligned.

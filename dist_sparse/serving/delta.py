@@ -84,21 +84,11 @@ class Delta:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
-        tables = {}
-        for name, table in self.tables.items():
-            tables[name] = asdict(table)
-            del tables[name]["after"]
-        return sealed(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "base": self.base,
-                "previous": self.previous,
-                "artifact": self.artifact.to_text(),
-                "tables": tables,
-                "files": {TABLES: {"bytes": self.bytes}},
-            }
-        )
+        fields = {**asdict(self), "artifact": self.artifact.to_text()}
+        for table in fields["tables"].values():
+            del table["after"]
+        files = {TABLES: {"bytes": fields.pop("bytes")}}
+        return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
 
     @staticmethod
     def from_text(text: str) -> Delta:

@@ -217,9 +217,7 @@ def _folders(since: Any) -> tuple[Path, ...]:
         return ()
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    folders = [since] if isinstance(since, (str, os.PathLike)) else list(since)
-    if not folders:
-        raise ValueError("Invalid since=[]: must begin with an artifact; None is a whole export.")
+    folders = [since] if isinstance(since, (str, os.PathLike)) else since
     return tuple(Path(os.path.abspath(folder)) for folder in folders)
 
 

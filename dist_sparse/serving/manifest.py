@@ -297,19 +297,17 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
 
 def summary(manifest: Manifest) -> str:
     """Return a table of the tables' bytes, and what to know about them."""
-    has_books = manifest.dtype == "codes"
-    last = "books" if has_books else "scales"
+    last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", last)
-    rows = []
+    rows, before = [], 0
     for name, table in manifest.tables.items():
         taken = table.bytes
-        share = percent(taken.after / taken.before if taken.before else None)
-        behind = size(taken.books if has_books else taken.scales)
-        sizes = size(taken.before), size(taken.after), share, size(taken.index), behind
-        rows.append(
-            (name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes)
-        )
-    before = sum(table.bytes.before for table in manifest.tables.values())
+        before += table.before
+        numbers = map(count, (table.rows, table.kept, table.dim))
+        share = percent(taken.after / table.before if table.before else None)
+        rest = taken.books if last == "books" else taken.scales
+        sizes = size(table.before), size(taken.after), share, size(taken.index), size(rest)
+        rows.append((name, *numbers, table.dtype, *sizes))
     whole = (
         f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"

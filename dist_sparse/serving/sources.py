@@ -5,7 +5,6 @@ What can't be served is refused here, before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection as Names
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,6 @@ from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
 from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import count_revived
-from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
@@ -227,9 +225,8 @@ def registered_tables(
     Raises:
         ValueError: it is a sparsifier of other tensors than the model's.
     """
-    tables = {data.name: data for data in located}
-    if not set(tables).issuperset(sparsifier.data_groups):
-        _refuse_strangers(model, sparsifier, tables)
+    tables = {data.name: _addresses(data) for data in located}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
     found = {}
     for name in sparsifier.data_groups:
         if name in sparsifier.masks.tables:
@@ -237,28 +234,18 @@ def registered_tables(
             held = _addresses(found[name])
         else:
             held = [sparsifier.masks.plain.held(name).data_ptr()]
-        # Equal names prove nothing: the storage must be the same.
-        if name in tables and held != _addresses(tables[name]):
+        # Equal names prove nothing: the storage must be the same. Other weights than tables may be
+        # sparsified too.
+        if held != tables.get(name, held) or not (name in tables or parameters.issuperset(held)):
             raise ValueError(
-                f"Table {name!r} of the model is not the one that was sparsified: it is another"
-                " tensor."
+                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
+                " another tensor: export the model that was sparsified, with all of its tables."
             )
     return found
 
 
 def _addresses(data: ShardedData) -> list[int]:
     return [shard.tensor.data_ptr() for shard in data.shards]
-
-
-def _refuse_strangers(model: nn.Module, sparsifier: BaseDataSparsifier, tables: Names[str]) -> None:
-    """Refuse names that are neither tables nor dense parameters of the model. Walks it."""
-    known = {data.name for data in model_source(model, dense=True).locate()} | set(tables)
-    for name in sparsifier.data_groups:
-        if name not in known:
-            raise ValueError(
-                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}: export"
-                " the model that was sparsified, with all of its tables."
-            )
 
 
 def served_tables(
