@@ -26,7 +26,7 @@ from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import check_new
-from dist_sparse.serving.check import Chain, compare_rows, open_chain
+from dist_sparse.serving.check import compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
 from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
@@ -44,7 +44,7 @@ from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ShardedData, check_data
+from dist_sparse.tables.shards import check_data
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]
@@ -157,7 +157,8 @@ def export(
         lookups = lookups_of(model, located)
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
-            chain = _open(path, before)
+            check_new(path)
+            chain = open_chain(*before) if before else None
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
         _settle(sparsifier)
@@ -191,12 +192,6 @@ def export(
     if coded is None and by == "row":
         note_delta((*before, target), hash_of(delta.artifact), tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
-
-
-def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
-    """Check that ``path`` can be written, and return the artifacts that a delta follows."""
-    check_new(path)
-    return open_chain(*before) if before else None
 
 
 def _sparsifier(sparse: Any) -> BaseDataSparsifier:

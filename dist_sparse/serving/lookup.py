@@ -257,11 +257,7 @@ class _Group(nn.Module):
             self.count += tables[name].places
         one = tables[mine[0]]
         self.dtype, self.width = one.entry.dtype, one.entry.dim
-        if self.count > _MOST_ROWS:
-            raise ValueError(
-                f"Tables of {self.width} columns keep {self.count} rows: without FBGEMM at most"
-                f" {_MOST_ROWS}."
-            )
+        assert self.count <= _MOST_ROWS, f"{self.count} rows: more need FBGEMM"
         for key in PER_ROW:
             like = one.rows.get(key)
             # Weights have no scales.

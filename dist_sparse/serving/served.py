@@ -400,7 +400,7 @@ class Served(nn.Module):
         It takes ids, int64 ``(n,)``, and offsets, int64 ``(features * bags + 1,)``, of the features
         in the order of :attr:`features`, and gives what the artifact serves, bit for bit: removed
         ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
-        caller's ids. Of pruned tables with several features each feature has a copy. Columns with a
+        caller's ids. Of tables with several features each feature has a copy. Columns with a
         scale each become float16. Reads the artifact again.
 
         Raises:

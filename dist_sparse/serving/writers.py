@@ -160,6 +160,7 @@ class _Changes:
         is_new = rows == REMOVED
         changed = is_new.clone()
         if self._before.entry.stored:
+            # Of ids without a row before it is any.
             old = self._before.gather(rows.clamp(min=0))
             for key, part in parts.items():
                 changed |= (_words(part) != _words(old[key])).any(1)
@@ -192,8 +193,7 @@ class _Changes:
 
 def _refuse_other_ids(name: str, table: MappedTable, source: ServedTable) -> None:
     """Refuse a written table that keeps other ids than the model."""
-    wrong = (table.index.kept() != source.kept).nonzero()
-    if len(wrong) or table.index.default_row != source.default_row:
+    if len(wrong := (table.index.kept() != source.kept).nonzero()):
         raise ValueError(f"Table {name!r}: not the kept ids were written: {wrong[:1].tolist()}.")
 
 
