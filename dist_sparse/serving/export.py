@@ -44,7 +44,7 @@ from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import check_data
+from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]
