@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.measure import peak_extra_bytes
@@ -44,8 +46,16 @@ def publish(case: dict[str, Any]) -> dict[str, Any]:
     )
     tables = EmbeddingBagCollection(tables=[config])
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-    model: Any = DistributedModelParallel(tables, device=torch.device("cpu"))
-    sparse = sparsify(model, model.fused_optimizer, level=0.5, block="row", end=0, score="norm")
+    # The planner replicates small tables.
+    plan = construct_module_sharding_plan(
+        tables, {"t": table_wise(rank=0)}, local_size=1, world_size=1, device_type="cpu"
+    )
+    model: Any = DistributedModelParallel(
+        tables, device=torch.device("cpu"), plan=ShardingPlan({"": plan})
+    )
+    sparse = sparsify(
+        model, model.fused_optimizer, level=0.5, block="row", end=0, score="norm", min_rows=1
+    )
     train(model, torch.arange(4))
     sparse.step()
     kept = sparse.sparsifier.full_mask("t").any(1).nonzero().flatten()

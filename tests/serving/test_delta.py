@@ -288,7 +288,7 @@ def streamed() -> Iterator[list[int]]:
 
 @on_ranks(1)
 def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
-    """A load, a write in place, and rows that an undone mask update brings back are noted too."""
+    """A load, a write in place, and rows that come back are noted too."""
     cell = trained_cells(1)["row_wise"]
     model = build(cell)
     optimizer = optimizer_of(model)
@@ -299,7 +299,7 @@ def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
     last = export(model, sparse, tmp_path / "0")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     folders = [last.path]
-    for day in range(1, 6):
+    for day in range(1, 7):
         learn(model, optimizer, cell, day)
         sparse.step()
         if day == 2:
@@ -309,9 +309,16 @@ def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
         elif day == 4:
             with torch.no_grad():
                 next(iter(model.module.sparse.parameters())).mul_(2)
+        elif day > 4:
+            for group in sparse.sparsifier.data_groups.values():
+                group["sparsity_level"] = 0.8 if day == 5 else 0.1
+            sparse.sparsifier.enable_mask_update = True
+            sparse.sparsifier.step()
         last = export(model, sparse, tmp_path / str(day), since=last)
         export(model, sparse, tmp_path / f"full{day}")
         folders.append(last.path)
         merge(*folders, out=tmp_path / f"merged{day}")
         assert crcs(tmp_path / f"merged{day}") == crcs(tmp_path / f"full{day}"), day
+        came = sum(table.came for table in last.delta.tables.values())
+        assert day != 6 or came > 0
     sparse.detach()
