@@ -82,6 +82,7 @@ bench: $(READY)  ## mask updates, enforcement, serving, against alternatives
 	$(BIN)/python -m benchmarks.mask_update
 	$(BIN)/python -m benchmarks.enforce
 	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.deltas
 	$(BIN)/python -m benchmarks.compact
 
 sweep: $(READY)  ## what each level costs and saves on that DLRM; 10 minutes

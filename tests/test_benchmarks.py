@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import serving_plot, speed_plot
 from benchmarks.compact import report as report_compact
+from benchmarks.deltas import report as report_deltas
 from benchmarks.enforce import CASES, report
 from benchmarks.mask_update import GATHER, table
 from benchmarks.measure import fresh
@@ -112,6 +113,14 @@ def test_loading_a_small_table_runs() -> None:
         each["seconds"] > 0 for each in found
     )
     assert "dense, 2,000 x 64" in serving_report(found)
+
+
+def test_a_small_case_of_deltas_runs() -> None:
+    case = {"rows": 2000, "dim": 8, "dtype": "int8", "share": 0.01}
+    found = run_case("benchmarks.deltas_case", case, 1)
+    assert all(found[key] > 0 for key in ("full_s", "compared_s", "noted_s", "apply_s"))
+    assert 0 < found["delta_bytes"] < found["full_bytes"]
+    assert "| 2,000 x 8 | int8 | 1.0% |" in report_deltas([found])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

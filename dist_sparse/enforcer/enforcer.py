@@ -270,10 +270,10 @@ class MaskEnforcer:
             known += [state for state, _ in each.states]
         return found
 
-    def written(self) -> dict[int, Written]:
+    def written(self, reader: str = "scores") -> dict[int, Written]:
         """Return the possibly written rows, live, by the address of the weights: of tables of fused
-        optimizers on a CPU, whose writes are all seen."""
-        return {address: rows for batch in self._batches for address, rows in batch.written()}
+        optimizers on a CPU, whose writes are all seen. Each reader has and clears its own."""
+        return {address: rows for batch in self._batches for address, rows in batch.written(reader)}
 
     def begin_step(self) -> None:
         """Called by the sparsifier before a mask update."""

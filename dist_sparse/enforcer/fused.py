@@ -151,8 +151,8 @@ class TableBatchHooks:
         self._rows = ZeroedRows(self._features, device)
         self._counts = LookupCounts(self._features)
         self._sampled = SampledLookups(self._features)
-        # Rows written since a mask update scored them; None before a score asks for them.
-        self._written: dict[int, RowFlags] | None = None
+        # Rows written since they were read, by what reads and clears the record.
+        self._written: dict[str, dict[int, RowFlags]] = {}
         # Whether rows of registered tables are cached.
         self._caches = False
         # All ids of the last forward, and those that were passed on to the kernel.
@@ -212,22 +212,25 @@ class TableBatchHooks:
         """Mark the current storage as in sync with the dirty rows."""
         self._in_sync = self._storage()
 
-    def written(self) -> Iterator[tuple[int, Written]]:
+    def written(self, reader: str) -> Iterator[tuple[int, Written]]:
         """Yield the address of the weights and the possibly written rows (live) of each registered
-        CPU table whose scores are worth keeping. The first call starts the record, with all rows in
-        it."""
+        CPU table; for ``"scores"`` of those whose scores are worth keeping. The first call of a
+        reader starts its record, with all rows in it."""
         # On a device the host does not know the ids; it never knows the rows of stray writes.
         if not self._on_cpu or self._strays:
             return
-        kept = {
+        tables = {
             table
             for table, slot in self._current().items()
-            if KeptScores.fits(slot.mask.rect, slot.mask.block)
+            if reader != "scores" or KeptScores.fits(slot.mask.rect, slot.mask.block)
         }
-        if self._written is None or self._written.keys() != kept:
-            self._written = {table: RowFlags(len(self._slots[table].weight)) for table in kept}
-            self._add_all_written()
-        for table, rows in self._written.items():
+        record = self._written.get(reader, {})
+        if reader not in self._written or record.keys() != tables:
+            record = {table: RowFlags(len(self._slots[table].weight)) for table in tables}
+            self._written[reader] = record
+            for rows in record.values():
+                rows.add_all()
+        for table, rows in record.items():
             yield self._slots[table].weight.data_ptr(), rows
 
     def masked(self) -> Iterator[Masked]:
@@ -246,8 +249,9 @@ class TableBatchHooks:
             yield Stepped(place.name, weight, found, sums, by_element)
 
     def _add_all_written(self) -> None:
-        for rows in (self._written or {}).values():
-            rows.add_all()
+        for record in self._written.values():
+            for rows in record.values():
+                rows.add_all()
 
     def _begin_write(self) -> None:
         """Wait for lookups on other streams, and have the weights of this moment in place."""
@@ -291,8 +295,8 @@ class TableBatchHooks:
             if (counts := self._store.counts(name)) is not None:
                 counted[table] = counts[number]
         # The mask update has zeroed newly removed rows: their scores have changed.
-        if self._written is not None:
-            add_pruned(self._written, before, self._slots)
+        for record in self._written.values():
+            add_pruned(record, before, self._slots)
         self._counts.use(counted)
         self._sampled.use({table: slot.mask for table, slot in self._slots.items()}, samples)
         self._choose()
@@ -391,8 +395,9 @@ class TableBatchHooks:
         ids, ends = lookup.written
         self._rows.add(ids, ends)
         # Only kept on a CPU, where ends are a list.
-        if self._written and not isinstance(ends, Tensor):
-            flag(self._written, self._features, ids, ends)
+        if not isinstance(ends, Tensor):
+            for record in self._written.values():
+                flag(record, self._features, ids, ends)
         # Sequences are masked now, by without_removed(). Bags were masked in the forward: rows
         # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"

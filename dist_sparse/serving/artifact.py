@@ -22,8 +22,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from torch import Tensor
 from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.manifest import TABLES, Described, Layout, Manifest, layout_of, size_of
+from dist_sparse.serving.manifest import TABLES, Layout, Manifest, layout_of, size_of
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -44,8 +43,9 @@ _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100
 Written = TypeVar("Written", Manifest, Delta)
 
 
-class VerifiedArtifact:
-    """The manifest and the tensors of an artifact that has been verified.
+class Verified(Generic[Written]):
+    """The manifest and the tensors of an artifact or a delta, all verified. Whether a delta fits an
+    artifact is not known yet: see :meth:`Delta.refuse_other`.
 
     Args:
         path: the folder.
@@ -55,53 +55,34 @@ class VerifiedArtifact:
         ValueError: the file of the tables is not what the manifest describes; names file and
             tensor.
         OSError: it can't be read.
-        ImportError: safetensors is not installed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
+    def __init__(self, path: str | os.PathLike[str], manifest: Written) -> None:
         self.path = Path(path)
-        self.manifest = manifest
+        self.manifest: Written = manifest
         file = self.path / TABLES
-        self._tensors = _verified(file, manifest)
+        self._tensors = _mapped(file, manifest)
         for name, table in manifest.tables.items():
-            # A crafted artifact has CRC32s that fit, and its lookups must stay in the table too.
-            if table.kept < table.rows and self._ones(name) != table.kept:
-                raise ValueError(
-                    f"{file} is refused: {name + '.kept'!r} does not keep {table.kept} rows."
-                )
-
-    def _ones(self, table: str) -> int:
-        return _ones(self._tensors[f"{table}.kept"], self.manifest.tables[table].rows)
+            for key, tensor in self.tensors(name).items():
+                if hex_of(zlib.crc32(memory_of(tensor))) != table.crc32.get(key):
+                    raise ValueError(
+                        f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
+                    )
+                # A crafted artifact has CRC32s that fit, and its lookups must stay in the table.
+                if key == "kept" and not _fits(tensor, table):
+                    raise ValueError(
+                        f"{file} is refused: {name + '.kept'!r} does not keep the table's rows."
+                    )
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """Return the tensors of a table, named as in :meth:`Table.layout`: views of the mapped
-        file, to be copied by whatever outlives this object or writes."""
+        """Return the tensors of a table, named as in its ``layout()``: views of the mapped file, to
+        be copied by whatever outlives this object or writes."""
         names = self.manifest.tables[table].layout()
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-class VerifiedDelta:
-    """The manifest and the tensors of a delta that has been verified. Whether it fits an artifact
-    is not known yet: see :meth:`Delta.refuse_other`.
-
-    Args:
-        path: the folder.
-        manifest: of it.
-
-    Raises:
-        ValueError, OSError, ImportError: as of :class:`VerifiedArtifact`.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], manifest: Delta) -> None:
-        self.path = Path(path)
-        self.manifest = manifest
-        self._tensors = _verified(self.path / TABLES, manifest)
-
-    def tensors(self, table: str) -> dict[str, Tensor]:
-        """Return the tensors of a table, named as in :meth:`TableDelta.layout`: views of the mapped
-        file."""
-        names = self.manifest.tables[table].layout()
-        return {name: self._tensors[f"{table}.{name}"] for name in names}
+VerifiedArtifact: TypeAlias = Verified[Manifest]
+VerifiedDelta: TypeAlias = Verified[Delta]
 
 
 def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
@@ -110,9 +91,8 @@ def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
     Raises:
         ValueError: it is no artifact, unfinished, damaged, or of another version; names the file.
         OSError: a file can't be read.
-        ImportError: safetensors is not installed.
     """
-    return VerifiedArtifact(path, _read(Path(path), Manifest))
+    return Verified(path, _read(Path(path), Manifest))
 
 
 def open_delta(path: str | os.PathLike[str]) -> VerifiedDelta:
@@ -121,9 +101,8 @@ def open_delta(path: str | os.PathLike[str]) -> VerifiedDelta:
     Raises:
         ValueError: it is no delta, unfinished, damaged, or of another version; names the file.
         OSError: a file can't be read.
-        ImportError: safetensors is not installed.
     """
-    return VerifiedDelta(path, _read(Path(path), Delta))
+    return Verified(path, _read(Path(path), Delta))
 
 
 def _read(folder: Path, kind: type[Written]) -> Written:
@@ -142,15 +121,18 @@ def _read(folder: Path, kind: type[Written]) -> Written:
         return kind.from_text(file.read_bytes().decode())
     except ValueError as error:
         raise ValueError(f"{file} is refused: {error}.") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is refused: an entry is missing or of another type: {error!r}."
+        ) from None
 
 
-class ArtifactWriter:
+class ArtifactWriter(contextlib.AbstractContextManager[Any]):
     """An artifact or a delta that is being written, under a temporary name; as a context manager it
     deletes one that was not published.
 
     Args:
-        path: the final name. Missing parent folders are made, and deleted again if it is not
-            published.
+        path: the final name. Missing parent folders are made.
         tables: by name; their CRC32 and checks are not known yet. None: :meth:`begin` gets them.
 
     Raises:
@@ -159,12 +141,10 @@ class ArtifactWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], tables: Mapping[str, Described] | None = None
+        self, path: str | os.PathLike[str], tables: Mapping[str, Any] | None = None
     ) -> None:
         self._path = check_new(path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
-        # The innermost first, so that each is empty when its turn to be deleted comes.
-        self._made = [folder for folder in self.folder.parents if not folder.exists()]
         try:
             self.folder.mkdir(parents=True)
             # Chunks of rows and of scales alternate, so it is written at several places.
@@ -172,22 +152,18 @@ class ArtifactWriter:
             if tables is not None:
                 self.begin(tables)
         except BaseException:
-            self._remove()
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def begin(self, tables: Mapping[str, Described]) -> None:
+    def begin(self, tables: Mapping[str, Any]) -> None:
         """Write the header of the tables."""
         layout = layout_of(tables)
         header = _header(layout)
         self._crcs = dict.fromkeys(layout, 0)
         # Tensors are written side by side: where the next rows of each belong, and where it ends.
-        self._at: dict[str, int] = {}
-        self._ends: dict[str, int] = {}
-        self._bytes = len(header)
-        for name, (dtype, shape) in layout.items():
-            self._at[name] = self._bytes
-            self._bytes += size_of(dtype, shape)
-            self._ends[name] = self._bytes
+        spans = _spans(layout)
+        self._at = {name: len(header) + span.start for name, span in spans.items()}
+        self._ends = {name: len(header) + span.stop for name, span in spans.items()}
         self._file.write(header)
 
     def append(self, name: str, part: Tensor) -> None:
@@ -210,7 +186,7 @@ class ArtifactWriter:
         for name, table in manifest.tables.items():
             crc32 = {key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()}
             tables[name] = replace(table, crc32=crc32)
-        return replace(manifest, tables=tables, bytes=self._bytes)
+        return replace(manifest, tables=tables, bytes=bytes_of(tables))
 
     def publish(self, manifest: Manifest | Delta) -> None:
         """Write the manifest, and give the folder its final name.
@@ -226,28 +202,13 @@ class ArtifactWriter:
         sync_folder(self.folder)
         # Checked again, as a rename replaces an empty folder that another process has made since.
         os.rename(self.folder, check_new(self._path))
-        for folder in (self._path, *self._made):  # a new folder is an entry of its parent
-            sync_folder(folder.parent)
+        sync_folder(self._path.parent)
 
-    def __enter__(self) -> ArtifactWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # a full disk, which has been raised already
             self._file.close()
-        self._remove()
-
-    def _remove(self) -> None:
-        """Delete the unpublished folder, and the parents that were made for it and are empty."""
-        shutil.rmtree(self.folder, ignore_errors=True)  # once published, it is no longer there
-        for folder in self._made:
-            with contextlib.suppress(OSError):  # it holds the published artifact, or was never made
-                folder.rmdir()
+        # Once published, it is no longer there.
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
@@ -270,52 +231,43 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def _verified(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
-    """The tensors of a file, by their names in it, once all of them are as in the manifest."""
-    held = _mapped(file, manifest)
-    for name, table in manifest.tables.items():
-        for key in table.layout():
-            crc = zlib.crc32(memory_of(held[f"{name}.{key}"]))
-            if hex_of(crc) != table.crc32.get(key):
-                raise ValueError(
-                    f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
-                )
-    return held
-
-
 def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file that has the size and the header that follow from the manifest."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as fault:
-        raise ImportError("Served tables need safetensors: pip install safetensors.") from fault
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
-    if (size := file.stat().st_size) != manifest.bytes:
-        raise ValueError(
-            f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {manifest.bytes}."
-        )
     layout = layout_of(manifest.tables)
-    header = _header(layout)
+    header, expected = _header(layout), bytes_of(manifest.tables)
+    if (size := file.stat().st_size) != expected:
+        raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
         if opened.read(len(header)) != header:
             raise ValueError(
                 f"{file} is damaged: its header does not list the tensors of {MANIFEST}."
             )
-    try:
-        # This compares the end of the last tensor in the header with the size of the file.
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in layout}
-    except SafetensorError as error:
-        raise ValueError(f"{file} is refused: {error}.") from None
+    # Private: nothing that is written to a tensor reaches the file.
+    raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+    tensors, found = raw[len(header) :], {}
+    for name, span in _spans(layout).items():
+        dtype, shape = layout[name]
+        found[name] = tensors[span].view(dtype).view(shape)
+    return found
+
+
+def _spans(layout: Layout) -> dict[str, slice]:
+    """Where the bytes of each tensor are behind the header."""
+    found, end = {}, 0
+    for name, each in layout.items():
+        start, end = end, end + size_of(*each)
+        found[name] = slice(start, end)
+    return found
 
 
 def _header(layout: Layout) -> bytes:
     """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
-    entries, end = {}, 0
-    for name, (dtype, shape) in layout.items():
-        start, end = end, end + size_of(dtype, shape)
-        offsets = [start, end]
+    entries = {}
+    for name, span in _spans(layout).items():
+        dtype, shape = layout[name]
+        offsets = [span.start, span.stop]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # The tensors begin behind the header, and must be aligned.
@@ -323,18 +275,18 @@ def _header(layout: Layout) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tables: Mapping[str, Described]) -> int:
+def bytes_of(tables: Mapping[str, Any]) -> int:
     """Return the bytes of ``tables.safetensors``."""
     layout = layout_of(tables)
     return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
 
 
-def _ones(words: Tensor, rows: int) -> int:
-    """Bits set in a bitmap of ``rows`` rows; -1 if one is set beyond them."""
-    # The last word has bits of no row.
-    if rows % 32 and int(words[-1]) >> (rows % 32):
-        return -1
-    return count_bits(words.view(torch.uint8))
+def _fits(words: Tensor, table: Any) -> bool:
+    """Whether a bitmap has a bit for each kept row, and none behind the last row."""
+    beyond = table.rows % 32
+    if beyond and int(words[-1]) >> beyond:
+        return False
+    return bool(count_bits(words.view(torch.uint8)) == table.kept)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

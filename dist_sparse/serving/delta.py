@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from dist_sparse.checks import integer
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table
-from dist_sparse.text import count, percent, size, table_lines
+from dist_sparse.text import count, percent, size
 
 FORMAT: Final = "dist_sparse.serving.delta"
-VERSION: Final = 1
+VERSION: Final = 2
 
 PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
 """Tensors with an entry for each stored row. Others are carried whole if they have changed."""
@@ -86,27 +84,11 @@ class Delta:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
-        tables = {
-            name: {
-                "rows": table.rows,
-                "came": table.came,
-                "gone": table.gone,
-                "whole": list(table.whole),
-                "crc32": dict(table.crc32),
-            }
-            for name, table in self.tables.items()
-        }
-        return sealed(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "base": self.base,
-                "previous": self.previous,
-                "artifact": self.artifact.to_text(),
-                "tables": tables,
-                "files": {TABLES: {"bytes": self.bytes}},
-            }
-        )
+        fields = {**asdict(self), "artifact": self.artifact.to_text()}
+        for table in fields["tables"].values():
+            del table["after"]
+        files = {TABLES: {"bytes": fields.pop("bytes")}}
+        return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
 
     @staticmethod
     def from_text(text: str) -> Delta:
@@ -114,24 +96,22 @@ class Delta:
 
         Raises:
             ValueError: the text is not exactly that, or of another version.
+            LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
         entries = unsealed(text, FORMAT, VERSION)
-        try:
-            artifact = Manifest.from_text(entries["artifact"])
-            if list(entries["tables"]) != list(artifact.tables):
-                raise ValueError(f"its tables are {sorted(entries['tables'])}")
-            return Delta(
-                base=str(entries["base"]),
-                previous=str(entries["previous"]),
-                artifact=artifact,
-                tables={
-                    name: _table(name, artifact.tables[name], entry)
-                    for name, entry in entries["tables"].items()
-                },
-                bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
-            )
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+        artifact = Manifest.from_text(entries["artifact"])
+        if list(entries["tables"]) != list(artifact.tables):
+            raise ValueError(f"its tables are {sorted(entries['tables'])}")
+        tables = {}
+        for name, entry in entries["tables"].items():
+            tables[name] = _table(name, artifact.tables[name], entry)
+        return Delta(
+            base=str(entries["base"]),
+            previous=str(entries["previous"]),
+            artifact=artifact,
+            tables=tables,
+            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+        )
 
     def refuse_other(self, before: Manifest, base: str) -> None:
         """Refuse to follow another artifact than the one that this delta was exported from.
@@ -172,114 +152,34 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
             " export a new base"
         )
     for name, table in after.tables.items():
-        was = before.tables[name]
-        same = replace(table, kept=was.kept, crc32=was.crc32, check=was.check, before=was.before)
-        if same != was:
-            raise ValueError(
-                f"table {name!r} is {_shape(table)}, and was {_shape(was)} in the artifact that"
-                " the delta follows: a delta changes rows alone; export a new base"
-            )
-
-
-def _shape(table: Table) -> str:
-    facts = f"{table.rows} x {table.dim} in {table.dtype}, scale={table.scale!r}"
-    facts += f", pooling={table.pooling!r}, default_row={table.default_row}"
-    return facts + (f", rotated from {table.turned} columns" if table.turned else "")
+        was = vars(before.tables[name])
+        for key in vars(table).keys() - {"kept", "crc32", "before"}:
+            if getattr(table, key) != was[key]:
+                raise ValueError(
+                    f"table {name!r} has {key}={getattr(table, key)!r}, and had {was[key]!r} in the"
+                    " artifact that the delta follows: a delta changes rows alone; export a new"
+                    " base"
+                )
 
 
 def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
-    whole = tuple(entry["whole"])
-    if strange := sorted(set(whole) - (set(after.layout()) - {"kept", *PER_ROW})):
-        raise ValueError(f"table {name!r} has no {strange} to be carried whole")
-    rows = integer("rows", entry["rows"], least=0, most=after.stored, of=name)
     return TableDelta(
         after=after,
-        rows=rows,
-        came=integer("came", entry["came"], least=0, most=rows, of=name),
+        rows=integer("rows", entry["rows"], least=0, most=after.stored, of=name),
+        came=integer("came", entry["came"], least=0, most=after.stored, of=name),
         gone=integer("gone", entry["gone"], least=0, most=after.rows, of=name),
-        whole=whole,
+        whole=tuple(key for key in after.layout() if key in entry["whole"]),
         crc32=dict(entry["crc32"]),
     )
 
 
-class Step(NamedTuple):
-    """What a delta does to the rows of a table: int64, ascending.
-
-    Args:
-        index: afterwards.
-        ids: of the rows in the delta.
-        came: which of them had no row before: bool, in the shape of ``ids``.
-        gone: rows before, of the ids that went.
-    """
-
-    index: RowIndex
-    ids: Tensor
-    came: Tensor
-    gone: Tensor
-
-
-def step_of(before: RowIndex, delta: TableDelta, tensors: Mapping[str, Tensor]) -> Step:
-    """Return what a delta does to the rows of a table, in memory that follows the delta, beside the
-    new index.
-
-    Args:
-        before: index of the rows so far.
-        delta: of the table.
-        tensors: of the delta.
-
-    Raises:
-        ValueError: ids that go have no row, or ids do not ascend or are out of range.
-    """
-    ids, gone = tensors["ids"].long(), tensors["gone"].long()
-    _refuse_ids(ids, before.rows + before.default_row)
-    _refuse_ids(gone, before.rows)
-    # The default row, whose id is behind the last, is always there.
-    at = torch.where(ids < before.rows, _rows(before, ids), before.num_kept)
-    came, gone_rows = at == REMOVED, _rows(before, gone)
-    if int(came.count_nonzero()) != delta.came or bool((gone_rows == REMOVED).any()):
-        raise ValueError("its ids that come have rows already, or its ids that go have none")
-    words = before.words.clone()
-    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
-    words.index_add_(0, ids[came] >> 5, _bits(ids[came]))
-    words.index_add_(0, gone >> 5, _bits(gone), alpha=-1)
-    after = RowIndex(words, before.rows, before.default_row)
-    if after.num_kept != delta.after.kept or bool((_rows(after, ids[ids < after.rows]) < 0).any()):
-        raise ValueError("its ids do not lead to the rows that it says")
-    return Step(after, ids, came, gone_rows)
-
-
-def _rows(index: RowIndex, ids: Tensor) -> Tensor:
-    """The row of each id, :data:`REMOVED` where it has none of its own."""
-    found: Tensor = index(ids)
-    return torch.where(found == index.num_kept, REMOVED, found)
-
-
-def _refuse_ids(ids: Tensor, end: int) -> None:
-    if not len(ids):
-        return
-    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= end:
-        raise ValueError(f"its ids do not ascend, or are not in [0, {end})")
-
-
-def _bits(ids: Tensor) -> Tensor:
-    one = torch.ones_like(ids, dtype=torch.int32)
-    return one << (ids & 31).int()
-
-
 def delta_summary(delta: Delta) -> str:
-    """Return a table of what the delta changes, and its bytes beside the whole artifact's."""
-    head = ("table", "kept", "changed", "came", "went", "whole")
-    rows = [
-        (
-            name,
-            count(table.after.kept),
-            count(table.rows - table.came),
-            count(table.came),
-            count(table.gone),
-            ", ".join(table.whole),
-        )
-        for name, table in delta.tables.items()
-    ]
-    share = percent(delta.bytes / max(delta.artifact.bytes, 1))
-    whole = f"delta: {size(delta.bytes)} on disk, {share} of {size(delta.artifact.bytes)}"
-    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 4}), whole])
+    """Return how many rows the delta changes, and its bytes beside the whole artifact's."""
+    tables = delta.tables.values()
+    came, gone = sum(table.came for table in tables), sum(table.gone for table in tables)
+    changed = sum(table.rows for table in tables) - came
+    share = percent(delta.bytes / delta.artifact.bytes)
+    return (
+        f"delta: {count(changed)} rows changed, {count(came)} came, {count(gone)} went;"
+        f" {size(delta.bytes)} on disk, {share} of {size(delta.artifact.bytes)}"
+    )

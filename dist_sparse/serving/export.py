@@ -1,18 +1,17 @@
 """`export()`: the tables of a model, without what masks remove, as an artifact on disk.
 
 Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0,
-chunk by chunk and one after the other, which encodes and writes them; they are streamed once more
-to be compared with the written files; and last the artifact gets its name. An error of rank 0 waits
-until the table's messages are through, and is raised on all ranks. Files depend on the weights and
-masks alone: not on the sharding, nor on the number of ranks.
+chunk by chunk and one after the other, which encodes, compares and writes them; the written files
+are read back; and last the artifact gets its name. An error of rank 0 waits until the table's
+messages are through, and is raised on all ranks. Files depend on the weights and masks alone: not
+on the sharding, nor on the number of ranks.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,12 @@ from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import check_new
-from dist_sparse.serving.check import Chain, open_chain
+from dist_sparse.serving.check import compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
+from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
+from dist_sparse.serving.noted import note_delta, refuse_replaced, with_changes
 from dist_sparse.serving.sources import (
     ServedTable,
     check_range,
@@ -42,9 +42,9 @@ from dist_sparse.serving.sources import (
 )
 from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import size
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]
@@ -67,21 +67,9 @@ class Exported:
     delta: Delta | None = None
     since: tuple[Path, ...] = ()
 
-    def __str__(self) -> str:
-        if self.delta is not None:
-            return f"{self.path}\n{delta_summary(self.delta)}"
-        return f"{self.path}\n{summary(self.manifest)}"
-
     def __repr__(self) -> str:
-        if self.delta is not None:
-            return f"Exported(delta, {size(self.delta.bytes)} of {size(self.manifest.bytes)})"
-        tables = self.manifest.tables.values()
-        before = sum(table.bytes.before for table in tables)
-        counted = f"{len(tables)} table{'s' if len(tables) > 1 else ''}"
-        return (
-            f"Exported({counted}, {self.manifest.dtype}, {size(before)} ->"
-            f" {size(self.manifest.bytes)})"
-        )
+        shown = summary(self.manifest) if self.delta is None else delta_summary(self.delta)
+        return f"{self.path}\n{shown}"
 
 
 def export(
@@ -99,8 +87,8 @@ def export(
     Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
     a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
     sparsified are stored whole. Of a table that follows its traffic, ids without a slot are the
-    removed ones, at any moment of training. Before the folder gets its name, every weight is
-    compared with the written files.
+    removed ones, at any moment of training. Every weight is compared with what its written bytes
+    decode to, and the files are read back before the folder gets its name.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
     changed, except that removed weights are zeroed by an attached enforcer.
@@ -125,8 +113,10 @@ def export(
             folders, or what the last :func:`export` returned. The folder then is a delta: the rows
             whose stored bytes have changed, the ids that came, and the ids that went. It takes
             ``load_served([base, delta])`` to what a whole export would serve, bit for bit. All
-            weights are streamed and compared all the same. With ``scale="column"`` a scale that
-            has changed may change the codes of all rows. Only rank 0 reads these folders.
+            weights are streamed and compared; from the second delta of a process on, of tables
+            with a fused optimizer on the CPU, only rows that the enforcer has seen written. With
+            ``scale="column"`` a scale that has changed may change the codes of all rows. Only rank
+            0 reads these folders.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
@@ -135,7 +125,6 @@ def export(
             rank, and nothing was written.
         OSError: the folder can't be written; nothing is left. On several ranks it is a ValueError
             that quotes it.
-        ImportError: safetensors is not installed.
 
     Example::
 
@@ -147,8 +136,6 @@ def export(
         >>> sparsifier.step()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     exported = export(model, sparsifier, f"{folder}/served", dtype="int8")
-        >>> exported
-        Exported(1 table, int8, 62.5 KiB -> 4.24 KiB)
         >>> exported.manifest.tables["0"].kept, exported.manifest.tables["0"].bytes.index
         (200, 128)
     """
@@ -157,11 +144,10 @@ def export(
     with world.agreeing("export()") as facts:
         chosen, by = _checked(dtype, scale)
         coded = _coded_training(sparse, chosen)
-        of_rows = sparse if coded is None else coded.sparsifier
-        before = _chain_of(since)
-        sparsifier = None if of_rows is None else sparsifier_of(of_rows)
+        before = _folders(since)
+        sparsifier = _sparsifier(sparse)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
-        facts["sparse is None"] = sparsifier is None
+        facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
         for data in located:
@@ -170,77 +156,64 @@ def export(
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
             _refuse_without_rank_0(data)
         lookups = lookups_of(model, located)
-        registered: dict[str, ShardedData] = {}
-        if sparsifier is not None:
-            registered = registered_tables(model, sparsifier, located)
+        registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
-            chain = _open(path, before)
-    if sparsifier is not None:
-        # Masks follow shards that have moved since the last update.
-        sparsifier.masks.tables.reshard(registered)
+            check_new(path)
+            chain = open_chain(*before) if before else None
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
         _settle(sparsifier)
         if coded is not None:
             tables = _with_codes(tables, coded)
         check_range(located, chosen)
-    if sparsifier is not None:
-        check_zero(sparsifier, tables, registered)
-    manifest = Manifest(
-        dist_sparse=dist_sparse.__version__,
-        dtype=chosen,
-        collections=tuple(lookups.collections),
-        tables={name: _planned(table, chosen, by) for name, table in tables.items()},
-        bytes=0,
-    )
+        manifest = Manifest(
+            dist_sparse=dist_sparse.__version__,
+            dtype=chosen,
+            collections=tuple(lookups.collections),
+            tables={name: _planned(table, chosen, by) for name, table in tables.items()},
+            bytes=0,
+        )
+        if chain is not None:
+            refuse_changed(chain.manifest, manifest)
+            refuse_replaced(sparsifier, before, hash_of(chain.manifest))
+    tables = with_changes(tables, sparsifier, registered, before)
+    check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
+    writing: Callable[[], WholeWriter | DeltaWriter] = partial(
+        WholeWriter, target, manifest, tables
+    )
     if before:
-        return _delta_of(manifest, tables, target, chain, before, world)
-    text = _write(manifest, tables, partial(WholeWriter, target, manifest), world)
-    return Exported(target, Manifest.from_text(text))
-
-
-def _open(path: str | os.PathLike[str], before: Sequence[Path]) -> Chain | None:
-    """Check that ``path`` can be written, and return the artifacts that a delta follows."""
-    check_new(path)
-    if importlib.util.find_spec("safetensors") is None:
-        raise ImportError("export() needs safetensors: pip install safetensors.")
-    return open_chain(*before) if before else None
-
-
-def _delta_of(
-    manifest: Manifest,
-    tables: Mapping[str, ServedTable],
-    target: Path,
-    chain: Any,  # of rank 0, None elsewhere
-    before: tuple[Path, ...],
-    world: Group,
-) -> Exported:
-    """Write the delta from ``chain``, which rank 0 alone has opened. Collective."""
-    with world.agreeing("export()"):
-        if world.rank == 0:
-            refuse_changed(chain.manifest, manifest)
-    text = _write(manifest, tables, partial(DeltaWriter, target, manifest, chain), world)
+        writing = partial(DeltaWriter, target, manifest, tables, chain)
+    text = _write(manifest, tables, writing, world)
+    if not before:
+        return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
+    # New codes and new scales of columns change rows that training has not written.
+    if coded is None and by == "row":
+        note_delta((*before, target), hash_of(delta.artifact), tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
 
 
-def _settle(sparsifier: BaseDataSparsifier | None) -> None:
-    if sparsifier is not None and sparsifier.masks.enforcer is not None:
+def _sparsifier(sparse: Any) -> BaseDataSparsifier:
+    """The sparsifier of the rows; of None one that removes nothing."""
+    rows = sparse.sparsifier if isinstance(sparse, CodedTraining) else sparse
+    return DataNormSparsifier() if rows is None else sparsifier_of(rows)
+
+
+def _settle(sparsifier: BaseDataSparsifier) -> None:
+    if sparsifier.masks.enforcer is not None:
         # It may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.enforcer.settle()
 
 
-def _chain_of(since: Any) -> tuple[Path, ...]:
+def _folders(since: Any) -> tuple[Path, ...]:
     """The folders that a delta follows; none for a whole export."""
     if since is None:
         return ()
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    folders = [since] if isinstance(since, (str, os.PathLike)) else list(since)
-    if not folders:
-        raise ValueError("Invalid since=[]: must begin with an artifact; None is a whole export.")
+    folders = [since] if isinstance(since, (str, os.PathLike)) else since
     return tuple(Path(os.path.abspath(folder)) for folder in folders)
 
 
@@ -309,35 +282,31 @@ def _write(
     """
     writer: Any = None
     text = None
-    checks: dict[str, Mapping[str, int | float]] = {}
-    scales: dict[str, Tensor] = {}
+    rows = sum(table.stored for table in manifest.tables.values())
     with ExitStack() as stack:
         with world.agreeing("export()"):
             if world.rank == 0:
                 writer = stack.enter_context(writing())
-        bar = stack.enter_context(_counted_once(manifest, shown=world.rank == 0))
+        shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
+        bar = stack.enter_context(shown)
         for name, source in sources.items():
-            table = manifest.tables[name]
+            table, whole = manifest.tables[name], source.whole()
             if table.scale == "column":
-                _stream(world, source, partial(_choose_scales, scales, name, table), bar)
-            write = partial(_write_table, writer, name, table, source, scales)
-            _stream(world, source, write, bar)
+                # Scales are chosen from all rows, which are streamed once more for them.
+                spread = ColumnSpread(table.dim)
+                _stream(world, source, partial(_count, spread))
+                whole["scales"] = spread.scales()
+            _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
         with world.agreeing("export()"):
             if writer is not None:
-                writer.seal()
-        for name, source in sources.items():
-            # The model is read again, so that a bad message of the first time is found too.
-            _stream(world, source, partial(_compare, writer, name, source, checks), bar)
-        with world.agreeing("export()"):
-            if writer is not None:
-                text = writer.publish(checks)
+                text = writer.finish().to_text()
     return str(world.all_gather_json(text)[0])
 
 
-def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> None:
+def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
     """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
     raised on all ranks."""
-    chunks = _counted(source.chunks(), bar)
+    chunks = source.chunks()
     error: Exception | None = None
     try:
         if world.rank == 0:
@@ -352,30 +321,9 @@ def _stream(world: Group, source: ServedTable, consume: Consume, bar: Bar) -> No
             raise error
 
 
-@contextmanager
-def _counted_once(manifest: Manifest, *, shown: bool) -> Iterator[Bar]:
-    """Yield a function that counts streamed rows on a progress bar."""
-    tables = manifest.tables.values()
-    # Rows are streamed to be written, and again to be verified; before that for scales of columns.
-    passes = 3 if any(table.scale == "column" for table in tables) else 2
-    rows = sum(table.stored for table in tables)
-    with progress(f"export {manifest.dtype}", rows, "rows", shown=shown) as bar:
-        yield lambda streamed: bar(streamed / passes)
-
-
-def _counted(chunks: Iterator[Tensor], bar: Bar) -> Iterator[Tensor]:
-    for rows in chunks:
-        yield rows
-        bar(len(rows))
-
-
-def _choose_scales(
-    scales: dict[str, Tensor], name: str, table: Table, chunks: Iterator[Tensor]
-) -> None:
-    spread = ColumnSpread(table.dim)
+def _count(spread: ColumnSpread, chunks: Iterator[Tensor]) -> None:
     for rows in chunks:
         spread.add(rows)
-    scales[name] = spread.scales()
 
 
 def _write_table(
@@ -383,28 +331,21 @@ def _write_table(
     name: str,
     table: Table,
     source: ServedTable,
-    scales: Mapping[str, Tensor],
+    whole: Mapping[str, Tensor],
+    bar: Bar,
     chunks: Iterator[Tensor],
 ) -> None:
-    writer.start(name, source.kept)
-    if source.rotation is not None:
-        writer.add_whole(name, "rotation", source.rotation)
-    if table.scale == "column":
-        writer.add_whole(name, "scales", scales[name])
-    if source.books is not None:
-        writer.add_whole(name, "books", source.books)
+    writer.start(name, whole)
+    ids, first = source.ids(), 0
     for rows in chunks:
-        writer.add_rows(name, encode(rows, table.dtype, scales.get(name)))
-
-
-def _compare(
-    writer: WholeWriter | DeltaWriter,
-    name: str,
-    source: ServedTable,
-    checks: dict[str, Mapping[str, int | float]],
-    chunks: Iterator[Tensor],
-) -> None:
-    check = writer.check(name, source)
-    for rows in chunks:
-        check.add(rows)
-    checks[name] = check.result()
+        stored = encode(rows, table.dtype, whole.get("scales"))
+        # The files are read back once they are written: these bytes are the ones that are served.
+        compare_rows(name, first, rows, stored, table)
+        parts = {"rows": stored.rows.cpu()}
+        if stored.scale_bias is not None:
+            parts["scale_bias"] = stored.scale_bias.cpu()
+        writer.add(name, ids[first : first + len(rows)], parts)
+        first += len(rows)
+        bar(len(rows))
+    if first != len(ids):
+        raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")

@@ -14,9 +14,10 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.serving.delta import Step
+from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.serving.delta import TableDelta
 
 _SPAN: Final = 1 << 16  # rows that are moved at once
 
@@ -25,13 +26,16 @@ class Gate:
     """Lets any number of lookups through, or one change: a change waits for the lookups that have
     begun, and lookups that come then wait for it.
 
+    Attributes:
+        preparing: a lock that holds other changes back, while lookups go on.
+
     A lookup that looks up in its own thread again would wait for itself when a change waits: none
     does.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._preparing = threading.Lock()
+        self.preparing = threading.Lock()
         self._inside, self._is_changing = 0, False
 
     def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
@@ -42,31 +46,22 @@ class Gate:
     def lookup(self) -> Iterator[None]:
         """Hold changes back."""
         with self._condition:
-            while self._is_changing:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not self._is_changing)
             self._inside += 1
         try:
             yield
         finally:
             with self._condition:
                 self._inside -= 1
-                if not self._inside:
-                    self._condition.notify_all()
-
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Hold other changes back, while lookups go on."""
-        with self._preparing:
-            yield
+                self._condition.notify_all()
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Hold lookups back, within :meth:`preparing`."""
+        """Hold lookups back, within :attr:`preparing`."""
         with self._condition:
             # From here no lookup begins: a stream of lookups would keep changes out for good.
             self._is_changing = True
-            while self._inside:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not self._inside)
         try:
             yield
         finally:
@@ -76,42 +71,56 @@ class Gate:
 
 
 class Move:
-    """What a delta does to the stored rows of one table, in memory that follows the delta.
+    """What a delta does to the stored rows of one table, in memory that follows the delta, beside
+    the new index.
 
     Args:
         before: index of the rows so far.
-        step: from :func:`~dist_sparse.serving.delta.step_of`.
+        change: of the table.
         tensors: of the delta.
+
+    Attributes:
+        index: afterwards.
+
+    Raises:
+        ValueError: ids that go have no row, or ids do not ascend or are out of range.
     """
 
-    def __init__(self, before: RowIndex, step: Step, tensors: Mapping[str, Tensor]) -> None:
-        self.index, self._tensors = step.index, tensors
-        self._stored, self._gone = before.stored, step.gone
-        behind = step.ids >= before.rows
-        self._at = torch.where(behind, step.index.num_kept, step.index(step.ids))
-        self._events, self._shifts = self._shifted(before, step)
-
-    def _shifted(self, before: RowIndex, step: Step) -> tuple[Tensor, Tensor]:
-        """Rows so far at which the distance that rows move by changes, and the distance from each
-        on; a first one of 0."""
-        came = self._at[step.came]
+    def __init__(self, before: RowIndex, change: TableDelta, tensors: Mapping[str, Tensor]) -> None:
+        ids, gone_ids = tensors["ids"].long(), tensors["gone"].long()
+        _refuse_ids(ids, before.rows + before.default_row)
+        _refuse_ids(gone_ids, before.rows)
+        self._stored, self._gone = before.stored, rows_of(before, gone_ids)
+        is_new = rows_of(before, ids) == REMOVED
+        if int(is_new.count_nonzero()) != change.came or bool((self._gone == REMOVED).any()):
+            raise ValueError("its ids that come have rows already, or its ids that go have none")
+        came_ids = ids[is_new]
+        words = before.words.clone()
+        # Bits that come are 0 and bits that go are 1, so that nothing is carried.
+        words.index_add_(0, came_ids >> 5, _bits(came_ids))
+        words.index_add_(0, gone_ids >> 5, _bits(gone_ids), alpha=-1)
+        self.index = RowIndex(words, before.rows, before.default_row)
+        self._at = rows_of(self.index, ids)
+        if self.index.num_kept != change.after.kept or bool((self._at == REMOVED).any()):
+            raise ValueError("its ids do not lead to the rows that it says")
         # Where each row that comes goes in among the rows so far: less the ones that come before
         # it, and with the ones that go.
-        gone_ids = self._tensors["gone"].long()
-        gone_before = torch.searchsorted(gone_ids, step.ids[step.came])
-        places = came - torch.arange(len(came)) + gone_before
-        # The row behind one that goes is the first that moves.
+        places = self._at[is_new] - torch.arange(len(came_ids))
+        places += torch.searchsorted(gone_ids, came_ids)
+        # Rows at which the distance that rows move by changes, and the distance from each on: the
+        # row behind one that goes is the first that moves.
         events = torch.cat([places, self._gone + 1])
         by = torch.cat([torch.ones_like(places), -torch.ones_like(self._gone)])
-        events, order = events.sort()
-        return events, torch.cat([by[:0].new_zeros(1), by[order].cumsum(0)])
+        self._events, order = events.sort()
+        self._shifts = F.pad(by[order].cumsum(0), (1, 0))
 
-    def run(self, stored: Mapping[str, Tensor]) -> None:
+    def run(self, stored: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
         """Move and write rows.
 
         Args:
-            stored: by the names of the delta's tensors, what holds the rows so far and has room for
-                those afterwards: ``(room, ...)`` each, of any dtype.
+            stored: what holds the rows so far and has room for those afterwards: ``(room, ...)``
+                each, of any dtype.
+            new: by the same names, the rows that the delta brings.
         """
         if len(self._events):
             spans = list(range(int(self._events[0]), self._stored, _SPAN))
@@ -120,10 +129,8 @@ class Move:
             for first in reversed(spans):
                 self._move(stored, first, up=False)
         for key, rows in stored.items():
-            rows.index_copy_(0, self._at.to(rows.device), self._new(key, rows))
-
-    def _new(self, key: str, like: Tensor) -> Tensor:
-        return self._tensors[key].view(like.dtype).to(like.device)
+            part = new[key].view(rows.dtype).to(rows.device)
+            rows.index_copy_(0, self._at.to(rows.device), part)
 
     def _move(self, stored: Mapping[str, Tensor], first: int, *, up: bool) -> None:
         """Move the rows of a span that move in one direction."""
@@ -139,3 +146,22 @@ class Move:
             source, target = rows.to(tensor.device), (rows + shift).to(tensor.device)
             # The span is read before any of it is written.
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def rows_of(index: RowIndex, ids: Tensor) -> Tensor:
+    """Return the row of each id, the default row for the id behind the last, and :data:`REMOVED`
+    where an id has no row of its own: int64."""
+    found: Tensor = index(ids)
+    found = torch.where(found == index.num_kept, REMOVED, found)
+    return torch.where(ids == index.rows, index.num_kept, found)
+
+
+def _refuse_ids(ids: Tensor, end: int) -> None:
+    if not len(ids):
+        return
+    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= end:
+        raise ValueError(f"its ids do not ascend, or are not in [0, {end})")
+
+
+def _bits(ids: Tensor) -> Tensor:
+    return torch.ones_like(ids, dtype=torch.int32) << (ids & 31).int()

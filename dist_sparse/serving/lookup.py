@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.codes.books import ENTRIES, entries_at
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import books_of
+from dist_sparse.serving.delta import PER_ROW
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
@@ -33,11 +35,20 @@ _MOST_ROWS: Final = 2**31 - 2
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table of an artifact and its tensors, named as in :meth:`Table.layout`, and how many rows
-    it may come to have in the place where it is stored."""
+    """A table as it is served.
+
+    Args:
+        entry: of the manifest.
+        rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
+        whole: its other tensors, likewise.
+        index: of the rows, None where all ids have one.
+        room: how many rows it may come to have in the place where it is stored.
+    """
 
     entry: Table
-    tensors: Mapping[str, Tensor]
+    rows: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+    index: RowIndex | None
     room: int = 0
 
     @property
@@ -70,8 +81,8 @@ class RowLookup(nn.Module):
         entries = [tables[name].entry for name in features]
         self.dims = [entry.dim for entry in entries]
         self.pooling = entries[0].pooling
-        self.mixed = len({entry.pooling for entry in entries}) > 1
         means = torch.tensor([entry.pooling == "mean" for entry in entries])
+        self.mixed = bool(means.any() and not means.all())
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
 
     def forward(
@@ -101,10 +112,11 @@ class RowLookup(nn.Module):
         all of its places."""
         raise NotImplementedError
 
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return what changes with tensors of a table that are no rows: buffers, and what to copy
-        into each."""
-        return []
+    def _fill(self, tables: Mapping[str, StoredTable]) -> None:
+        """Write the rows of tables in their places."""
+        for name, table in tables.items():
+            for key, places in self.stored(name).items():
+                places[: table.entry.stored] = table.rows[key].view(places.dtype)
 
 
 class FbgemmLookup(RowLookup):
@@ -120,28 +132,24 @@ class FbgemmLookup(RowLookup):
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        parts = {name: _stored_bytes(table) for name, table in tables.items()}
         starts, end = {}, 0
         self._shapes: dict[str, tuple[int, int, int]] = {}
-        for name, of_table in parts.items():
-            width, places = sum(part.shape[1] for part in of_table), tables[name].places
-            starts[name], self._shapes[name] = end, (end, places, width)
-            end += -(-places * width // _ALIGNMENT) * _ALIGNMENT
-        # FBGEMM reads all tables from one buffer.
-        weights = torch.zeros(end, dtype=torch.uint8)
-        for name, of_table in parts.items():
-            count, width = len(of_table[0]), self._shapes[name][2]
-            rows = weights[starts[name] : starts[name] + count * width].view(count, width)
-            torch.cat(of_table, 1, out=rows)
+        for name, table in tables.items():
+            width = sum(part.shape[1] * part.itemsize for part in table.rows.values())
+            starts[name], self._shapes[name] = end, (end, table.places, width)
+            end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
+        self._has_grids = dtype in ("int8", "int4")
         columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
-        self.register_buffer("weights", weights)
+        # FBGEMM reads all tables from one buffer.
+        self.register_buffer("weights", torch.zeros(end, dtype=torch.uint8))
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
         # The operator takes these for each feature, not for each table.
         self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
         self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
         self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
         self.register_buffer("columns", columns)
+        self._fill(tables)
         self.total = sum(self.dims)
         # The operator picks its code by the widest table of each dtype; 0: there is none.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
@@ -166,16 +174,9 @@ class FbgemmLookup(RowLookup):
         """Return the bytes of rows, and of their scales and biases."""
         start, places, width = self._shapes[table]
         whole = self.weights[start : start + places * width].view(places, width)
-        if self.types[0] in (SPARSE_TYPES["fp32"], SPARSE_TYPES["fp16"]):
+        if not self._has_grids:
             return {"rows": whole}
         return {"scale_bias": whole[:, :_HEAD], "rows": whole[:, _HEAD:]}
-
-
-def _stored_bytes(table: StoredTable) -> list[Tensor]:
-    """The parts of rows in FBGEMM's order: scales and biases, two float16 each, and codes; or the
-    weights. uint8 ``(rows, bytes)``."""
-    names = [name for name in ("scale_bias", "rows") if name in table.tensors]
-    return [table.tensors[name].view(torch.uint8) for name in names]
 
 
 class LibtorchLookup(RowLookup):
@@ -192,8 +193,8 @@ class LibtorchLookup(RowLookup):
             by_shape.setdefault(_shape(table), []).append(name)
         self.groups = nn.ModuleList()
         for names in by_shape.values():
-            kind = _Group if _books(tables[names[0]]) is None else _BookGroup
-            self.groups.append(kind(tables, names, features))
+            self.groups.append(_Group(tables, names, features))
+        self._fill(tables)
         self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
@@ -212,11 +213,8 @@ class LibtorchLookup(RowLookup):
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the rows, and their scales and biases."""
-        return self._group(table).stored(table)
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the books of a table whose scales are in ``tensors``."""
-        return self._group(table).replaced(table, tensors)
+        groups = cast(Iterable[_Group], self.groups)
+        return next(group for group in groups if table in group.places).stored(table)
 
 
 def _shape(table: StoredTable) -> tuple[int, int]:
@@ -227,13 +225,13 @@ def _shape(table: StoredTable) -> tuple[int, int]:
 def _books(table: StoredTable) -> Tensor | None:
     """The books of a table whose rows are bytes; of scales of columns they are made."""
     if table.entry.scale == "column":
-        return books_of(table.tensors["scales"])
-    return table.tensors.get("books")
+        return books_of(table.whole["scales"])
+    return table.whole.get("books")
 
 
 class _Group(nn.Module):
     """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
-    for ids of tables in another group.
+    for ids of tables in another group. Bytes 0 are zeros in all books.
 
     Args:
         tables: by name.
@@ -244,41 +242,43 @@ class _Group(nn.Module):
     rows: Tensor
     scale_bias: Tensor | None
     firsts: Tensor
+    books: Tensor | None
+    group_starts: Tensor
+    book_starts: Tensor
 
     def __init__(
         self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__()
-        # Tables of other groups have no first row here.
-        firsts, self.count = dict.fromkeys(tables, -1), 0
+        self.count = 0
         self.places: dict[str, slice] = {}
         for name in mine:
-            firsts[name] = self.count
+            self.places[name] = slice(self.count, self.count + tables[name].places)
             self.count += tables[name].places
-            self.places[name] = slice(firsts[name], self.count)
-        self.dtype, self.width = tables[mine[0]].entry.dtype, tables[mine[0]].entry.dim
-        if self.count > _MOST_ROWS:
-            raise ValueError(
-                f"Tables of {self.width} columns keep {self.count} rows: without FBGEMM at most"
-                f" {_MOST_ROWS}."
-            )
-        for key in ("rows", "scale_bias"):
-            parts = {name: tables[name].tensors.get(key) for name in mine}
-            self.register_buffer(key, self._joined(parts))
+        one = tables[mine[0]]
+        self.dtype, self.width = one.entry.dtype, one.entry.dim
+        assert self.count <= _MOST_ROWS, f"{self.count} rows: more need FBGEMM"
+        for key in PER_ROW:
+            like = one.rows.get(key)
+            # Weights have no scales.
+            whole = None if like is None else like.new_zeros(self.count + 1, like.shape[1])
+            self.register_buffer(key, whole)
         # For each feature, where its table's rows start; -1: they are in another group.
-        first = torch.tensor([firsts[name] for name in features], dtype=torch.int32)
-        self.register_buffer("firsts", first)
+        firsts = {name: place.start for name, place in self.places.items()}
+        self.register_buffer("firsts", _of_features(firsts, features, -1))
+        self.register_buffer("books", None)
+        if _books(one) is not None:
+            self._add_books([cast(Tensor, _books(tables[name])) for name in mine], features)
 
-    def _joined(self, parts: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Rows of all tables, each at its places; None of weights, which have no scales."""
-        whole = None
-        for name, part in parts.items():
-            if part is None:
-                return None
-            if whole is None:
-                whole = part.new_zeros(self.count + 1, part.shape[1])
-            whole[self.places[name].start :][: len(part)] = part
-        return whole
+    def _add_books(self, books: Sequence[Tensor], features: Sequence[str]) -> None:
+        """Hold all books one behind the other: where each group of columns starts, and each
+        table."""
+        size = books[0].shape[0] * ENTRIES
+        self.register_buffer("books", torch.cat(list(books)).flatten(0, 1))
+        self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
+        # Ids of tables in another group read zeros, in any book.
+        at = {name: size * number for number, name in enumerate(self.places)}
+        self.register_buffer("book_starts", _of_features(at, features, 0))
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return where the rows of a table are."""
@@ -287,14 +287,10 @@ class _Group(nn.Module):
             found["scale_bias"] = self.scale_bias[self.places[table]]
         return found
 
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return what changes with tensors that are no rows; here nothing."""
-        return []
-
     def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
-        rows, weights = ids.rows, ids.weights
+        rows = ids.rows
         features, feature = self.firsts.size(0), None
         if features > 1:
             feature = torch.repeat_interleave(ids.counts, output_size=rows.size(0))
@@ -310,68 +306,31 @@ class _Group(nn.Module):
             # The rows of these ids alone are decoded.
             matrix = self._vectors(here, feature)
             here = torch.arange(here.size(0), dtype=torch.int32, device=here.device)
-        # torch weights sums only.
         bags = F.embedding_bag(
             here,
             matrix,
             ids.offsets,
-            mode=pooling if weights is None else "sum",
-            per_sample_weights=weights,
+            mode=pooling,
+            per_sample_weights=ids.weights,
             include_last_offset=True,
         )
-        if pooling == "mean" and weights is not None:
-            # A weighted mean is over the number of rows, as in FBGEMM.
-            bags = bags / ids.offsets.diff().clamp(min=1).unsqueeze(1)
         return bags.view(features, -1, self.width)
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
-        tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
-        return decode(Rows(self.rows.index_select(0, here), tail), self.width)
-
-
-class _BookGroup(_Group):
-    """Tables whose rows are bytes, decoded by the books of their table.
-
-    The row of zeros behind the last is of bytes 0, which all books decode to 0.
-    """
-
-    books: Tensor
-    groups: Tensor
-    tables: Tensor
-
-    def __init__(
-        self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
-    ) -> None:
-        super().__init__(tables, mine, features)
-        books = [book for name in mine if (book := _books(tables[name])) is not None]
-        # All books behind one another: where each group of columns starts, and each table.
-        size = books[0].shape[0] * ENTRIES
-        starts = torch.arange(0, size, ENTRIES, dtype=torch.int32)
-        # Ids of tables in another group read zeros, in any book.
-        at = {name: size * number for number, name in enumerate(mine)}
-        first = torch.tensor([at.get(name, 0) for name in features], dtype=torch.int32)
-        self.book_of = at
-        self.register_buffer("books", torch.cat(books).flatten(0, 1))
-        self.register_buffer("groups", starts)
-        self.register_buffer("tables", first)
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the books of a table whose scales or books are in ``tensors``."""
-        books = tensors.get("books")
-        if "scales" in tensors:
-            books = books_of(tensors["scales"])
-        if books is None:
-            return []
-        books = books.flatten(0, 1)
-        first = self.book_of[table]
-        return [(self.books[first : first + len(books)], books)]
-
-    def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
-        places = self.rows.index_select(0, here) + self.groups
+        rows = self.rows.index_select(0, here)
+        if self.books is None:
+            tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
+            return decode(Rows(rows, tail), self.width)
+        entries = rows + self.group_starts
         if feature is not None:
-            places = places + self.tables.index_select(0, feature).unsqueeze(1)
-        return entries_at(places, self.books)[:, : self.width]
+            entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
+        return entries_at(entries, self.books)[:, : self.width]
+
+
+def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:
+    """The value of each feature's table, ``rest`` where it has none: int32."""
+    return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
 
 
 class TurnedLookup(nn.Module):
@@ -390,10 +349,9 @@ class TurnedLookup(nn.Module):
         self.rows = rows
         turns: dict[str, nn.Module] = {}
         for name, table in tables.items():
-            rotation = table.tensors.get("rotation")
+            rotation = table.whole.get("rotation")
             turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
         self.turns = nn.ModuleList(turns[name] for name in features)
-        self.features = list(features)
         self.dims = [tables[name].entry.dim for name in features]
         self.sequences = tables[features[0]].entry.pooling == "none"
 
@@ -417,17 +375,6 @@ class TurnedLookup(nn.Module):
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return where the rows of a table are."""
         return self.rows.stored(table)
-
-    def replaced(self, table: str, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return what changes in the rows' lookup, and a table's rotation if it is in
-        ``tensors``."""
-        found = self.rows.replaced(table, tensors)
-        if "rotation" not in tensors:
-            return found
-        for name, turn in zip(self.features, self.turns, strict=True):
-            if name == table and isinstance(turn, _Turn):
-                found.append((turn.matrix, tensors["rotation"]))
-        return found
 
 
 class _Turn(nn.Module):

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import choice, integer
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 2
+VERSION: Final = 3
 TABLES: Final = "tables.safetensors"
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
@@ -38,8 +38,6 @@ ROW_DTYPES: Final[dict[str, torch.dtype]] = {
     "codes": torch.uint8,
 }
 _MOST_COLUMNS: Final = 1 << 16
-# Each collection holds its tables: some bytes of a manifest would ask for copies of all.
-_MOST_COPIES: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +116,6 @@ class Table:
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
         crc32: of each of its tensors, named as in :meth:`layout`.
-        check: results of the comparison with the model before the artifact got its name.
     """
 
     rows: int
@@ -132,7 +129,6 @@ class Table:
     turned: int | None = None
     before: int = 0
     crc32: Mapping[str, str] = field(default_factory=dict)
-    check: Mapping[str, int | float] = field(default_factory=dict)
 
     @property
     def stored(self) -> int:
@@ -212,27 +208,14 @@ class Manifest:
 
         Raises:
             ValueError: the text is not exactly that, or of another version.
+            LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
-        entries = unsealed(text, FORMAT, VERSION)
-        try:
-            return _manifest(entries)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"an entry is missing or of another type: {error!r}") from None
+        return _manifest(unsealed(text, FORMAT, VERSION))
 
 
-class Described(Protocol):
-    """A table, or its part in a delta: it knows its tensors."""
-
-    @property
-    def crc32(self) -> Mapping[str, str]:
-        """Return the CRC32 of each tensor."""
-
-    def layout(self) -> Layout:
-        """Return dtype and shape of each tensor."""
-
-
-def layout_of(tables: Mapping[str, Described]) -> Layout:
+def layout_of(tables: Mapping[str, Any]) -> Layout:
     """Return dtype and shape of every tensor, by ``<table>.<tensor>``, in the order of the file.
+    Tables are described whole, or by their parts in a delta: both have a ``layout()``.
 
     Tensors of wide elements first, so that all are aligned without gaps, which the format has none
     of."""
@@ -251,130 +234,80 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _manifest(entries: Mapping[str, Any]) -> Manifest:
-    # No name in a manifest is used as a path.
-    if set(entries["files"]) != {TABLES}:
-        raise ValueError(f"its files are {sorted(entries['files'])}, and must be {TABLES!r} alone")
-    tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
-    dtypes = {table.dtype for table in tables.values()} - {entries["dtype"]}
-    # Tables without codes beside those that have some.
-    if dtypes - {"fp32"} or (dtypes and entries["dtype"] != "codes"):
+    tables = {}
+    for name, entry in entries["tables"].items():
+        try:
+            tables[name] = _table(entry)
+        except ValueError as error:
+            raise ValueError(f"table {name!r}: {error}") from None
+    # Tables without codes may be beside those that have some.
+    dtypes = {entries["dtype"]} | ({"fp32"} if entries["dtype"] == "codes" else set())
+    if not dtypes.issuperset(table.dtype for table in tables.values()):
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
-    collections = tuple(map(_collection, entries["collections"]))
-    if len({each.path for each in collections}) < len(collections):
-        raise ValueError("two collections have the same path")
-    for collection in collections:
-        _refuse_other_tables(collection, tables)
-    _refuse_many_copies(collections)
     return Manifest(
         dist_sparse=str(entries["dist_sparse"]),
         dtype=entries["dtype"],
-        collections=collections,
+        collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
         tables=tables,
+        # No other name in a manifest is used as a path.
         bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
     )
 
 
-def _refuse_many_copies(collections: Sequence[Collection]) -> None:
-    copies: Counter[str] = Counter()
-    for collection in collections:
-        copies.update(collection.tables)
-    for name, times in sorted(copies.items()):
-        if times > _MOST_COPIES:
-            raise ValueError(
-                f"table {name!r} is in {times} collections, and may be in {_MOST_COPIES}"
-            )
-
-
-def _table(name: str, entry: Mapping[str, Any]) -> Table:
-    if entry["dtype"] not in ROW_DTYPES or entry["pooling"] not in get_args(Pooling):
-        raise ValueError(
-            f"table {name!r} has dtype {entry['dtype']!r} and pooling {entry['pooling']!r}"
-        )
-    if not isinstance(entry["default_row"], bool):
-        raise ValueError(f"table {name!r} has a default_row that is neither true nor false")
-    scale = entry["scale"]
-    if scale != "row" and (scale != "column" or entry["dtype"] != "int4"):
-        raise ValueError(f"table {name!r} has scale {scale!r} and dtype {entry['dtype']!r}")
-    rows = integer("rows", entry["rows"], least=1, of=name)
-    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS, of=name)
+def _table(entry: Mapping[str, Any]) -> Table:
+    rows = integer("rows", entry["rows"], least=1)
+    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS)
+    fields: dict[str, Any] = {
+        **entry,
+        "kept": integer("kept", entry["kept"], least=0, most=rows),
+        "pooling": choice("pooling", entry["pooling"], get_args(Pooling)),
+        "dtype": choice("dtype", entry["dtype"], ROW_DTYPES),
+        "scale": choice("scale", entry["scale"], get_args(Scale)),
+        "before": integer("before", entry["before"], least=0),
+        "crc32": dict(entry["crc32"]),
+    }
     groups = entry["groups"]
     if groups is not None:
-        groups = integer("groups", groups, least=1, most=dim, of=name)
-    if (groups is None) == (entry["dtype"] == "codes") or dim % (groups or 1):
-        raise ValueError(f"table {name!r} has dtype {entry['dtype']!r} and groups {groups}")
-    turned = entry["turned"]
-    if turned is not None:
-        turned = integer("turned", turned, least=dim, most=_MOST_COLUMNS, of=name)
-    return Table(
-        rows=rows,
-        kept=integer("kept", entry["kept"], least=0, most=rows, of=name),
-        dim=dim,
-        pooling=entry["pooling"],
-        dtype=entry["dtype"],
-        scale=scale,
-        groups=groups,
-        default_row=entry["default_row"],
-        turned=turned,
-        before=integer("before", entry["before"], least=0, of=name),
-        crc32=dict(entry["crc32"]),
-        check=dict(entry["check"]),
-    )
+        integer("groups", groups, least=1, most=dim)
+    if entry["turned"] is not None:
+        integer("turned", entry["turned"], least=dim, most=_MOST_COLUMNS)
+    if not isinstance(entry["default_row"], bool):
+        raise ValueError("its default_row is neither true nor false")
+    if fields["scale"] == "column" and fields["dtype"] != "int4":
+        raise ValueError(f"its scale is 'column', and its dtype {fields['dtype']!r}")
+    if (groups is None) == (fields["dtype"] == "codes") or dim % (groups or 1):
+        raise ValueError(f"it has dtype {fields['dtype']!r} and groups {groups}")
+    return Table(**fields)
 
 
-def _collection(entry: Mapping[str, Any]) -> Collection:
+def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
     features = tuple(Feature(**feature) for feature in entry["features"])
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
-    if found.kind not in get_args(Kind):
-        raise ValueError(f"collection {found.path!r} is of the kind {found.kind!r}")
-    # JSON allows numbers here.
-    names = [found.path, *found.tables]
-    for feature in features:
-        names += [feature.name, feature.table]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"collection {found.path!r} has names that are no text")
-    if not all(isinstance(flag, bool) for flag in (found.weighted, found.include_last_offset)):
-        raise ValueError(f"collection {found.path!r} has flags that are neither true nor false")
-    return found
-
-
-def _refuse_other_tables(collection: Collection, tables: Mapping[str, Table]) -> None:
-    """Refuse tables that the artifact does not have, and more or fewer than the kind has."""
-    kind, path = collection.kind, collection.path
-    fits = bool(collection.tables and collection.features)
-    if kind in ("embedding", "embedding_bag"):
-        # A module of torch's is one table, and names no features.
-        fits = len(collection.tables) == 1 and not collection.features
-    if not fits:
-        raise ValueError(
-            f"collection {path!r} of the kind {kind!r} has {len(collection.tables)} tables"
-        )
-    if strange := sorted(set(collection.tables) - set(tables)):
-        raise ValueError(
-            f"collection {path!r} looks up {strange}, which are no tables of the artifact"
-        )
+    choice("kind", found.kind, get_args(Kind))
     # A lookup holds the tables of its own collection alone.
-    looked_up = {feature.table for feature in collection.features}
-    if strange := sorted(looked_up - set(collection.tables)):
+    looked_up = {feature.table for feature in features}
+    strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)
+    if strange:
         raise ValueError(
-            f"collection {path!r} has features of {strange}, which are none of its tables"
+            f"collection {found.path!r} has features of {sorted(strange)}, which are none of its"
+            " tables"
         )
+    return found
 
 
 def summary(manifest: Manifest) -> str:
     """Return a table of the tables' bytes, and what to know about them."""
-    has_books = manifest.dtype == "codes"
-    last = "books" if has_books else "scales"
+    last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", last)
-    rows = []
+    rows, before = [], 0
     for name, table in manifest.tables.items():
         taken = table.bytes
-        share = percent(taken.after / taken.before if taken.before else None)
-        behind = size(taken.books if has_books else taken.scales)
-        sizes = size(taken.before), size(taken.after), share, size(taken.index), behind
-        rows.append(
-            (name, count(table.rows), count(table.kept), count(table.dim), table.dtype, *sizes)
-        )
-    before = sum(table.bytes.before for table in manifest.tables.values())
+        before += table.before
+        numbers = map(count, (table.rows, table.kept, table.dim))
+        share = percent(taken.after / table.before if table.before else None)
+        rest = taken.books if last == "books" else taken.scales
+        sizes = size(table.before), size(taken.after), share, size(taken.index), size(rest)
+        rows.append((name, *numbers, table.dtype, *sizes))
     whole = (
         f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"

@@ -1,6 +1,6 @@
 """Tables of an artifact as modules that look them up: :func:`load_served`.
 
-Loading needs torch and safetensors. Lookups use FBGEMM's operator where FBGEMM is installed;
+Loading needs torch alone. Lookups use FBGEMM's operator where FBGEMM is installed;
 TorchRec is imported only when a KeyedJaggedTensor is passed. A :class:`Served` calls and exports
 its ``lookup``, a module that takes and returns tensors.
 """
@@ -26,13 +26,10 @@ from dist_sparse.compaction.row_index import (
     check_ids,
 )
 from dist_sparse.serving.artifact import (
-    VerifiedArtifact,
     VerifiedDelta,
-    open_artifact,
-    open_delta,
 )
-from dist_sparse.serving.check import Chain, index_of, open_chain
-from dist_sparse.serving.delta import PER_ROW, TableDelta, hash_of, step_of
+from dist_sparse.serving.check import Chain, index_of, move_of, open_chain, open_next
+from dist_sparse.serving.delta import hash_of
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -41,7 +38,7 @@ from dist_sparse.serving.lookup import (
     StoredTable,
     TurnedLookup,
 )
-from dist_sparse.serving.manifest import Collection
+from dist_sparse.serving.manifest import Collection, Table
 from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
@@ -58,8 +55,6 @@ class _Lookup(nn.Module):
         include_last_offset: of a ``torch.nn.EmbeddingBag``.
     """
 
-    first_rows: Tensor
-
     def __init__(
         self,
         tables: dict[str, StoredTable],
@@ -74,17 +69,22 @@ class _Lookup(nn.Module):
         self.features = len(features)
         self.include_last_offset = include_last_offset
         self.unknown = unknown
-        # For when the tables change: what is neither rows nor their index.
-        self._tables = {name: _without_rows(table) for name, table in tables.items()}
-        self.index = self._indexes([_index(table) for table in tables.values()])
-        self.rows: RowLookup | TurnedLookup = self._row_lookup(tables)
-        self.register_buffer("first_rows", self._first_rows(self.index), persistent=False)
+        # For when the tables change; rows and indexes are held by the modules below.
+        self._tables: dict[str, StoredTable] = {}
+        for name, table in tables.items():
+            whole = {key: part.clone() for key, part in table.whole.items()}
+            self._tables[name] = replace(table, rows={}, whole=whole, index=None)
+        self.index = self._indexes(tables)
+        self.rows = self._row_lookup(tables)
         self.counted = UnknownLookups(rows_of, features)
 
-    def _indexes(self, indexes: Sequence[RowIndex | None]) -> RowIndexes:
-        position = {name: at for at, name in enumerate(self._tables)}
-        rows = [table.entry.rows for table in self._tables.values()]
-        return RowIndexes(indexes, rows, [position[name] for name in self._names])
+    def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
+        names = list(tables)
+        return RowIndexes(
+            [table.index for table in tables.values()],
+            [table.entry.rows for table in tables.values()],
+            [names.index(name) for name in self._names],
+        )
 
     def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup | TurnedLookup:
         # Both take the same arguments and return the same sums.
@@ -94,71 +94,44 @@ class _Lookup(nn.Module):
             return rows
         return TurnedLookup(rows, tables, self._names)
 
-    def _first_rows(self, index: RowIndexes) -> Tensor:
-        """The rows of ids out of range, for each feature the one of id 0; none if they have no
-        row."""
-        if self.unknown != "id0":
-            return torch.zeros(0, dtype=torch.int64)
-        each = torch.ones(self.features, dtype=torch.int64)
-        found: Tensor = index(torch.zeros_like(each), each)
-        return found
-
     def changed(self, delta: VerifiedDelta) -> Callable[[], None]:
-        """Return a function that makes the tables those that a delta leads to. Nothing changes
+        """Return a function that makes the tables the ones that a delta leads to. Nothing changes
         before it is called.
 
         Raises:
             ValueError: the delta does not fit the rows; names its folder and table.
         """
-        device = self.index.words.device
-        indexes: list[RowIndex | None] = []
         moves: dict[str, Move] = {}
-        before = self.index.tables()
+        tables: dict[str, StoredTable] = {}
+        grown: dict[str, StoredTable] = {}
+        before, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
             change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            index = before.get(at)
-            if change.rows or change.gone:
-                old = index_of(table.entry, index).cpu()
-                try:
-                    moves[name] = Move(old, step_of(old, change, tensors), tensors)
-                except ValueError as error:
-                    raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
-                index = moves[name].index
-            indexes.append(None if index is None else index.cpu())
-        found = self._indexes(indexes)
-        first = self._first_rows(found).to(device)
-        rows = self._with_room(delta.manifest.tables)
-        tables = {name: _followed(table, delta, name) for name, table in self._tables.items()}
-        buffers = [each for name in tables for each in rows.replaced(name, delta.tensors(name))]
+            index = before.get(at) or index_of(table.entry, None)
+            moves[name] = move_of(delta, name, index.cpu())
+            whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
+            # The table may be pooled in another way in another collection.
+            after = replace(change.after, pooling=table.entry.pooling)
+            tables[name] = StoredTable(after, {}, whole, _needed(moves[name].index, after))
+            places = self.rows.stored(name)
+            rows = {key: part[: table.entry.stored] for key, part in places.items()}
+            room = len(places["rows"])
+            is_grown |= after.stored > room or bool(change.whole)
+            if after.stored > room:
+                # The next deltas find room.
+                room = after.stored + after.stored // 4
+            grown[name] = StoredTable(table.entry, rows, whole, None, room)
+        device = self.index.words.device
+        indexes = self._indexes(tables).to(device)
+        lookup = self._row_lookup(grown).to(device) if is_grown else self.rows
 
         def change_all() -> None:
             for name, move in moves.items():
-                move.run(rows.stored(name))
-            for buffer, value in buffers:
-                buffer.copy_(value)
-            self.index, self.rows = found.to(device), rows
-            self.first_rows, self._tables = first, tables
+                move.run(lookup.stored(name), delta.tensors(name))
+                self._tables[name] = replace(tables[name], index=None)
+            self.index, self.rows = indexes, lookup
 
         return change_all
-
-    def _with_room(self, changes: Mapping[str, TableDelta]) -> RowLookup | TurnedLookup:
-        """The lookup of the rows; with more places, if more rows come than there are."""
-        rooms, is_full = {}, False
-        for name in self._tables:
-            needed = changes[name].after.stored
-            rooms[name] = len(self.rows.stored(name)["rows"])
-            if needed > rooms[name]:
-                is_full = True
-                # The next deltas find room.
-                rooms[name] = needed + needed // 4
-        if not is_full:
-            return self.rows
-        grown = {}
-        for name, table in self._tables.items():
-            count = table.entry.stored
-            rows = {key: part[:count] for key, part in self.rows.stored(name).items()}
-            grown[name] = StoredTable(table.entry, {**table.tensors, **rows}, rooms[name])
-        return self._row_lookup(grown).to(self.index.words.device)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -167,13 +140,9 @@ class _Lookup(nn.Module):
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
             self._note(ids, rows, counts)  # a graph neither counts nor raises
-        if self.unknown != "id0":
-            return rows.clamp(min=REMOVED)
-        first = self.first_rows
-        if self.features > 1:
-            feature = torch.repeat_interleave(counts, output_size=ids.size(0))
-            first = first.index_select(0, feature)
-        return torch.where(rows < REMOVED, first, rows)
+        if self.unknown == "id0":
+            rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
+        return rows.clamp(min=REMOVED)
 
     def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, or raise them as a ValueError."""
@@ -265,38 +234,11 @@ def _checked(offsets: Tensor, count: int) -> Tensor:
     return offsets.clamp(0, count)
 
 
-def _without_rows(table: StoredTable) -> StoredTable:
-    tensors = {
-        key: tensor.clone()
-        for key, tensor in table.tensors.items()
-        if key not in ("kept", *PER_ROW)
-    }
-    return StoredTable(table.entry, tensors)
-
-
-def _followed(table: StoredTable, delta: VerifiedDelta, name: str) -> StoredTable:
-    """The table that a delta leads to, without rows."""
-    change = delta.manifest.tables[name]
-    found = delta.tensors(name)
-    # The table may be pooled in another collection.
-    entry = replace(change.after, pooling=table.entry.pooling)
-    return StoredTable(
-        entry, {**table.tensors, **{key: found[key].clone() for key in change.whole}}
-    )
-
-
-def _index(table: StoredTable) -> RowIndex | None:
-    words = table.tensors.get("kept")
-    if words is None:
-        return None
-    return RowIndex(words.clone(), table.entry.rows, table.entry.default_row)
-
-
 class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
     Args:
-        artifact: that it was loaded from.
+        chain: the artifact that it was loaded from.
         collection: of the manifest.
         lookup: of its tables.
         dims: columns of each feature; an embedding module has one.
@@ -310,12 +252,12 @@ class Served(nn.Module):
     """
 
     def __init__(
-        self, artifact: VerifiedArtifact, collection: Collection, lookup: _Lookup, dims: list[int]
+        self, chain: Chain, collection: Collection, lookup: _Lookup, dims: list[int]
     ) -> None:
         super().__init__()
         self._collection = collection
-        self._folders, self._manifest = [artifact.path], artifact.manifest
-        self._root = hash_of(artifact.manifest)
+        self._folders, self._manifest = list(chain.paths), chain.manifest
+        self._root = hash_of(chain.manifest)
         self._gate = Gate()
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
@@ -329,8 +271,9 @@ class Served(nn.Module):
         A lookup sees all of a delta or nothing: the change waits for lookups that have begun, and
         lookups that begin then wait until rows are moved and written in place. Memory peaks by the
         delta's changed rows as they are read, a new index (half a byte for each original id, and
-        one while bits are counted), and 65,536 rows. If more rows come than have gone, the rows are
-        copied once, with room for a quarter more. A refused delta changes nothing.
+        one while bits are counted), and 65,536 rows. If more rows come than have gone, or books,
+        scales or a rotation change, the rows are copied once, with room for a quarter more. A
+        refused delta changes nothing.
 
         Modules that were made of this one (:meth:`to_pt2`, :meth:`to_fbgemm`, :meth:`to_torchrec`)
         do not follow; calls of :attr:`lookup` itself do not wait. Of a model with several
@@ -350,12 +293,8 @@ class Served(nn.Module):
         if callable(delta):
             # torch.nn.Module.apply(), which calls a function with each module.
             return super().apply(delta)
-        opened = open_delta(delta)
-        with self._gate.preparing():
-            try:
-                opened.manifest.refuse_other(self._manifest, self._root)
-            except ValueError as error:
-                raise ValueError(f"{delta} is refused: {error}.") from None
+        with self._gate.preparing:
+            opened = open_next(delta, self._manifest, self._root)
             change = self.lookup.changed(opened)
             with self._gate.change():
                 change()
@@ -461,7 +400,7 @@ class Served(nn.Module):
         It takes ids, int64 ``(n,)``, and offsets, int64 ``(features * bags + 1,)``, of the features
         in the order of :attr:`features`, and gives what the artifact serves, bit for bit: removed
         ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
-        caller's ids. Of pruned tables with several features each feature has a copy. Columns with a
+        caller's ids. Of tables with several features each feature has a copy. Columns with a
         scale each become float16. Reads the artifact again.
 
         Raises:
@@ -516,7 +455,6 @@ def load_served(
     Raises:
         ValueError: the folder is not an artifact, is damaged, or has another version; a delta is
             damaged, out of order, or of another base (names the file).
-        ImportError: safetensors is missing.
         OSError: a file can't be read.
 
     Example::
@@ -538,10 +476,9 @@ def load_served(
     choice("unknown", unknown, ("zero", "raise", "id0"))
     native = fbgemm and kernels.available()
     base, *deltas = [path] if isinstance(path, (str, os.PathLike)) else path
-    artifact = open_artifact(base)
+    chain = open_chain(base)
     served = {
-        each.path: _served(artifact, each, native, unknown)
-        for each in artifact.manifest.collections
+        each.path: _served(chain, each, native, unknown) for each in chain.manifest.collections
     }
     for delta in deltas:
         for one in served.values():
@@ -550,33 +487,39 @@ def load_served(
     return next(iter(served.values())) if len(served) == 1 else served
 
 
-def _tables(artifact: VerifiedArtifact | Chain, collection: Collection) -> dict[str, StoredTable]:
+def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
     """The tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
-        entry = artifact.manifest.tables[name]
+        table = chain.table(name)
+        entry = table.entry
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        tables[name] = StoredTable(entry, artifact.tensors(name))
+        rows = table.stored(0, entry.stored)
+        tables[name] = StoredTable(entry, rows, table.whole, _needed(table.index, entry))
     return tables
 
 
-def _served(
-    artifact: VerifiedArtifact, collection: Collection, native: bool, unknown: str
-) -> Served:
-    tables = _tables(artifact, collection)
-    for table in tables.values():
-        entry = table.entry
-        by_books = entry.scale == "column" or entry.dtype == "codes"
-        if by_books or (entry.dtype == "int4" and entry.dim % 2):
-            # FBGEMM has neither grids of columns nor rows of half a byte.
-            native = False
+def _needed(index: RowIndex, entry: Table) -> RowIndex | None:
+    # Without removed rows, ids are rows.
+    return index if entry.kept < entry.rows else None
+
+
+def _served(chain: Chain, collection: Collection, native: bool, unknown: str) -> Served:
+    tables = _tables(chain, collection)
     features = [feature.table for feature in collection.features] or list(collection.tables)
     kind = _LOOKUPS.get(collection.kind, CollectionLookup)
+    native &= all(_has_kernel(table.entry) for table in tables.values())
     lookup = kind(tables, features, native, unknown, collection.include_last_offset)
     dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
-    return Served(artifact, collection, lookup, dims)
+    return Served(chain, collection, lookup, dims)
+
+
+def _has_kernel(entry: Table) -> bool:
+    """Whether FBGEMM has one: neither for grids of columns nor for rows of half a byte."""
+    is_odd = entry.dtype == "int4" and entry.dim % 2 == 1
+    return not (is_odd or entry.scale == "column" or entry.dtype == "codes")
 
 
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}

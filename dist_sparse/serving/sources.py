@@ -5,25 +5,24 @@ What can't be served is refused here, before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Collection as Names
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dist_sparse.compaction.kept_rows import kept_rows, move_rows
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.compaction.sites import Site, sites_of
-from dist_sparse.compaction.tables import CompactEmbedding, CompactEmbeddingBag, padding_id_of
+from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
+from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
 from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import count_revived
-from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
@@ -70,8 +69,12 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
             names[table] = named[fqn]
-        if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)):
-            _add_embedding(found, site.module, names[""], site.place)
+        for table, index in site.indexes().items():
+            found.indexes[names[table]] = index
+        for table, slots in site.slots().items():
+            found.slots[names[table]] = slots
+        if isinstance(site, EmbeddingSite):
+            _add_embedding(found, site, names[""])
         else:
             _add_collection(found, site, names)
     for data in located:
@@ -83,43 +86,36 @@ def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
     return found
 
 
-def _rotations_of(module: nn.Module) -> dict[str | None, Tensor]:
-    """The matrix that each output is multiplied by, by the output's key; None is the key of an
-    embedding's only output."""
-    bases = bases_of_outputs(module)
-    return {key: basis.T.float().cpu().contiguous() for key, basis in bases.items()}
+def _add_embedding(found: Lookups, site: EmbeddingSite, name: str) -> None:
+    module = site.module
+    _refuse_embedding(name, module)
+    # An nn.Embedding has neither of the two options.
+    found.pooling[name] = getattr(module, "mode", "none")
+    collection = Collection(
+        path=site.place,
+        kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
+        include_last_offset=bool(getattr(module, "include_last_offset", False)),
+        tables=(name,),
+    )
+    found.collections.append(collection)
+    _add_rotations(found, module, {None: name})
 
 
-def _add_embedding(
-    found: Lookups, module: nn.Embedding | nn.EmbeddingBag, name: str, path: str
-) -> None:
+def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     # It would write to the table when it is looked up.
     if module.max_norm is not None:
         raise ValueError(
             f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
         )
-    if isinstance(module, nn.EmbeddingBag):
-        if module.mode == "max":
-            raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-        if (padding := padding_id_of(module)) is not None:
-            raise ValueError(
-                f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave"
-                " those ids out of bags."
-            )
-        found.pooling[name] = "mean" if module.mode == "mean" else "sum"
-        last = bool(module.include_last_offset)
-        collection = Collection(
-            path=path, kind="embedding_bag", include_last_offset=last, tables=(name,)
+    if isinstance(module, nn.Embedding):
+        return
+    if module.mode == "max":
+        raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
+    if (padding := padding_id_of(module)) is not None:
+        raise ValueError(
+            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
+            " ids out of bags."
         )
-    else:
-        found.pooling[name] = "none"
-        collection = Collection(path=path, kind="embedding", tables=(name,))
-    found.collections.append(collection)
-    if isinstance(module, (CompactEmbedding, CompactEmbeddingBag)):
-        found.indexes[name] = module.index
-    rotations = _rotations_of(module)
-    if None in rotations:
-        found.rotations[name] = rotations[None]
 
 
 def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
@@ -141,10 +137,6 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
             )
         found.pooling[name] = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
-    for table_name, index in site.indexes().items():
-        found.indexes[names[table_name]] = index
-    for table_name, slots in site.slots().items():
-        found.slots[names[table_name]] = slots
     collection = Collection(
         path=site.place,
         kind="bag" if inner.pooled else "sequence",
@@ -154,10 +146,21 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
     )
     found.collections.append(collection)
     # Hooks are on the module that holds the tables, keys are outputs of the collection.
-    rotations = _rotations_of(site.module)
-    for key, feature in zip(collection.outputs, features, strict=True):
-        if key in rotations:
-            found.rotations[feature.table] = rotations[key]
+    tables = [feature.table for feature in features]
+    _add_rotations(found, site.module, dict(zip(collection.outputs, tables, strict=True)))
+
+
+def _add_rotations(found: Lookups, module: nn.Module, tables: Mapping[Any, str]) -> None:
+    """Note the matrices that outputs of a module are multiplied by; ``tables`` by the key of the
+    output, None for the only one of an embedding."""
+    bases = bases_of_outputs(module)
+    for key in bases.keys() & tables.keys():
+        rotation = bases[key].T.float().cpu().contiguous()
+        if not bool(rotation.isfinite().all()):
+            raise ValueError(
+                f"Table {tables[key]!r}: the matrix that turns its outputs back is not finite."
+            )
+        found.rotations[tables[key]] = rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +178,8 @@ class ServedTable:
             None as they are.
         slots: where the kept rows are stored, int64 ``(n,)``; None: in their order.
         codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
+        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; None is
+            any.
     """
 
     data: ShardedData
@@ -186,18 +191,37 @@ class ServedTable:
     slots: Tensor | None = None
     codes: ShardedData | None = None
     books: Tensor | None = None
+    changed: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are its rows, and rows are stored as they are."""
+        return self.kept is self.stored and self.rotation is None and self.slots is None
+
+    def ids(self) -> Tensor:
+        """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
+        int32."""
+        kept = self.kept if self.changed is None else self.kept & self.changed
+        ids = kept.nonzero().int().flatten()
+        return F.pad(ids, (0, int(self.default_row)), value=len(self.kept))
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
+        found = {"rotation": self.rotation, "books": self.books}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all kept rows on rank 0, in order, a few at a time: encoding them takes several
-        times their memory. Collective over the ranks that hold the table: they must exhaust it; on
-        others it ends at once."""
+        """Yield the served rows that may have changed on rank 0, in order, a few at a time:
+        encoding them takes several times their memory. Collective over the ranks that hold the
+        table: they must exhaust it; on others it ends at once."""
         data = self.data if self.codes is None else self.codes
         # move_rows() is collective over the holders alone.
         if rank_in(world_ranks()) not in (data.ranks or (0,)):
             return
-        streamed = _moved(data, self.stored) if self.slots is None else _by_id(data, self.slots)
-        for rows in streamed:
-            yield from (rows[some] for some in chunks(*rows.shape))
+        rows = self.stored if self.changed is None else self.stored & self.changed
+        streamed = _moved(data, rows) if self.slots is None else _by_id(data, self.slots)
+        for part in streamed:
+            yield from (part[some] for some in chunks(*part.shape))
 
 
 def _moved(data: ShardedData, stored: Tensor) -> Iterator[Tensor]:
@@ -227,51 +251,43 @@ def registered_tables(
     Raises:
         ValueError: it is a sparsifier of other tensors than the model's.
     """
-    tables = {data.name: data for data in located}
-    if not set(tables).issuperset(sparsifier.data_groups):
-        _refuse_strangers(model, sparsifier, tables)
+    tables = {data.name: _addresses(data) for data in located}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
     found = {}
     for name in sparsifier.data_groups:
         if name in sparsifier.masks.tables:
             found[name] = sparsifier.masks.tables.find(name)
-            held = [shard.tensor for shard in found[name].shards]
+            held = _addresses(found[name])
         else:
-            held = [sparsifier.masks.plain.held(name)]
-        if name not in tables:
-            continue
-        # Equal names prove nothing: the storage must be the same.
-        mine = [shard.tensor for shard in tables[name].shards]
-        if [each.data_ptr() for each in held] != [each.data_ptr() for each in mine]:
+            held = [sparsifier.masks.plain.held(name).data_ptr()]
+        # Equal names prove nothing: the storage must be the same. Other weights than tables may be
+        # sparsified too.
+        if held != tables.get(name, held) or not (name in tables or parameters.issuperset(held)):
             raise ValueError(
-                f"Table {name!r} of the model is not the one that was sparsified: it is another"
-                " tensor."
+                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
+                " another tensor: export the model that was sparsified, with all of its tables."
             )
     return found
 
 
-def _refuse_strangers(model: nn.Module, sparsifier: BaseDataSparsifier, tables: Names[str]) -> None:
-    """Refuse names that are neither tables nor dense parameters of the model. Walks it."""
-    known = {data.name for data in model_source(model, dense=True).locate()} | set(tables)
-    for name in sparsifier.data_groups:
-        if name not in known:
-            raise ValueError(
-                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}: export"
-                " the model that was sparsified, with all of its tables."
-            )
+def _addresses(data: ShardedData) -> list[int]:
+    return [shard.tensor.data_ptr() for shard in data.shards]
 
 
 def served_tables(
     located: Sequence[ShardedData],
     lookups: Lookups,
-    sparsifier: BaseDataSparsifier | None,
+    sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
 ) -> dict[str, ServedTable]:
     """Return the tables that are served, by name. Collective.
 
     Args:
-        registered: from :func:`registered_tables`, after the masks have followed moved shards.
+        registered: from :func:`registered_tables`.
     """
-    kept = {} if sparsifier is None else kept_rows(sparsifier, registered)
+    # Masks follow shards that have moved since the last update.
+    sparsifier.masks.tables.reshard(registered)
+    kept = kept_rows(sparsifier, registered)
     found = {}
     for data in located:
         stored = kept.get(data.name)
@@ -325,12 +341,16 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
+    if all(table.changed is not None for table in tables.values()):
+        # The enforcer that notes what is written has kept them at zero.
+        return
     revived = count_revived(sparsifier.masks, registered)
     with group_over(world_ranks()).agreeing("export()"):
-        for name, number in revived.items():
-            if number and name in tables:
+        for name in revived.keys() & tables.keys():
+            if revived[name]:
                 raise ValueError(
-                    f"Table {name!r} has {count(number)} removed weights that are not zero: an"
-                    " optimizer has revived them without an enforcer, or masks were never applied."
-                    " sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain data."
+                    f"Table {name!r} has {count(revived[name])} removed weights that are not zero:"
+                    " an optimizer has revived them without an enforcer, or masks were never"
+                    " applied. sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain"
+                    " data."
                 )

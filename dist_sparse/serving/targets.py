@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import RowIndex, RowIndexes
+from dist_sparse.compaction.row_index import RowIndexes
 from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.lookup import StoredTable
 from dist_sparse.serving.manifest import Collection
-
-_FEW: Final = 0.01
-"""Share of kept ids below which FBGEMM's hash map of them (45 bytes each) is used in the place of
-its array of all ids (4 bytes each)."""
 
 
 def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
@@ -35,27 +31,14 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
             " pools in one way: use to_torchrec()."
         )
     features = [feature.table for feature in collection.features] or list(collection.tables)
-    if all(table.entry.kept == table.entry.rows for table in tables.values()):
-        stored = [
-            replace(_stored(table, name), features=(name,) * features.count(name))
-            for name, table in tables.items()
-        ]
-        return table_batch(stored, as_array=True)
     # FBGEMM's remap counts tables where it should count features: a table with two features and a
     # remap serves other rows. So each feature has a table of its own.
-    stored = [
-        replace(_stored(tables[name], f"{name}.{place}"), remap=_remap(tables[name]))
-        for place, name in enumerate(features)
-    ]
-    return table_batch(stored, as_array=_array_is_smaller(tables))
-
-
-def _array_is_smaller(tables: Mapping[str, StoredTable]) -> bool:
-    entries = [table.entry for table in tables.values()]
-    # A default row is the row of all removed ids, which a map of kept ids can't hold.
-    if any(entry.default_row for entry in entries):
-        return True
-    return sum(entry.kept for entry in entries) >= _FEW * sum(entry.rows for entry in entries)
+    stored = []
+    for place, name in enumerate(features):
+        rows, index = torch.arange(tables[name].entry.rows), tables[name].index
+        remap = rows if index is None else index(rows)
+        stored.append(replace(_stored(tables[name], f"{name}.{place}"), remap=remap.int()))
+    return table_batch(stored)
 
 
 def to_torchrec(
@@ -81,42 +64,29 @@ def to_torchrec(
         rows = F.pad(one.rows, (0, 0, 0, 1))
         stored.append(replace(one, rows=rows, scale_bias=tail, features=tuple(keys[name])))
     zeros = [tables[feature.table].entry.stored for feature in collection.features]
-    return QuantizedCollection(
-        bag_collection(stored, collection.weighted),
-        index,
-        [feature.name for feature in collection.features],
-        list(collection.outputs),
-        zeros,
-        collection.weighted,
-    )
+    inner = bag_collection(stored, collection.weighted)
+    return QuantizedCollection(collection, inner, index, zeros)
 
 
 class QuantizedCollection(nn.Module):
     """TorchRec's quantized EmbeddingBagCollection behind an index from ids to rows.
 
     Args:
-        collection: takes rows.
+        looked_up: the collection of the manifest.
+        collection: TorchRec's; takes rows.
         index: from ids to rows.
-        features: of the ids, in the order of the index.
-        keys: of the rows, likewise, and of the results.
         zeros: the row of zeros of each feature's table.
-        weighted: whether ids have weights.
     """
 
     zeros: Tensor
 
     def __init__(
-        self,
-        collection: nn.Module,
-        index: RowIndexes,
-        features: Sequence[str],
-        keys: Sequence[str],
-        zeros: Sequence[int],
-        weighted: bool,
+        self, looked_up: Collection, collection: nn.Module, index: RowIndexes, zeros: Sequence[int]
     ) -> None:
         super().__init__()
         self.collection, self.index = collection, index
-        self.features, self.keys, self.weighted = list(features), list(keys), weighted
+        self.features = [feature.name for feature in looked_up.features]
+        self.keys, self.weighted = looked_up.outputs, looked_up.weighted
         self.register_buffer("zeros", torch.tensor(zeros, dtype=torch.int32), persistent=False)
 
     def forward(self, ids: Any) -> Any:
@@ -136,7 +106,7 @@ def _stored(table: StoredTable, name: str) -> Any:
     """The stored rows of a table in FBGEMM's format."""
     from dist_sparse.torchrec.inference import StoredRows
 
-    entry, tensors = table.entry, table.tensors
+    entry = table.entry
     if entry.turned is not None:
         raise ValueError(
             f"Table {name!r} was rotated alone: its outputs are turned back by a matrix, for which"
@@ -144,11 +114,11 @@ def _stored(table: StoredTable, name: str) -> Any:
         )
     if entry.dtype == "int4" and entry.dim % 2:
         raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
-    dtype, rows = entry.dtype, tensors["rows"]
-    if "scales" in tensors or "books" in tensors:
-        by_books = Rows(rows, scales=tensors.get("scales"), books=tensors.get("books"))
+    dtype, rows = entry.dtype, table.rows["rows"]
+    if "scales" in table.whole or "books" in table.whole:
+        by_books = Rows(rows, None, table.whole.get("scales"), table.whole.get("books"))
         dtype, rows = "fp16", decode(by_books, entry.dim).half()
-    tail = tensors.get("scale_bias")
+    tail = table.rows.get("scale_bias")
     return StoredRows(
         name=name,
         features=(name,),
@@ -158,13 +128,3 @@ def _stored(table: StoredTable, name: str) -> Any:
         rows=rows.view(torch.uint8),
         scale_bias=None if tail is None else tail.view(torch.uint8),
     )
-
-
-def _remap(table: StoredTable) -> Tensor:
-    """The row of each id, -1 where there is none: int32 ``(ids,)``."""
-    entry = table.entry
-    ids = torch.arange(entry.rows, dtype=torch.int32)
-    if "kept" not in table.tensors:
-        return ids
-    found: Tensor = RowIndex(table.tensors["kept"], entry.rows, entry.default_row)(ids)
-    return found.int()

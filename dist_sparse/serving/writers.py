@@ -1,103 +1,69 @@
 """The two things that `export()` writes from streamed tables: a whole artifact, and a delta.
 
-Both get the same tensors in the same order, are sealed, compared with the model, and published.
+Both get the same tensors in the same order, are read back, and published.
 """
 
 from __future__ import annotations
 
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.files import hex_of
-from dist_sparse.serving.artifact import (
-    ArtifactWriter,
-    VerifiedArtifact,
-    VerifiedDelta,
-    bytes_of,
-    memory_of,
-)
-from dist_sparse.serving.check import Chain, MappedTable, TableCheck, index_of
-from dist_sparse.serving.codes import Rows
+from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.serving.artifact import ArtifactWriter, Verified, bytes_of, memory_of
+from dist_sparse.serving.check import Chain, MappedTable
 from dist_sparse.serving.delta import PER_ROW, Delta, TableDelta, hash_of
+from dist_sparse.serving.in_place import rows_of
 from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.serving.sources import ServedTable
 
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
 
 
-class _Writer:
-    """A context manager that deletes a folder that was not published."""
-
-    _writer: ArtifactWriter
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
-
-
-class WholeWriter(_Writer):
+class WholeWriter(ArtifactWriter):
     """Writes an artifact; as a context manager it deletes one that was not published.
 
     Args:
         path: the final name.
-        manifest: without CRC32s and checks.
+        manifest: without CRC32s.
+        sources: the tables, by name.
 
     Raises:
         ValueError, OSError: as of :class:`ArtifactWriter`.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._writer = ArtifactWriter(path, manifest.tables)
-        self._manifest = manifest
+    def __init__(self, path: Path, manifest: Manifest, sources: Mapping[str, ServedTable]) -> None:
+        super().__init__(path, manifest.tables)
+        self._manifest, self._sources = manifest, sources
 
-    def start(self, name: str, kept: Tensor) -> None:
-        """Begin a table; ``kept`` is bool ``(rows,)``."""
+    def start(self, name: str, whole: Mapping[str, Tensor]) -> None:
+        """Begin a table with its tensors that are no rows."""
         if "kept" in self._manifest.tables[name].layout():
-            self.add_whole(name, "kept", RowIndex.of(kept).words)
+            self.append(f"{name}.kept", RowIndex.of(self._sources[name].kept).words)
+        for key, tensor in whole.items():
+            self.append(f"{name}.{key}", tensor)
 
-    def add_whole(self, name: str, key: str, tensor: Tensor) -> None:
-        """Write a tensor of a table that has no rows."""
-        self._writer.append(f"{name}.{key}", tensor)
+    def add(self, name: str, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Write the next rows of a table; ``ids`` as of :meth:`ServedTable.ids`."""
+        for key, part in parts.items():
+            self.append(f"{name}.{key}", part)
 
-    def add_rows(self, name: str, rows: Rows) -> None:
-        """Write the next kept rows of a table."""
-        for key, part in _parts(rows).items():
-            self._writer.append(f"{name}.{key}", part)
-
-    def seal(self) -> None:
-        """Bring the tables to disk."""
-        self._manifest = self._writer.seal(self._manifest)
-        self._artifact = VerifiedArtifact(self._writer.folder, self._manifest)
-
-    def check(self, name: str, source: ServedTable) -> TableCheck:
-        """Return the comparison of a sealed table with the model's."""
-        return TableCheck(self._artifact, name, source.kept, source.rotation, source.books)
-
-    def publish(self, checks: Mapping[str, Mapping[str, int | float]]) -> str:
-        """Give the folder its name, and return the text of its manifest."""
-        self._manifest = _checked(self._manifest, checks)
-        self._writer.publish(self._manifest)
-        return self._manifest.to_text()
+    def finish(self) -> Manifest:
+        """Read the tables back, give the folder its name, and return its manifest."""
+        manifest = self.seal(self._manifest)
+        chain = Chain(Verified(self.folder, manifest))
+        for name, source in self._sources.items():
+            _refuse_other_ids(name, chain.table(name), source)
+        self.publish(manifest)
+        return manifest
 
 
-class DeltaWriter(_Writer):
+class DeltaWriter(ArtifactWriter):
     """Writes what changed since a chain: the same methods as :class:`WholeWriter`.
 
     Changed rows wait in files without a name, beside the delta: the format begins with their
@@ -105,59 +71,56 @@ class DeltaWriter(_Writer):
 
     Args:
         path: the final name.
-        manifest: of the whole artifact, without CRC32s and checks.
+        manifest: of the whole artifact, without CRC32s.
+        sources: the tables, by name.
         chain: what the delta follows.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, chain: Chain) -> None:
-        self._writer = ArtifactWriter(path)
-        self._manifest, self._chain = manifest, chain
+    def __init__(
+        self, path: Path, manifest: Manifest, sources: Mapping[str, ServedTable], chain: Chain
+    ) -> None:
+        super().__init__(path)
+        self._manifest, self._sources, self._chain = manifest, sources, chain
         self._tables: dict[str, _Changes] = {}
 
-    def start(self, name: str, kept: Tensor) -> None:
-        after = self._manifest.tables[name]
-        self._tables[name] = _Changes(self._chain.table(name), after, kept, self._writer.folder)
+    def start(self, name: str, whole: Mapping[str, Tensor]) -> None:
+        self._tables[name] = _Changes(
+            self._chain.table(name),
+            self._manifest.tables[name],
+            self._sources[name].kept,
+            whole,
+            self.folder,
+        )
 
-    def add_whole(self, name: str, key: str, tensor: Tensor) -> None:
-        self._tables[name].add_whole(key, tensor)
+    def add(self, name: str, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+        self._tables[name].add(ids, parts)
 
-    def add_rows(self, name: str, rows: Rows) -> None:
-        self._tables[name].add_rows(_parts(rows))
-
-    def seal(self) -> None:
+    def finish(self) -> Delta:
         found = {name: changes.result() for name, changes in self._tables.items()}
-        self._manifest = replace(
-            self._manifest,
-            tables={name: table.after for name, table in found.items()},
-            bytes=bytes_of(self._manifest.tables),
-        )
-        delta = Delta(
-            base=hash_of(self._chain.artifact.manifest),
-            previous=hash_of(self._chain.manifest),
-            artifact=self._manifest,
-            tables=found,
-        )
-        self._writer.begin(found)
+        self.begin(found)
         for name, changes in self._tables.items():
             for key, part in changes.parts():
-                self._writer.append(f"{name}.{key}", part)
-        self._delta = self._writer.seal(delta)
-        self._deltas = [*self._chain.deltas, VerifiedDelta(self._writer.folder, self._delta)]
-
-    def check(self, name: str, source: ServedTable) -> TableCheck:
-        return TableCheck(
-            self._chain.artifact,
-            name,
-            source.kept,
-            source.rotation,
-            source.books,
-            deltas=self._deltas,
+                self.append(f"{name}.{key}", part)
+        delta = self.seal(
+            Delta(
+                base=hash_of(self._chain.artifact.manifest),
+                previous=hash_of(self._chain.manifest),
+                artifact=self._manifest,
+                tables=found,
+            )
         )
-
-    def publish(self, checks: Mapping[str, Mapping[str, int | float]]) -> str:
-        manifest = _checked(self._manifest, checks)
-        self._writer.publish(replace(self._delta, artifact=manifest))
-        return replace(self._delta, artifact=manifest).to_text()
+        # Base and deltas are read as they will be served: this gives the CRC32s of the artifact
+        # that a whole export would write.
+        chain = replace(self._chain, deltas=(*self._chain.deltas, Verified(self.folder, delta)))
+        tables = {}
+        for name, source in self._sources.items():
+            table = chain.table(name)
+            _refuse_other_ids(name, table, source)
+            tables[name] = replace(table.entry, crc32=table.crc32())
+        artifact = replace(self._manifest, tables=tables, bytes=bytes_of(tables))
+        delta = replace(delta, artifact=artifact)
+        self.publish(delta)
+        return delta
 
 
 class _Changes:
@@ -167,53 +130,49 @@ class _Changes:
         before: the table that the delta follows.
         after: without CRC32s.
         kept: bool ``(rows,)``.
+        whole: tensors that are no rows.
         folder: of files without a name.
     """
 
-    def __init__(self, before: MappedTable, after: Table, kept: Tensor, folder: Path) -> None:
+    def __init__(
+        self,
+        before: MappedTable,
+        after: Table,
+        kept: Tensor,
+        whole: Mapping[str, Tensor],
+        folder: Path,
+    ) -> None:
         self._before, self._after = before, after
-        default = int(after.default_row)
-        # The default row has the id behind the last, and was always there.
-        self._ids = F.pad(kept.nonzero().int().flatten(), (0, default), value=after.rows)
-        had = index_of(before.entry, before.index).kept()
-        self._gone = (had & ~kept).nonzero().int().flatten()
-        self._had = F.pad(had, (0, default), value=True)
-        self._at = self._came = 0
-        self._found: list[Tensor] = []
-        self._whole: dict[str, Tensor] = {}
-        # What the tensors of the whole artifact would be.
-        self._crcs = dict.fromkeys(after.layout(), 0)
-        keys = [key for key in PER_ROW if key in self._crcs]
-        # Open until the delta is sealed.
+        self._gone = (before.index.kept() & ~kept).nonzero().int().flatten()
+        self._whole = {
+            key: tensor
+            for key, tensor in whole.items()
+            if not torch.equal(tensor, before.whole[key])
+        }
+        self._came = 0
+        self._found = [torch.empty(0, dtype=torch.int32)]
+        keys = [key for key in PER_ROW if key in after.layout()]
+        # Open until the delta is written.
         self._spools = {key: tempfile.TemporaryFile(dir=folder) for key in keys}  # noqa: SIM115
-        if "kept" in self._crcs:
-            self._count("kept", RowIndex.of(kept).words)
 
-    def add_whole(self, key: str, tensor: Tensor) -> None:
-        self._count(key, tensor)
-        if not torch.equal(tensor, self._before.whole(key)):
-            self._whole[key] = tensor
-
-    def add_rows(self, parts: Mapping[str, Tensor]) -> None:
-        ids = self._ids[self._at : self._at + len(parts["rows"])]
-        self._at += len(ids)
-        old = self._before.gather(ids)
-        had = self._had[ids.long()]
-        changed = ~had
+    def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+        rows = rows_of(self._before.index, ids)
+        is_new = rows == REMOVED
+        changed = is_new.clone()
+        if self._before.entry.stored:
+            # Of ids without a row before it is any.
+            old = self._before.gather(rows.clamp(min=0))
+            for key, part in parts.items():
+                changed |= (_words(part) != _words(old[key])).any(1)
+        self._came += int(is_new.count_nonzero())
+        self._found.append(ids[changed].int())
         for key, part in parts.items():
-            self._count(key, part)
-            # Bytes are compared: -0.0 is not 0.0.
-            changed |= (_bytes(part) != _bytes(old[key])).any(1)
-        self._came += int((~had).count_nonzero())
-        self._found.append(ids[changed])
-        for key, part in parts.items():
-            held = part[changed].contiguous()
+            held = part[changed]
             self._spools[key].write(memory_of(held))
 
     def result(self) -> TableDelta:
-        crc32 = {key: hex_of(crc) for key, crc in self._crcs.items()}
         return TableDelta(
-            after=replace(self._after, crc32=crc32),
+            after=self._after,
             rows=sum(map(len, self._found)),
             came=self._came,
             gone=len(self._gone),
@@ -222,35 +181,26 @@ class _Changes:
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the delta, rows as bytes and a few at a time."""
-        yield "ids", torch.cat([self._ids[:0], *self._found])
+        yield "ids", torch.cat(self._found)
         yield "gone", self._gone
         yield from self._whole.items()
         for key, spool in self._spools.items():
-            spool.seek(0)
-            while raw := spool.read(_PIECE):
-                yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            spool.close()
-
-    def _count(self, key: str, tensor: Tensor) -> None:
-        held = tensor.contiguous()
-        self._crcs[key] = zlib.crc32(memory_of(held), self._crcs[key])
+            with spool:
+                spool.seek(0)
+                while raw := spool.read(_PIECE):
+                    yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def _parts(rows: Rows) -> dict[str, Tensor]:
-    parts = {"rows": rows.rows}
-    if rows.scale_bias is not None:
-        parts["scale_bias"] = rows.scale_bias
-    return {key: part.cpu() for key, part in parts.items()}
+def _refuse_other_ids(name: str, table: MappedTable, source: ServedTable) -> None:
+    """Refuse a written table that keeps other ids than the model."""
+    if len(wrong := (table.index.kept() != source.kept).nonzero()):
+        raise ValueError(f"Table {name!r}: not the kept ids were written: {wrong[:1].tolist()}.")
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.uint8)
-
-
-def _checked(manifest: Manifest, checks: Mapping[str, Mapping[str, int | float]]) -> Manifest:
-    tables = {
-        # serve-check refuses an artifact that was never compared.
-        name: replace(table, check=checks[name])
-        for name, table in manifest.tables.items()
-    }
-    return replace(manifest, tables=tables)
+def _words(rows: Tensor) -> Tensor:
+    """The bytes of rows as few integers: -0.0 is not 0.0."""
+    raw = rows.contiguous().view(torch.uint8)
+    for dtype in (torch.int64, torch.int32):
+        if raw.shape[1] % dtype.itemsize == 0:
+            return raw.view(dtype)
+    return raw

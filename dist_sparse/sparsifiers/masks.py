@@ -29,9 +29,9 @@ class Enforcer(Protocol):
         """Return all optimizer state, live, by the address of the weights."""
         ...
 
-    def written(self) -> Mapping[int, Written]:
+    def written(self, reader: str = "scores") -> Mapping[int, Written]:
         """Map weight addresses to live sets of possibly written rows, for shards whose writes are
-        all tracked."""
+        all tracked. Each reader has and clears its own."""
         ...
 
     def settle(self) -> None:

@@ -28,7 +28,7 @@ class StoredRows:
         pooling: ``"sum"``, ``"mean"`` or ``"none"``.
         rows: uint8 ``(n, bytes)``.
         scale_bias: of 8 and 4 bits, uint8 ``(n, 4)``: two float16.
-        remap: the row of each id, -1 of removed ids: int32 ``(ids,)``; None where ids are rows.
+        remap: the row of each id, -1 of removed ids: int32 ``(ids,)``; None in TorchRec's module.
     """
 
     name: str
@@ -46,15 +46,10 @@ class StoredRows:
         return self.rows, self.scale_bias
 
 
-def table_batch(tables: Sequence[StoredRows], as_array: bool) -> nn.Module:
-    """Return FBGEMM's module over tables of one pooling, which takes the ids of the models.
-
-    Args:
-        as_array: remap ids by an array, 4 bytes per id of the original table; otherwise by a hash
-            map of the kept ids.
-    """
+def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
+    """Return FBGEMM's module over tables of one pooling and a feature each, which takes the ids of
+    the models. They are remapped by arrays: 4 bytes per id of the original table."""
     [pooling] = {table.pooling for table in tables}
-    features = [place for place, table in enumerate(tables) for _ in table.features]
     module: nn.Module = IntNBitTableBatchedEmbeddingBagsCodegen(
         [
             (
@@ -66,9 +61,8 @@ def table_batch(tables: Sequence[StoredRows], as_array: bool) -> nn.Module:
             )
             for table in tables
         ],
-        feature_table_map=features,
-        index_remapping=None if tables[0].remap is None else [table.remap for table in tables],
-        use_array_for_index_remapping=as_array,
+        index_remapping=[table.remap for table in tables],
+        use_array_for_index_remapping=True,
         pooling_mode=PoolingMode[pooling.upper()],
         weight_lists=[table.weights for table in tables],
         # Results in float16, the default, would round.

@@ -171,7 +171,7 @@ def test_is_served(tmp_path: Path, fbgemm: bool) -> None:
         assert dtype == "int8" or torch.equal(rows[0], model.one.stored_weight[-1])  # type: ignore[union-attr, index]
         check_artifact(tmp_path / dtype)
     one = manifest.tables["one"]
-    assert (one.kept, one.default_row, one.check["removed"]) == (16, True, 24)
+    assert (one.kept, one.default_row, one.rows) == (16, True, 40)
     assert one.bytes.after == 17 * (DIM + 4) + 8 and not manifest.tables["whole"].default_row
     program = tmp_path / "program.pt2"
     for path, arguments in (

@@ -22,9 +22,7 @@ def dense(path: Path) -> dict[str, Tensor]:
     for name, entry in artifact.manifest.tables.items():
         table = MappedTable(artifact, name)
         whole = torch.zeros(entry.rows, entry.dim)
-        kept = (
-            torch.ones(entry.rows, dtype=torch.bool) if table.index is None else table.index.kept()
-        )
+        kept = table.index.kept()
         whole[kept] = decode(table.rows(0, entry.kept), entry.dim)
         found[name] = whole
     return found

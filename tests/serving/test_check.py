@@ -3,7 +3,6 @@ wrong."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +11,40 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, export
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving import export as export_module
 from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, open_artifact
-from dist_sparse.serving.check import MappedTable, TableCheck, check_artifact
+from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
 from dist_sparse.serving.codes import Rows, decode, encode
-from dist_sparse.serving.manifest import Manifest, Table
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
 
 
-def exported(path: Path, dtype: Any, block: Any = "row") -> tuple[VerifiedArtifact, torch.Tensor]:
+def exported(
+    path: Path, dtype: Any, block: Any = "row", since: Path | None = None
+) -> tuple[VerifiedArtifact, torch.Tensor]:
     """An artifact of one table, and the weights of the model."""
     torch.manual_seed(0)
     model = nn.Embedding(60, 8)
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=block, norm="L2")
     sparsifier.add_model(model)
     sparsifier.step()
-    export(model, sparsifier, path, dtype)
+    export(model, sparsifier, path, dtype, since=since)
     return open_artifact(path), model.weight.data
+
+
+def compare(artifact: VerifiedArtifact, rows: torch.Tensor) -> None:
+    """Rows of a model with what an artifact stores."""
+    table = MappedTable(artifact, "weight")
+    compare_rows("weight", 0, rows, table.rows(0, len(rows)), table.entry)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", ["row", (1, 4)], ids=str)
 def test_what_differs_is_found(tmp_path: Path, dtype: str, block: Any) -> None:
     artifact, weight = exported(tmp_path / "served", dtype, block)
-    kept = weight.any(1)
-    rows = weight[kept]
-    check = TableCheck(artifact, "weight", kept)
-    check.add(rows[:7])
-    with pytest.raises(ValueError, match="7 rows were compared"):
-        check.result()
-    check.add(rows[7:])
-    assert check.result() == artifact.manifest.tables["weight"].check
+    rows = weight[weight.any(1)]
+    compare(artifact, rows)
     for row, column in (rows[9:10] != 0).nonzero() + torch.tensor([9, 0]):
         wrong = rows.clone()
         if dtype in ("fp32", "fp16"):
@@ -51,23 +52,31 @@ def test_what_differs_is_found(tmp_path: Path, dtype: str, block: Any) -> None:
         else:
             wrong[row, column] += float(artifact.tensors("weight")["scale_bias"][row, 0]) * 1.01
         with pytest.raises(ValueError, match=rf"the kept row {row} serves .* in column {column}"):
-            TableCheck(artifact, "weight", kept).add(wrong)
+            compare(artifact, wrong)
     if block != "row":
         row, column = (rows == 0).nonzero()[3]
         wrong = rows.clone()
         wrong[row, column] = 1.0
         with pytest.raises(ValueError, match=f"the kept row {row} serves 0.0 in column {column}"):
-            TableCheck(artifact, "weight", kept).add(wrong)
+            compare(artifact, wrong)
 
 
-def test_ids_that_other_rows_serve_are_found(tmp_path: Path) -> None:
-    artifact, weight = exported(tmp_path / "served", "fp32")
-    kept = weight.any(1)
-    for wrong in (int(kept.nonzero()[4]), int((~kept).nonzero()[4])):
-        other = kept.clone()
-        other[wrong] = ~other[wrong]
-        with pytest.raises(ValueError, match=f"id {wrong} is served by row"):
-            TableCheck(artifact, "weight", other)
+@pytest.mark.parametrize("since", [False, True], ids=["whole", "delta"])
+def test_ids_that_other_rows_serve_are_found(
+    tmp_path: Path, since: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many rows as the model keeps, of other ids."""
+    exported(tmp_path / "base", "fp32")
+
+    original = RowIndex.kept
+
+    def wrong(index: RowIndex) -> torch.Tensor:
+        return original(index).roll(1)
+
+    monkeypatch.setattr(RowIndex, "kept", wrong)
+    with pytest.raises(ValueError, match=r"'weight': (not the kept ids|its ids that)"):
+        exported(tmp_path / "served", "fp32", since=tmp_path / "base" if since else None)
+    assert [each.name for each in tmp_path.iterdir()] == ["base"]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -80,9 +89,9 @@ def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
     rewritten(artifact, tmp_path / "shifted", scale_bias=tail)
     shifted = open_artifact(tmp_path / "shifted")
     served = decode(MappedTable(shifted, "weight").rows(0, int(kept.sum())), 8)
-    TableCheck(shifted, "weight", kept).add(served)
+    compare(shifted, served)
     with pytest.raises(ValueError, match=r"and the model has 0\.0"):
-        TableCheck(shifted, "weight", kept).add(torch.where(weight[kept] == 0, 0.0, served))
+        compare(shifted, torch.where(weight[kept] == 0, 0.0, served))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +99,7 @@ def test_an_export_that_wrote_something_else_is_refused(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(weight: torch.Tensor, dtype: Any, scales: Any) -> Rows:
-        found = encode(weight, dtype, scales)
+        found = encode(weight.clone(), dtype, scales)
         found.rows.view(torch.uint8)[3, -1] ^= 0x33
         return found
 
@@ -100,16 +109,9 @@ def test_an_export_that_wrote_something_else_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def rewritten(
-    artifact: VerifiedArtifact,
-    path: Path,
-    *,
-    table: dict[str, Any] | None = None,
-    **tensors: torch.Tensor,
-) -> None:
+def rewritten(artifact: VerifiedArtifact, path: Path, **tensors: torch.Tensor) -> None:
     """Write an artifact again with other tensors, and checksums that fit."""
-    entry: Table = replace(artifact.manifest.tables["weight"], **(table or {}))
-    manifest: Manifest = replace(artifact.manifest, tables={"weight": entry})
+    manifest = artifact.manifest
     with ArtifactWriter(path, manifest.tables) as writer:
         for name, tensor in {**artifact.tensors("weight"), **tensors}.items():
             writer.append(f"weight.{name}", tensor)
@@ -133,13 +135,11 @@ def test_artifacts_that_are_whole_but_wrong(tmp_path: Path) -> None:
         other = tail.clone()
         other[5, 1] = value
         rewritten(codes, tmp_path / name, scale_bias=other)
-    rewritten(floats, tmp_path / "unchecked", table={"check": {}})
     for name, message in {
         "nan": "the kept row 11 of table 'weight' has no valid weights",
         "bias": "the kept row 5 of",
         "above": "the kept row 5 of",
         "infinite": "the kept row 5 of",
-        "unchecked": "'weight' was not compared with its model",
     }.items():
         with pytest.raises(ValueError, match=message):
             check_artifact(tmp_path / name)

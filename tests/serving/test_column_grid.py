@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dist_sparse import DataNormSparsifier, export, load_served
 from dist_sparse.codes.books import decode_books
 from dist_sparse.serving.artifact import open_artifact
-from dist_sparse.serving.check import TableCheck, check_artifact
+from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
 from dist_sparse.serving.column_grid import (
     ColumnSpread,
     books_of,
@@ -125,7 +125,8 @@ def test_another_step_is_found(tmp_path: Path) -> None:
     wrong = rows.clone()
     wrong[4, 2] += 2 * scales[2] if wrong[4, 2] < 0 else -2 * scales[2]
     with pytest.raises(ValueError, match=r"the kept row 4 serves .* in column 2"):
-        TableCheck(artifact, "weight", kept).add(wrong)
+        table = MappedTable(artifact, "weight")
+        compare_rows("weight", 0, wrong, table.rows(0, len(wrong)), table.entry)
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dist_sparse import DataNormSparsifier, export, load_served
+import dist_sparse.codes.quantize as quantize_module
+from dist_sparse import DataNormSparsifier, export, load_served, quantize, sparsify
 from dist_sparse.cli.main import main
 from dist_sparse.serving.artifact import open_artifact
 from dist_sparse.serving.check import check_artifact, merge
-from tests.dist.cells import build, cells
+from dist_sparse.serving.sources import ServedTable
+from tests.dist.cells import build
+from tests.dist.enforcing import optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
+from tests.dist.test_importance import learn
 from tests.serving.stored import crcs
 
 KINDS = [
@@ -38,6 +48,13 @@ class Days:
         self.model = torch.nn.Sequential(torch.nn.EmbeddingBag(ROWS, DIM, mode="sum"))
         self.sparsifier = DataNormSparsifier(sparse_block_shape="row", norm="L2")
         self.sparsifier.add_model(self.model)
+        self.sparse: Any = self.sparsifier
+        if dtype == "codes":
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            with mock.patch.object(quantize_module, "LEAST_ROWS", 1):
+                self.sparse = quantize(
+                    self.model, optimizer, codes=2, begin=0, every=1, sparse=self.sparsifier
+                )
         self.last: Any = None
         self.folders: list[Path] = []
 
@@ -47,10 +64,12 @@ class Days:
             self.model[0].weight[torch.randint(ROWS, (written,))] = torch.randn(written, DIM)
         self.sparsifier.data_groups["0"]["sparsity_level"] = level
         self.sparsifier.step()
+        if self.sparse is not self.sparsifier:
+            self.sparse.step()
         self.last = export(
-            self.model, self.sparsifier, self.path / f"{number}", *self.kind, since=self.last
+            self.model, self.sparse, self.path / f"{number}", *self.kind, since=self.last
         )
-        export(self.model, self.sparsifier, self.path / f"full{number}", *self.kind)
+        export(self.model, self.sparse, self.path / f"full{number}", *self.kind)
         self.folders.append(self.last.path)
         return self.last.path
 
@@ -175,22 +194,131 @@ def test_a_lookup_sees_no_half(tmp_path: Path) -> None:
     assert torch.equal(found[-1], expected[-1])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["table_wise", "row_wise", "column_wise_uneven", "mixed"])
-def test_ranks(world: int, name: str, tmp_path: Path) -> None:
-    """On every sharding the chain is the full export."""
-    model = build(cells(world)[name])
-    sparsifier = DataNormSparsifier(sparsity_level=0.7, sparse_block_shape="row", norm="L2")
-    sparsifier.add_model(model)
-    sparsifier.step()
-    last = export(model, sparsifier, tmp_path / "base", "int8")
-    for group in sparsifier.data_groups.values():
-        group["sparsity_level"] = 0.9
-    sparsifier.step()
-    last = export(model, sparsifier, tmp_path / "delta", "int8", since=last)
-    export(model, sparsifier, tmp_path / "full", "int8")
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]),
+        st.lists(st.integers(0, ROWS - 1), max_size=8),
+        st.floats(-3, 3, width=16),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=8)
+@given(changes=CHANGES)
+@pytest.mark.parametrize(("dtype", "scale"), [*KINDS, ("codes", "row")])
+def test_any_changes(dtype: Any, scale: Any, changes: Any) -> None:
+    """Rows that change, go and return, in any order; some days nothing happens."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        days = Days(folder, dtype, scale)
+        live = load_served(days.day(0.5))
+        for number, (level, ids, value) in enumerate(changes, 1):
+            with torch.no_grad():
+                days.model[0].weight[ids] = value
+            delta = days.day(level, written=0)
+            full = folder / f"full{number}"
+            merge(*days.folders, out=folder / f"merged{number}")
+            assert crcs(folder / f"merged{number}") == crcs(full)
+            assert torch.equal(looked_up(live.apply(delta)), looked_up(load_served(full)))
+
+
+TRAINED = [
+    (1, "row_wise", "fp32", "row"),
+    (1, "two_shards", "int8", (1, 4)),
+    (2, "table_wise", "int8", "row"),
+    (2, "row_wise", "fp32", "row"),
+    (2, "column_wise_uneven", "int4", (1, 4)),
+    (2, "mixed", "fp32", "row"),
+    (2, "ec_row_wise", "fp16", "row"),
+    (4, "grid_shard", "int8", "row"),
+    (4, "data_parallel", "fp32", "row"),
+    (4, "table_row_wise", "int4", (1, 4)),
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "name", "dtype", "block"), TRAINED, ids=str)
+def test_ranks(world: int, name: str, dtype: Any, block: Any, tmp_path: Path) -> None:
+    """On every sharding, while it is trained and masks are updated, the chain is the full export;
+    from the second delta on, rows that training has not written are not streamed."""
+    cell = trained_cells(world)[name]
+    torch.manual_seed(0)
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(
+        model, optimizer, level=0.6, block=block, end=6, every=2, schedule="linear", min_rows=0
+    )
+    last: Any = None
+    folders = []
+    for day in range(5):
+        for step in range(2 if day < 4 else 0):
+            learn(model, optimizer, cell, 2 * day + step)
+            sparse.step()
+        with streamed() as rows:
+            last = export(model, sparse, tmp_path / str(day), dtype, since=last)
+        export(model, sparse, tmp_path / f"full{day}", dtype)
+        folders.append(last.path)
+        if dist.get_rank() == 0:
+            merge(*folders, out=tmp_path / f"merged{day}")
+            assert crcs(tmp_path / f"merged{day}") == crcs(tmp_path / f"full{day}")
     if dist.get_rank() == 0:
-        merge(tmp_path / "base", tmp_path / "delta", out=tmp_path / "merged")
-        assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+        # Nothing was written on the last day. Of data-parallel tables nothing is noted.
+        assert (sum(rows) == 0) == (name not in ("mixed", "data_parallel"))
     with pytest.raises(ValueError, match="refused"):
-        export(model, sparsifier, tmp_path / "x", "int8", since=[tmp_path / "delta"])
+        export(model, sparse, tmp_path / "x", dtype, since=[tmp_path / "1"])
+    sparse.detach()
+
+
+@contextmanager
+def streamed() -> Iterator[list[int]]:
+    """Count the rows of each table that are streamed."""
+    found: list[int] = []
+    original = ServedTable.ids
+
+    def ids(table: ServedTable) -> torch.Tensor:
+        rows = original(table)
+        found.append(len(rows))
+        return rows
+
+    with mock.patch.object(ServedTable, "ids", ids):
+        yield found
+
+
+@on_ranks(1)
+def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
+    """A load, a write in place, and rows that come back are noted too."""
+    cell = trained_cells(1)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, level=0.6, block="row", end=6, every=1, min_rows=0)
+    sparse.guard(0.75)
+    learn(model, optimizer, cell, 0)
+    sparse.step()
+    last = export(model, sparse, tmp_path / "0")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folders = [last.path]
+    for day in range(1, 7):
+        learn(model, optimizer, cell, day)
+        sparse.step()
+        if day == 2:
+            model.load_state_dict(state)
+        elif day == 3:
+            sparse.guard(0.1)
+        elif day == 4:
+            with torch.no_grad():
+                next(iter(model.module.sparse.parameters())).mul_(2)
+        elif day > 4:
+            for group in sparse.sparsifier.data_groups.values():
+                group["sparsity_level"] = 0.8 if day == 5 else 0.1
+            sparse.sparsifier.enable_mask_update = True
+            sparse.sparsifier.step()
+        last = export(model, sparse, tmp_path / str(day), since=last)
+        export(model, sparse, tmp_path / f"full{day}")
+        folders.append(last.path)
+        merge(*folders, out=tmp_path / f"merged{day}")
+        assert crcs(tmp_path / f"merged{day}") == crcs(tmp_path / f"full{day}"), day
+        came = sum(table.came for table in last.delta.tables.values())
+        assert day != 6 or came > 0
+    sparse.detach()

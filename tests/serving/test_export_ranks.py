@@ -216,8 +216,7 @@ def test_a_plain_model_on_ranks(tmp_path: Path, expected: dict[Any, Any]) -> Non
 
 @on_ranks(2)
 def test_bytes_on_the_wire(tmp_path: Path) -> None:
-    """Each rank sends its kept rows twice, to be written and to be checked; nothing else grows with
-    the tables."""
+    """Each rank sends its kept rows once; nothing else grows with the tables."""
     model = build(BIG)
     sparsifier = DataNormSparsifier(sparsity_level=0.8, sparse_block_shape=(1, "ROW"))
     sparsifier.add_model(model)
@@ -225,7 +224,7 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
     reset_traffic()
     export(model, sparsifier, tmp_path / "served")
     sent = traffic().bytes
-    assert 2 * 64 * rows_held(model) <= sent <= 2 * 64 * rows_held(model) + 16384
+    assert 64 * rows_held(model) <= sent <= 64 * rows_held(model) + 16384
 
 
 def rows_held(model: torch.nn.Module) -> int:
@@ -344,9 +343,7 @@ def killed(path: Path, rank: int, exchange: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("rank", "exchange"), [(1, 1), (0, 1), (1, 3)], ids=["other", "writer", "check"]
-)
+@pytest.mark.parametrize(("rank", "exchange"), [(1, 1), (0, 1)], ids=["other", "writer"])
 def test_a_killed_rank_leaves_no_artifact(tmp_path: Path, rank: int, exchange: int) -> None:
     with pytest.raises(RanksFailed, match=f"rank {rank} ----\ndied with exit code 9"):
         run_ranks(2, killed, tmp_path, rank, exchange)
