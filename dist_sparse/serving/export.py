@@ -99,8 +99,8 @@ def export(
     Rows that are removed whole are not stored; a bitmap records their ids. What masks remove within
     a kept row is stored as zeros, so masks finer than rows save no bytes. Tables that were never
     sparsified are stored whole. Of a table that follows its traffic, ids without a slot are the
-    removed ones, at any moment of training. Before the folder gets its name, every weight of the model is
-    compared with the written files.
+    removed ones, at any moment of training. Before the folder gets its name, every weight of the
+    model is compared with the written files.
 
     No rank holds more of a table than its own shards and a few chunks of 8 MiB. The model is not
     changed, except that removed weights are zeroed by an attached enforcer.

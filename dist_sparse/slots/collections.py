@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from dist_sparse.compaction.collections import (
     CompactIds,
 )
 from dist_sparse.compaction.row_index import UNKNOWN, RowIndex
+from dist_sparse.compaction.sites import replace_modules
+from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.slots.index import SlotIndex
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.torchrec.collections import configs_of
 from dist_sparse.torchrec.types import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -241,8 +243,8 @@ class _Follows:
 
 class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
     """An EmbeddingBagCollection whose tables store slots, which the ids hold that are looked up
-    most; the others read zeros and train nothing. Made by :func:`following`, or by
-    ``compact(follow=True)``; :class:`~dist_sparse.FollowingTables` hands slots over."""
+    most; the others read zeros and train nothing. Made by :func:`following`;
+    :class:`~dist_sparse.FollowingTables` hands slots over."""
 
     pooled: ClassVar = True
 
@@ -267,27 +269,34 @@ class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
 FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
 
 
-def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
-    """Return a collection in which some tables store fewer rows than they have ids, and follow
-    their traffic. Call it before DistributedModelParallel, with a collection on the meta device: no
-    table ever exists whole.
+def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
+    """Return a collection, or a compact model, in which tables store fewer rows than they have ids,
+    and follow their traffic.
 
-    A row of such a table is a slot, which an id holds. At first none does: ids read zeros, train
+    A row of such a table is a slot, which an id holds. Ids without a slot read zeros, train
     nothing, and are counted. :class:`~dist_sparse.FollowingTables`, made from the sharded model,
-    gives the slots to the ids that are looked up most, again and again.
+    gives the slots to the ids that are looked up most, again and again. There are two ways to
+    begin:
+
+    - ``following(collection, rows=...)`` before DistributedModelParallel, with a collection on the
+      meta device: no table ever exists whole, and no id holds a slot yet.
+    - ``following(compact(model, sparse))``: the slots are the rows that the compact tables store,
+      held by the ids that were kept, with their weights and optimizer state. No row moves.
 
     Args:
-        collection: an EmbeddingBagCollection or EmbeddingCollection on the meta device.
-            ``num_embeddings`` of a table counts its ids.
-        rows: by table, how many rows it stores; other tables keep a row for each id.
+        model: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
+            ``num_embeddings`` counts ids; or what :func:`~dist_sparse.compact` returned.
+        rows: of a collection: by table, how many rows it stores; other tables keep a row for each
+            id.
 
     Returns:
-        A module in the place of the collection, which takes the same ids. TorchRec's collection of
-        slots is its ``inner``.
+        A module in the place of the collection, which takes the same ids; TorchRec's collection of
+        slots is its ``inner``. Or ``model``, with such modules in it.
 
     Raises:
-        ValueError: an argument is invalid, the collection is not on the meta device, or can't be
-            compacted (:func:`~dist_sparse.compact` says which can't).
+        ValueError: an argument is invalid; a collection is not on the meta device, or can't be
+            compacted (:func:`~dist_sparse.compact` says which can't); a model has no compact
+            collection, is sparsified again, or has default rows.
 
     Example::
 
@@ -302,6 +311,10 @@ def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollec
         >>> bags.inner.embedding_bags["item"].weight.shape
         torch.Size([1000000, 64])
     """
+    return _of_compact(model) if rows is None else _of_collection(model, rows)
+
+
+def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
     torchrec = torchrec_port()
     found = None if torchrec is None else torchrec.collection(collection)
     if torchrec is None or found is None or found.is_sharded:
@@ -320,11 +333,53 @@ def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollec
     ids = {config.name: config.num_embeddings for config in configs}
     if not rows or not set(rows) <= set(ids):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
-    indexes: dict[str, Any] = {}
+    indexes = {}
     for name, count in rows.items():
         checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
+    return _made(configs, indexes, found.pooled, found.weighted)
+
+
+def _made(
+    configs: list[Any], indexes: Mapping[str, Any], pooled: bool, weighted: bool
+) -> FollowingCollection:
     meta = torch.device("meta")
-    if found.pooled:
-        return FollowingEmbeddingBagCollection(configs, indexes, found.weighted, meta)
+    if pooled:
+        return FollowingEmbeddingBagCollection(configs, indexes, weighted, meta)
     return FollowingEmbeddingCollection(configs, indexes, meta)
+
+
+def _of_compact(model: nn.Module) -> nn.Module:
+    """Put following collections in the places of compact ones, around the rows that they store."""
+    kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
+    replaced: dict[nn.Module, nn.Module] = {}
+    for old in model.modules():
+        if isinstance(old, kinds) and not isinstance(old, _Follows) and old.table_indexes():
+            replaced[old] = _around(old, model)
+    if not replaced:
+        raise ValueError(
+            f"{type(model).__name__} has no compact collection with removed rows, which compact()"
+            " makes. Of a collection, give rows={table: count}."
+        )
+    return replace_modules(model, replaced)
+
+
+def _around(old: Any, model: nn.Module) -> FollowingCollection:
+    """Return a following collection that has the rows of a compact one."""
+    inner, device = old.inner, old.ids.index.words.device
+    found = collection_of(inner)
+    if reason := cast(Any, torchrec_port()).compact_refusal(model, inner):
+        raise ValueError(f"This collection can't follow its traffic: {reason}.")
+    refuse_masked([(name, weight) for name, weight in inner.named_parameters()])
+    stored = {table.name: table.rows for table in found.tables}
+    indexes = {}
+    for name, index in old.table_indexes().items():
+        if index.default_row:
+            raise ValueError(f"Table {name!r} has a default row, which is no one's slot.")
+        # Kept rows are stored in the order of their ids.
+        ids = index.kept().nonzero().view(-1)
+        indexes[name] = SlotIndex(index.rows, stored[name], ids)
+    made = _made(configs_of(old), indexes, found.pooled, found.weighted)
+    made.following_ids.to(device)
+    made.inner = inner
+    return made.train(old.training)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import checks
+from dist_sparse.compaction.collections import initial_bounds
 from dist_sparse.groups import Group, Parcels, group_over, world_ranks
 from dist_sparse.slots.collections import (
     FollowingCollection,
@@ -360,7 +361,7 @@ def _tables_of(
             found[config.name] = _Table(
                 name=config.name,
                 collection=collection,
-                bounds=(config.get_weight_init_min(), config.get_weight_init_max()),
+                bounds=initial_bounds(collection, config.name),
                 starts=starts,
                 counts=LookupCounts(starts[group.rank], starts[group.rank + 1]),
                 protected=_protected(config.name, index, protect_ids.get(config.name, ())),
