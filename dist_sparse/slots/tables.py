@@ -247,11 +247,11 @@ class FollowingTables:
         for table, old_ids, old_keys, new_ids in zip(tables, held, keys, new, strict=True):
             ids, order = torch.cat([old_ids, new_ids]).sort()
             all_keys = torch.cat([old_keys, table.keys(new_ids, False)])[order]
-            contests.append(Contest(table.index.stored, ids, all_keys))
+            contests.append(Contest(table.index.stored, ids, all_keys, order < len(old_ids)))
         changes = []
-        for contest, old_ids, wins in zip(contests, held, winners(contests, group), strict=True):
-            holds = torch.isin(contest.ids, old_ids)
-            changes += [contest.ids[holds & ~wins], contest.ids[wins & ~holds]]
+        for contest, wins in zip(contests, winners(contests, group), strict=True):
+            ids, holds = contest.ids, contest.holds
+            changes += [ids[holds & ~wins], ids[wins & ~holds]]
         gathered = _gathered(changes, group)
         return [gathered[at : at + 2] for at in range(0, len(gathered), 2)]
 

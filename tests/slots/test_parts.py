@@ -62,6 +62,7 @@ def test_selection_is_a_sort() -> None:
                     slots,
                     torch.tensor(ids, dtype=torch.int64),
                     torch.tensor(keys, dtype=torch.int64),
+                    torch.zeros(size, dtype=torch.bool),
                 )
             )
             expected.append([at in order for at in range(size)])
