@@ -283,25 +283,35 @@ def bags(rows: int, dim: int) -> EmbeddingBagCollection:
 
 
 def stream(case: dict[str, Any]) -> dict[str, Any]:
+    """Train with every method and budget through the same stream."""
+    batches = list(drifting(case["ids"], case["steps"], case["share"], case["seed"]))
+    runs = [through({**case, "method": "full", "budget": 1.0}, batches)]
+    for budget in case["budgets"]:
+        for method in case["methods"]:
+            runs.append(through({**case, "method": method, "budget": budget}, batches))
+    return {"runs": runs}
+
+
+def through(case: dict[str, Any], batches: list[Example]) -> dict[str, Any]:
     """Train through a stream; every batch is predicted before it is trained on."""
-    ids, steps, method = case["ids"], case["steps"], case["method"]
-    rows = ids if method == "full" else rows_for(method, ids, case["dim"], case["budget"])
-    subject = METHODS[method](case, rows)
-    logits, labels, times = [], [], []
-    for step, example in enumerate(drifting(ids, steps, case["share"], case["seed"])):
+    rows = rows_for(case["method"], case["ids"], case["dim"], case["budget"])
+    subject = METHODS[case["method"]](case, rows)
+    logits, times = [], []
+    for step, example in enumerate(batches):
         start = time.process_time()
-        found = subject.train(step, example)
-        if step >= steps // CHANGES:
-            times.append(time.process_time() - start)
-            logits.append(found)
-            labels.append(example.labels)
-    found, truth = torch.cat(logits), torch.cat(labels)
+        logits.append(subject.train(step, example))
+        times.append(time.process_time() - start)
+    warmup = len(batches) // CHANGES
+    found = torch.cat(logits[warmup:])
+    truth = torch.cat([example.labels for example in batches[warmup:]])
     return {
+        "method": case["method"],
+        "budget": case["budget"],
         "rows": rows,
         "auc": auc(found, truth),
         "ne": normalized_entropy(found, truth),
-        "ms": 1e3 * statistics.median(times),
-        "mean_ms": 1e3 * statistics.mean(times),
+        "ms": 1e3 * statistics.median(times[warmup:]),
+        "mean_ms": 1e3 * statistics.mean(times[warmup:]),
     }
 
 
