@@ -10,8 +10,7 @@ It has three phases. No rank begins the next part of a phase before all have suc
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -24,9 +23,8 @@ from dist_sparse.compaction.moving import Steppers
 from dist_sparse.compaction.replacing import (
     Change,
     Planner,
-    put_in_place,
     refuse_sites,
-    release,
+    replace_tables,
     unwrapped,
 )
 from dist_sparse.compaction.sites import Kept, Site, sites_of
@@ -130,7 +128,7 @@ def compact(
         if sparsifier.masks.enforcer is not None:
             # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
             sparsifier.masks.enforcer.settle()
-        steppers = Steppers(optimizers or ())
+        steppers = Steppers(optimizers)
         widths = _widths(sparsifier, stats)
         reductions = _reductions(model, sparsifier, set(stats), widths, kept)
         sites = [reduction.site for reduction in reductions]
@@ -148,23 +146,13 @@ def compact(
         for each in reductions:
             new = each.site.compacted(each.kept, each.widths, model, default_row)
             changes.append(Change(each.site, new, each.kept))
-    result, stepped = put_in_place(model, changes, steppers, plan, world, "compact()")
 
     # Phase 3: release.
-    try:
-        with world.agreeing("compact(), releasing the old tables"):
-            _narrow_outputs(reductions, changes, result)
-            _detach(sparse, sparsifier)
-            release(model, sites, stepped, steppers, "compact")
-    except ValueError as fault:
-        # Released tables can't be restored: no rank may continue with a model that others lost.
-        raise RuntimeError(
-            "compact() failed on every rank, and no model is left: resume from a checkpoint. "
-            f"{fault}"
-        ) from fault
-    # Reference cycles keep table batches, DDP and their hooks alive.
-    gc.collect()
-    return result
+    def finish(result: nn.Module) -> None:
+        _narrow_outputs(reductions, changes, result)
+        _detach(sparse, sparsifier)
+
+    return replace_tables(model, changes, steppers, plan, world, "compact", finish=finish)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +180,10 @@ def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
         raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
 
 
-def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[Any] | None:
+def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Any:
     """Return the optimizers that step tables that are not fused; None if they are unknown."""
     if optimizer is not None:
-        return optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        return optimizer
     enforcer = sparsifier.masks.enforcer
     return enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
 
@@ -203,7 +191,7 @@ def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[A
 def _arguments(
     model: nn.Module,
     sparsifier: BaseDataSparsifier,
-    optimizers: Sequence[Any] | None,
+    optimizers: Any,
     plan: Planner | None,
 ) -> dict[str, Any]:
     """Return facts about the arguments of compact() that must be equal on all ranks."""

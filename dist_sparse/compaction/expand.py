@@ -6,7 +6,6 @@ the shards of a compact table to those of a whole one on the same plan, chunk by
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -19,9 +18,8 @@ from dist_sparse.compaction.moving import Steppers
 from dist_sparse.compaction.replacing import (
     Change,
     Planner,
-    put_in_place,
     refuse_sites,
-    release,
+    replace_tables,
 )
 from dist_sparse.compaction.sites import Site, sites_of
 from dist_sparse.enforcer.enforcer import refuse_masked
@@ -97,7 +95,7 @@ def expand(
     with world.agreeing("expand()") as facts:
         choice("initial", initial, ("zero", "init"))
         integer("seed", seed, least=0)
-        steppers = Steppers(_listed(optimizer))
+        steppers = Steppers(optimizer)
         # Compact collections that keep all rows have nothing to bring back.
         sites = [site for site in sites_of(model) if site.indexes()]
         facts.update(initial=initial, seed=seed, plan=plan is not None)
@@ -109,29 +107,8 @@ def expand(
     # Phase 2: build. The compact tables are still there, so any failure leaves the model as it was.
     with world.agreeing("expand(), building its tables"):
         changes = [Change(site, site.expanded(), *_moved_rows(site)) for site in sites]
-    result, stepped = put_in_place(
-        model, changes, steppers, plan, world, "expand()", _initializer(bounds, seed)
-    )
-
-    # Phase 3: release.
-    try:
-        with world.agreeing("expand(), releasing the old tables"):
-            release(model, sites, stepped, steppers, "expand")
-    except ValueError as fault:
-        # Released tables can't be restored: no rank may continue with a model that others lost.
-        raise RuntimeError(
-            "expand() failed on every rank, and no model is left: resume from a checkpoint. "
-            f"{fault}"
-        ) from fault
-    # Reference cycles keep table batches, DDP and their hooks alive.
-    gc.collect()
-    return result
-
-
-def _listed(optimizer: Any) -> Sequence[Any]:
-    if optimizer is None:
-        return ()
-    return optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    draw = _initializer(bounds, seed)
+    return replace_tables(model, changes, steppers, plan, world, "expand", initialize=draw)
 
 
 def _refuse(model: nn.Module, sites: Sequence[Site], *, optimizers_known: bool) -> None:

@@ -35,7 +35,7 @@ class Steppers:
     """The optimizers of a training loop, wrapped ones too.
 
     Args:
-        optimizers: as the training loop has them.
+        optimizers: as the training loop has them: one, several, or None.
 
     Example::
 
@@ -50,8 +50,11 @@ class Steppers:
         (True, torch.Size([3, 2]))
     """
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._given = list(optimizers)
+    def __init__(self, optimizers: Any) -> None:
+        several = isinstance(optimizers, Sequence)
+        self._given = [
+            each for each in (optimizers if several else [optimizers]) if each is not None
+        ]
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
     @property
@@ -297,11 +300,6 @@ class _Table:
         source, target = self.source, self.target
         for tensor in into:
             tensor.fill_(fresh)
-        if source.replicated and target.replicated:
-            # Each rank has all of it already.
-            moved = held[0][self.kept]
-            into[0][self.placed] = moved if moved.dim() == 1 else moved[:, : target.shape[1]]
-            return
         wanted = self._wanted(rowwise)
         places = [self._place(shard.rect) for shard in target.shards]
         for rect, part in move_rows(source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise):

@@ -7,6 +7,7 @@ together, or none is, on any rank. Then the old tables are released, which can't
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,28 +125,60 @@ def _refuse_tied_weight(site: Site, holders: Iterable[nn.Module], action: str) -
         )
 
 
-# Put in place
-
-
-def put_in_place(
+def replace_tables(
     model: nn.Module,
     changes: Sequence[Change],
     steppers: Steppers,
     plan: Planner | None,
     world: Group,
     action: str,
-    initialize: Callable[[Change, nn.Module], None] | None = None,
-) -> tuple[nn.Module, list[Stepped]]:
-    """Return the model with its new modules, filled with the rows that move, and the parameters
-    that plain optimizers step in it. Collective.
-
-    An exception on any rank is raised on all, and the model is unchanged.
+    *,
+    initialize: Callable[[Change, nn.Module], None] = lambda change, stored: None,
+    finish: Callable[[nn.Module], None] = lambda result: None,
+) -> nn.Module:
+    """Return the model with its new modules, filled with the rows that move, and release the old
+    ones. Collective; an exception on any rank is raised on all.
 
     Args:
-        action: the public call, for messages.
+        action: ``"compact"`` or ``"expand"``.
         initialize: is called with each change, and the module that stores its tables now, once rows
             have moved; it may write the other rows.
+        finish: is called with the result before anything is released.
+
+    Raises:
+        ValueError: a rank failed before that; the model is unchanged.
+        RuntimeError: a rank failed after that.
     """
+    result, stepped = _put_in_place(model, changes, steppers, plan, world, action, initialize)
+    try:
+        with world.agreeing(f"{action}(), releasing the old tables"):
+            finish(result)
+            _release(model, [change.site for change in changes], stepped, steppers, action)
+    except ValueError as fault:
+        # Released tables can't be restored: no rank may continue with a model that others lost.
+        raise RuntimeError(
+            f"{action}() failed on every rank, and no model is left: resume from a checkpoint. "
+            f"{fault}"
+        ) from fault
+    # Reference cycles keep table batches, DDP and their hooks alive.
+    gc.collect()
+    return result
+
+
+# Put in place
+
+
+def _put_in_place(
+    model: nn.Module,
+    changes: Sequence[Change],
+    steppers: Steppers,
+    plan: Planner | None,
+    world: Group,
+    action: str,
+    initialize: Callable[[Change, nn.Module], None],
+) -> tuple[nn.Module, list[Stepped]]:
+    """Return the model with its new modules, filled with the rows that move, and the parameters
+    that plain optimizers step in it. Collective; if a rank fails, the model is unchanged."""
     torchrec, root = dmp_port(model), unwrapped(model)
     replaced = {change.site.replaced: change.new for change in changes}
     # A module may have several places.
@@ -156,7 +189,7 @@ def put_in_place(
         if child in replaced
     ]
     try:
-        with world.agreeing(f"{action}, putting its tables in place"):
+        with world.agreeing(f"{action}(), putting its tables in place"):
             result = replace_modules(root, replaced)
             sharding: Any = None
             if torchrec is not None:
@@ -164,13 +197,12 @@ def put_in_place(
         if torchrec is not None:
             result = _sharded(torchrec, model, result, sharding, world, action)
         stepped: list[Stepped] = []
-        with world.agreeing(f"{action}, moving rows"):
+        with world.agreeing(f"{action}(), moving rows"):
             for change in changes:
                 # TorchRec has put a sharded collection in the place of the new one.
                 stored = unwrapped(result).get_submodule(change.path)
                 stepped += _move_rows(change, stored, steppers)
-                if initialize is not None:
-                    initialize(change, stored)
+                initialize(change, stored)
     except BaseException:
         # Interrupts too: a notebook goes on with the old model, whose modules have their tables.
         for holder, name, old in places:
@@ -195,12 +227,12 @@ def _sharded(
 
     def agree() -> None:
         # The other ranks learn here, before DDP communicates, that one has failed.
-        with world.agreeing(f"{action}, before DDP"):
+        with world.agreeing(f"{action}(), before DDP"):
             pass
 
-    with world.agreeing(f"{action}, sharding its tables"), _before_ddp(agree):
+    with world.agreeing(f"{action}(), sharding its tables"), _before_ddp(agree):
         result = torchrec.reshard(model, root, plan)
-    with world.agreeing(f"{action}, wrapping its layers"), _before_ddp(agree):
+    with world.agreeing(f"{action}(), wrapping its layers"), _before_ddp(agree):
         torchrec.wrap_layers(result, model)
     return result
 
@@ -247,7 +279,7 @@ def _move_rows(change: Change, stored: nn.Module, steppers: Steppers) -> list[St
 # Release
 
 
-def release(
+def _release(
     model: nn.Module,
     sites: Iterable[Site],
     stepped: Iterable[Stepped],
@@ -255,11 +287,7 @@ def release(
     action: str,
 ) -> None:
     """Give optimizers the new parameters, and free the old tables: using what held them raises from
-    now on. Local.
-
-    Args:
-        action: ``"compact"`` or ``"expand"``.
-    """
+    now on. Local."""
     for pair in stepped:
         steppers.replace(pair)
     for site in sites:
