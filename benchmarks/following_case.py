@@ -38,9 +38,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.measure import peak_extra_bytes
 from dist_sparse import FollowingTables, compact, following, sparsify
+from dist_sparse.compaction import collections
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.slots import index as slots_index
 
 EVERY = 10
 """Batches between two updates: of masks, slots and managed collisions alike."""
@@ -237,7 +237,7 @@ class Following(Method):
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
         # The bytes of the index are those of any table; the map is of small ones alone.
-        slots_index.MAPPED_IDS = 0
+        collections._MAPPED_ROWS = 0
         super().__init__(case, rows)
         every = case.get("every", EVERY)
         self.slots = FollowingTables(self.model, every=every, decay=DECAY, seed=case["seed"])
@@ -324,7 +324,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     subject = made[0]
     if isinstance(subject, Following):
         # The ids that the compact table keeps hold the slots, as if from a checkpoint.
-        index = subject.model.module.table.following_ids.indexes()["item"]
+        index = subject.model.module.table.following_ids.slots["item"]
         index.id_of_slot.copy_(torch.arange(case["rows"]))
     start, times, due = resident(), [], []
     draw = torch.Generator().manual_seed(dist.get_rank())

@@ -22,7 +22,7 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingCollection,
     CompactIds,
 )
-from dist_sparse.compaction.row_index import UNKNOWN, RowIndex
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import replace_modules
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.slots.index import SlotIndex
@@ -98,19 +98,13 @@ class FollowingIds(CompactIds):
         collection: the collection whose ids these are.
 
     Attributes:
-        slots: the index of each table that follows.
         fates: what has become of the lookups of each of them.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
-        super().__init__(tables, {}, collection)
-        self.slots = nn.ModuleDict(indexes)
+        super().__init__(tables, indexes, collection)
         self.fates = {name: Fates() for name in indexes}
         self._noted = {name: _Noted() for name in indexes}
-        # For each key, its table, and how many ids that has.
-        self._of_keys: list[tuple[str, int]] = []
-        for table in tables:
-            self._of_keys += [(table.name, table.num_embeddings)] * len(table.feature_names)
         # Which ids of a batch had a slot when it was translated, until its output is put together.
         self._kept: Any = WeakIdKeyDictionary()
         self._ahead = 0
@@ -121,13 +115,9 @@ class FollowingIds(CompactIds):
         return self._ahead
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the indexes, and of the maps that lookups on a CPU have made of them."""
-        return sum(index.nbytes for index in self.indexes().values())
-
-    def indexes(self) -> dict[str, SlotIndex]:
-        """Return the index of each table that follows."""
-        found: dict[str, Any] = dict(self.slots.items())
+    def slots(self) -> dict[str, SlotIndex]:
+        """The index of each table that follows."""
+        found: dict[str, Any] = dict(self.indexes.items())
         return found
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -154,20 +144,6 @@ class FollowingIds(CompactIds):
         if self._trains() and not isinstance(features, Proxy):
             self._ahead -= 1
 
-    def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
-        """Return the slot of each id: int32 ``(n,)``. Where an id has none, it is
-        :data:`~dist_sparse.compaction.row_index.REMOVED`, or of an id out of range
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN`."""
-        parts = torch.split(ordered.values(), ordered.length_per_key())
-        found = []
-        for (table, rows), ids in zip(self._of_keys, parts, strict=True):
-            if table in self.slots:
-                found.append(self.slots[table](ids))
-            else:
-                inside = (ids >= 0) & (ids < rows)
-                found.append(torch.where(inside, ids, UNKNOWN).int())
-        return torch.cat(found)
-
     def kept(self, features: KeyedJaggedTensor) -> Tensor:
         """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
         order of :meth:`ordered`."""
@@ -176,7 +152,7 @@ class FollowingIds(CompactIds):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return which ids hold slots. Their rows are at :meth:`_Follows.table_slots`."""
-        return {name: RowIndex.of(index.kept()) for name, index in self.indexes().items()}
+        return {name: RowIndex.of(index.kept()) for name, index in self.slots.items()}
 
     def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
@@ -203,10 +179,11 @@ class FollowingIds(CompactIds):
         """
         parts = torch.split(ordered.values(), ordered.length_per_key())
         left = found.length_per_key()
-        for (table, rows), ids, kept in zip(self._of_keys, parts, left, strict=True):
-            if table not in self.slots:
+        for table, ids, kept in zip(self._tables, parts, left, strict=True):
+            if table not in self.indexes:
                 continue
             # Rare, so that no pass over the ids looks for them otherwise.
+            rows = self._rows[table]
             inside = ids[(ids >= 0) & (ids < rows)] if unknown[table] else ids
             fates = self.fates[table]
             fates.lookups += len(ids)
@@ -233,7 +210,7 @@ class _Follows:
 
     def table_slots(self) -> dict[str, Tensor]:
         """Return the slots of the ids that hold one, in the order of the ids, by table."""
-        indexes = self.following_ids.indexes().items()
+        indexes = self.following_ids.slots.items()
         return {name: index.holders()[1].cpu() for name, index in indexes}
 
     def configs(self) -> list[Any]:
@@ -366,7 +343,7 @@ def _of_compact(model: nn.Module) -> nn.Module:
 
 def _around(old: Any, model: nn.Module) -> FollowingCollection:
     """Return a following collection that has the rows of a compact one."""
-    inner, device = old.inner, old.ids.index.words.device
+    inner = old.inner
     found = collection_of(inner)
     if reason := cast(Any, torchrec_port()).compact_refusal(model, inner):
         raise ValueError(f"This collection can't follow its traffic: {reason}.")
@@ -378,8 +355,7 @@ def _around(old: Any, model: nn.Module) -> FollowingCollection:
             raise ValueError(f"Table {name!r} has a default row, which is no one's slot.")
         # Kept rows are stored in the order of their ids.
         ids = index.kept().nonzero().view(-1)
-        indexes[name] = SlotIndex(index.rows, stored[name], ids)
+        indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
     made = _made(configs_of(old), indexes, found.pooled, found.weighted)
-    made.following_ids.to(device)
     made.inner = inner
     return made.train(old.training)

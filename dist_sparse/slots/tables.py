@@ -64,7 +64,7 @@ class _Table:
 
     @property
     def index(self) -> SlotIndex:
-        return self.ids.indexes()[self.name]
+        return self.ids.slots[self.name]
 
     def held_here(self) -> Tensor:
         """Return the ids of this rank's range that hold a slot, ascending, int64."""
@@ -159,7 +159,7 @@ class FollowingTables:
             collections = [each for each in model.modules() if isinstance(each, _KINDS)]
             self._tables = _tables_of(collections, protect_ids or {}, self._group)
             for each in collections:
-                stored_parts(each.inner, list(each.following_ids.indexes()), self._optimizers)
+                stored_parts(each.inner, list(each.following_ids.slots), self._optimizers)
             facts.update(
                 every=every, admit_after=admit_after, decay=decay, seed=seed, **self._described()
             )
@@ -262,7 +262,7 @@ class FollowingTables:
         for table in self._tables.values():
             collection = table.collection
             if collection not in stored:
-                names = list(table.ids.indexes())
+                names = list(table.ids.slots)
                 stored[collection] = stored_parts(collection.inner, names, self._optimizers)
             ids, slots = table.index.admit()
             new = NewRows(table.name, self.seed, ids.cpu(), slots.cpu(), table.bounds)
@@ -351,7 +351,7 @@ def _tables_of(
     found: dict[str, _Table] = {}
     for collection in collections:
         for config in collection.configs():
-            index = collection.following_ids.indexes().get(config.name)
+            index = collection.following_ids.slots.get(config.name)
             if index is None:
                 continue
             if config.name in found:

@@ -46,7 +46,7 @@ def test_kept_rows_become_slots(world: int, name: str) -> None:
         slots.step()
     after = {key: index.kept() for key, index in collection.table_indexes().items()}
     assert any(bool((after[key] & ~before[key]).any()) for key in before)
-    for key, index in collection.following_ids.indexes().items():
+    for key, index in collection.following_ids.slots.items():
         assert int(before[key].sum()) <= int(after[key].sum()) <= index.stored
 
 
