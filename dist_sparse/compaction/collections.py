@@ -198,7 +198,7 @@ class _Map(NamedTuple):
     rows: Tensor
 
 
-class _IndexedCollection(CompactCollection):
+class IndexedCollection(CompactCollection):
     """A collection of TorchRec's, ``inner``, behind ``ids``."""
 
     translation: ClassVar[type[CompactIds]] = CompactIds
@@ -230,7 +230,7 @@ class _IndexedCollection(CompactCollection):
         return ids.table_indexes()
 
 
-class CompactEmbeddingBagCollection(_IndexedCollection):
+class CompactEmbeddingBagCollection(IndexedCollection):
     """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows
     for the others.
 
@@ -331,7 +331,7 @@ class _Means(nn.Module):
         return KeyedTensor(keys=keys, length_per_key=widths, values=pooled.values() * scale)
 
 
-class CompactEmbeddingCollection(_IndexedCollection):
+class CompactEmbeddingCollection(IndexedCollection):
     """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a
     row: removed ones, and ids out of range (see :class:`CompactIds`).
 
@@ -387,11 +387,6 @@ class CompactEmbeddingCollection(_IndexedCollection):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the whole tables."""
         return self._configs
-
-    def embedding_dim(self) -> int:
-        """Return the width of all tables."""
-        width: int = self._configs[0].embedding_dim
-        return width
 
 
 class _Zeros(nn.Module):

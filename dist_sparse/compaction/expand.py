@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer
-from dist_sparse.compaction.initial import initial_rows
+from dist_sparse.compaction.initial import draw_rows
 from dist_sparse.compaction.moving import Steppers
 from dist_sparse.compaction.replacing import (
     Change,
@@ -33,9 +33,6 @@ Initial: TypeAlias = Literal["zero", "init"]
 
 _Bounds: TypeAlias = tuple[float, float] | None
 """Of a uniform initializer; None: the standard normal distribution."""
-
-_DRAWN = 1 << 20
-"""Elements that are drawn at once, 24 MB."""
 
 
 def expand(
@@ -131,15 +128,15 @@ def _refuse(model: nn.Module, sites: Sequence[Site], *, optimizers_known: bool) 
 
 def _moved_rows(site: Site) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return which stored rows of a module move, and which rows of whole tables take them."""
-    kept, placed = {}, {}
-    indexes, original = site.indexes(), site.original_rows()
-    for table, stored in site.rows().items():
-        if table in indexes:
-            placed[table] = indexes[table].kept().cpu()
-        else:
-            placed[table] = torch.ones(original[table], dtype=torch.bool)
-        # Rows behind the kept ones pad shards.
-        kept[table] = torch.arange(stored) < placed[table].count_nonzero()
+    placed = {}
+    if site.outer is not None:
+        placed = {each.name: torch.ones(each.rows, dtype=torch.bool) for each in site.outer.tables}
+    placed |= {table: index.kept().cpu() for table, index in site.indexes().items()}
+    # Rows behind the kept ones pad shards.
+    kept = {
+        table: torch.arange(stored) < placed[table].count_nonzero()
+        for table, stored in site.rows().items()
+    }
     return kept, placed
 
 
@@ -165,8 +162,8 @@ def _initializer(
                 padding = change.site.padding_id
                 if padding is not None:
                     back[padding] = False
-                name = table or change.site.path
-                _draw(weight, rect, back, seed, name, of_table)
+                places, name = back.nonzero().view(-1), table or change.site.path
+                draw_rows(weight, rect, places, places + rect.row, seed, name, of_table)
 
     return draw
 
@@ -182,12 +179,3 @@ def _shards(site: Site, stored: nn.Module, table: str) -> Iterator[tuple[Rect, T
     holder = collection_of(stored).embeddings()[table] if table else stored
     weight = holder.get_parameter("weight")
     yield Rect(0, 0, *weight.shape), weight.data
-
-
-def _draw(weight: Tensor, rect: Rect, back: Tensor, seed: int, name: str, bounds: _Bounds) -> None:
-    """Write the initial weights of the rows of a shard that come back."""
-    rows = back.nonzero().view(-1).to(weight.device)
-    columns = range(rect.col, rect.col_end)
-    for part in torch.split(rows, max(1, _DRAWN // max(1, rect.cols))):
-        drawn = initial_rows(seed, name, part + rect.row, columns, bounds)
-        weight[part] = drawn.to(weight.dtype)

@@ -31,6 +31,13 @@ class Stepped(NamedTuple):
     states: Mapping[str, Tensor]
 
 
+def listed(optimizers: Any) -> list[Any]:
+    """Return the optimizers of an argument: one, several, or None."""
+    if optimizers is None:
+        return []
+    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+
+
 class Steppers:
     """The optimizers of a training loop, wrapped ones too.
 
@@ -51,10 +58,7 @@ class Steppers:
     """
 
     def __init__(self, optimizers: Any) -> None:
-        several = isinstance(optimizers, Sequence)
-        self._given = [
-            each for each in (optimizers if several else [optimizers]) if each is not None
-        ]
+        self._given = listed(optimizers)
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
     @property
@@ -165,7 +169,7 @@ def move_collection(
             old_table, new_table = _located(source, name), _located(target, name)
             into = _first(new_table.shape[0], flags) if placed is None else placed[name]
             tables[name] = _Table(old_table, new_table, flags, into)
-        fused, fused_into = _fused_shards(source), _fused_shards(target)
+        fused, fused_into = fused_shards(source), fused_shards(target)
         plain, plain_into = source.parameters(), target.parameters()
         mine = _held(fused, plain, steppers)
     # A rank without a shard of a table does not know its states, but takes part in moving them.
@@ -199,7 +203,7 @@ def _located(collection: Collection, table: str) -> ShardedData:
     return collection.locate(table, collection.fqn("", table), table)
 
 
-def _fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
+def fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
     """This rank's shards of tables with a fused optimizer, in the order of ``ShardedData.shards``:
     without empty ones."""
     found: dict[str, list[_Fused]] = {}

@@ -153,10 +153,6 @@ class EmbeddingSite(_Site):
             made = _COMPACT[type(old)](old, cut(weight, kept[""], index.stored), index)
         return made.train(old.training)
 
-    def original_rows(self) -> dict[str, int]:
-        """Return how many rows the table has, those that were removed too."""
-        return {table: index.rows for table, index in self.indexes().items()}
-
     def initial_bounds(self, table: str) -> None:
         """Return None: torch draws both kinds from the standard normal distribution."""
 
@@ -224,11 +220,6 @@ class CollectionSite(_Site):
         # Ids arrive on the device of a DistributedModelParallel.
         device: Any = getattr(model, "device", None)
         return compact_collection(self.module, self.outer, kept, device, widths, default_row)
-
-    def original_rows(self) -> dict[str, int]:
-        """Return how many rows each table of a compact collection has, removed ones too."""
-        assert self.outer is not None
-        return {table.name: table.rows for table in self.outer.tables}
 
     def initial_bounds(self, table: str) -> tuple[float, float]:
         """Return between which values TorchRec draws the initial weights of a table.

@@ -21,6 +21,7 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
     CompactIds,
+    IndexedCollection,
 )
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import replace_modules
@@ -28,7 +29,7 @@ from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.slots.index import SlotIndex
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.torchrec.collections import configs_of
-from dist_sparse.torchrec.types import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from dist_sparse.torchrec.types import KeyedJaggedTensor
 
 _NOTED: Final = 1 << 22
 """Ids of a table that are noted one by one; then they are counted, id by id."""
@@ -77,12 +78,9 @@ class _Noted:
         ids, times = torch.unique(torch.cat(self._ids), return_counts=True)
         self._ids, self._length = [], 0
         known, so_far = self._counted
-        if len(known):
-            ids, places = torch.unique(torch.cat([known, ids.cpu()]), return_inverse=True)
-            times = torch.zeros(len(ids), dtype=torch.int64).index_add_(
-                0, places, torch.cat([so_far, times.cpu()])
-            )
-        self._counted = (ids.cpu(), times.cpu())
+        ids, places = torch.unique(torch.cat([known, ids.cpu()]), return_inverse=True)
+        both = torch.cat([so_far, times.cpu()])
+        self._counted = ids, torch.zeros(len(ids), dtype=torch.int64).index_add_(0, places, both)
 
 
 def _nothing() -> tuple[Tensor, Tensor]:
@@ -99,6 +97,7 @@ class FollowingIds(CompactIds):
 
     Attributes:
         fates: what has become of the lookups of each of them.
+        ahead: how many training batches are translated, and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
@@ -107,12 +106,7 @@ class FollowingIds(CompactIds):
         self._noted = {name: _Noted() for name in indexes}
         # Which ids of a batch had a slot when it was translated, until its output is put together.
         self._kept: Any = WeakIdKeyDictionary()
-        self._ahead = 0
-
-    @property
-    def ahead(self) -> int:
-        """How many training batches are translated, and not looked up yet."""
-        return self._ahead
+        self.ahead = 0
 
     @property
     def slots(self) -> dict[str, SlotIndex]:
@@ -132,7 +126,7 @@ class FollowingIds(CompactIds):
             # The index may have changed when the output of this batch is put together.
             self._kept[features] = self.rows(ordered) >= 0
         if self._trains():
-            self._ahead += 1
+            self.ahead += 1
             for table, before in unknown.items():
                 unknown[table] = self.unknown[table] - before
             self._note(ordered, found, unknown)
@@ -142,7 +136,7 @@ class FollowingIds(CompactIds):
         """Note that the collection looks a batch up."""
         # TorchRec's pipelines trace the forward once, without a batch.
         if self._trains() and not isinstance(features, Proxy):
-            self._ahead -= 1
+            self.ahead -= 1
 
     def kept(self, features: KeyedJaggedTensor) -> Tensor:
         """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
@@ -192,14 +186,12 @@ class FollowingIds(CompactIds):
             self._noted[table].add(inside)
 
 
-class _Follows:
+class _Follows(IndexedCollection):
     """What both kinds of collections have in common."""
 
     translation: ClassVar[type[CompactIds]] = FollowingIds
     # A mask of rows would be of slots, which change hands.
     refused: ClassVar = "its rows are slots, which FollowingTables gives to other ids"
-    _translation: list[CompactIds]
-    _configs: list[Any]
 
     @property
     def following_ids(self) -> FollowingIds:
@@ -213,9 +205,10 @@ class _Follows:
         indexes = self.following_ids.slots.items()
         return {name: index.holders()[1].cpu() for name, index in indexes}
 
-    def configs(self) -> list[Any]:
-        """Return the configurations of the whole tables."""
-        return self._configs
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Return the embeddings, as the collection of TorchRec does."""
+        self.following_ids.consumed(features)
+        return super().forward(features)
 
 
 class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
@@ -225,22 +218,12 @@ class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
 
     pooled: ClassVar = True
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled embeddings, as an EmbeddingBagCollection does."""
-        self.following_ids.consumed(features)
-        return super().forward(features)
-
 
 class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
     """An EmbeddingCollection whose tables store slots; see
     :class:`FollowingEmbeddingBagCollection`."""
 
     pooled: ClassVar = False
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the embeddings of every id, as an EmbeddingCollection does."""
-        self.following_ids.consumed(features)
-        return super().forward(features)
 
 
 FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection

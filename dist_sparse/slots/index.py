@@ -57,8 +57,6 @@ class SlotIndex(nn.Module):
 
     id_of_slot: Tensor
 
-    default_row = False
-
     def __init__(self, rows: int, slots: int, ids: Tensor | None = None) -> None:
         super().__init__()
         if not 1 <= rows <= MOST_IDS:

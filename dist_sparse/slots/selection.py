@@ -36,7 +36,7 @@ class Contest:
     Args:
         slots: of the table, over all ranks.
         ids: ascending, int64 ``(n,)``. Ranges of ids ascend with the ranks.
-        keys: by :func:`keys_of`, int64 ``(n,)``.
+        keys: what orders them, int64 ``(n,)``: larger wins.
         holds: which of them hold slots so far: bool ``(n,)``.
     """
 
@@ -57,17 +57,6 @@ class Holders:
 
     number: int
     coldest: int
-
-
-def keys_of(counts: Tensor, holds: bool, protected: Tensor) -> Tensor:
-    """Return what orders ids: int64 ``(n,)``, larger wins.
-
-    Args:
-        counts: of their lookups, int64 ``(n,)``.
-        holds: whether they hold slots.
-        protected: which of them must: bool ``(n,)``.
-    """
-    return (2 * counts + holds).masked_fill_(protected, PROTECTED)
 
 
 def holders_here(keys: Sequence[Tensor], group: Group) -> list[Holders]:

@@ -21,21 +21,18 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
+from dist_sparse.compaction.moving import listed
 from dist_sparse.groups import Group, Parcels, group_over, world_ranks
 from dist_sparse.slots.collections import (
     FollowingCollection,
-    FollowingEmbeddingBagCollection,
-    FollowingEmbeddingCollection,
     FollowingIds,
 )
 from dist_sparse.slots.counts import LookupCounts, Weight
 from dist_sparse.slots.index import SlotIndex
-from dist_sparse.slots.rows import NewRows, stored_parts, write_rows
-from dist_sparse.slots.selection import Contest, Holders, holders_here, keys_of, winners
+from dist_sparse.slots.rows import Stored, stored_parts, write_rows
+from dist_sparse.slots.selection import PROTECTED, Contest, Holders, holders_here, winners
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.text import count, percent, table_lines
-
-_KINDS = (FollowingEmbeddingBagCollection, FollowingEmbeddingCollection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +63,11 @@ class _Table:
     def index(self) -> SlotIndex:
         return self.ids.slots[self.name]
 
+    def parts(self, optimizers: Sequence[Any]) -> list[Stored]:
+        """Return what this rank stores of the table; see
+        :func:`~dist_sparse.slots.rows.stored_parts`."""
+        return stored_parts(self.collection.inner, self.name, optimizers)
+
     def held_here(self) -> Tensor:
         """Return the ids of this rank's range that hold a slot, ascending, int64."""
         ids, _ = self.index.holders()
@@ -73,8 +75,13 @@ class _Table:
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
     def keys(self, ids: Tensor, holds: bool) -> Tensor:
-        """Return what orders ids of this rank's range."""
-        return keys_of(self.counts.of(ids), holds, torch.isin(ids, self.protected))
+        """Return what orders ids of this rank's range, int64 ``(n,)``: larger wins.
+
+        Args:
+            holds: whether they hold slots.
+        """
+        keys = 2 * self.counts.of(ids) + holds
+        return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
 
     def newcomers(self, holders: Holders, least: int) -> Tensor:
         """Return the ids of this rank's range without a slot that may win one, ascending, int64.
@@ -152,14 +159,12 @@ class FollowingTables:
             checks.number("decay", decay, least=0.01, most=1)
             self.seed = checks.integer("seed", seed)
             self._weight = Weight(decay)
-            optimizers = [] if optimizer is None else optimizer
-            self._optimizers = (
-                list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizer]
-            )
-            collections = [each for each in model.modules() if isinstance(each, _KINDS)]
+            self._optimizers = listed(optimizer)
+            modules = model.modules()
+            collections = [each for each in modules if isinstance(each, FollowingCollection)]
             self._tables = _tables_of(collections, protect_ids or {}, self._group)
-            for each in collections:
-                stored_parts(each.inner, list(each.following_ids.slots), self._optimizers)
+            for table in self._tables.values():
+                table.parts(self._optimizers)
             facts.update(
                 every=every, admit_after=admit_after, decay=decay, seed=seed, **self._described()
             )
@@ -258,15 +263,10 @@ class FollowingTables:
     def _admit(self) -> None:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = None
-        stored: dict[FollowingCollection, Any] = {}
         for table in self._tables.values():
-            collection = table.collection
-            if collection not in stored:
-                names = list(table.ids.slots)
-                stored[collection] = stored_parts(collection.inner, names, self._optimizers)
             ids, slots = table.index.admit()
-            new = NewRows(table.name, self.seed, ids.cpu(), slots.cpu(), table.bounds)
-            write_rows(stored[collection][table.name], new)
+            parts = table.parts(self._optimizers)
+            write_rows(parts, ids.cpu(), slots.cpu(), self.seed, table.name, table.bounds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
@@ -350,21 +350,18 @@ def _tables_of(
     """Return the following tables of collections, by name."""
     found: dict[str, _Table] = {}
     for collection in collections:
-        for config in collection.configs():
-            index = collection.following_ids.slots.get(config.name)
-            if index is None:
-                continue
-            if config.name in found:
-                raise ValueError(f"Two following tables have the name {config.name!r}.")
+        for name, index in collection.following_ids.slots.items():
+            if name in found:
+                raise ValueError(f"Two following tables have the name {name!r}.")
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
-            found[config.name] = _Table(
-                name=config.name,
+            found[name] = _Table(
+                name=name,
                 collection=collection,
-                bounds=initial_bounds(collection, config.name),
+                bounds=initial_bounds(collection, name),
                 starts=starts,
                 counts=LookupCounts(starts[group.rank], starts[group.rank + 1]),
-                protected=_protected(config.name, index, protect_ids.get(config.name, ())),
+                protected=_protected(name, index, protect_ids.get(name, ())),
             )
     if not found:
         raise ValueError("The model has no following tables: following() makes them.")

@@ -40,7 +40,7 @@ def states(model: Any, optimizer: Any, table: str) -> list[tuple[Any, Tensor, li
     inner = model.module.tables.inner
     return [
         (part.rect, part.weight.clone(), [state.clone() for state, _ in part.states])
-        for part in stored_parts(inner, [table], [optimizer])[table]
+        for part in stored_parts(inner, table, [optimizer])
     ]
 
 
