@@ -461,13 +461,20 @@ def compact_collection(
     else:
         made = CompactEmbeddingCollection(configs, indexes, meta, stored)
     made.ids.to(device)
-    # A sharded collection has no embedding modules: its rows are moved later.
     for name, whole in collection.embeddings().items():
-        table: Any = collection_of(made.inner).embeddings()[name]
-        old = whole.get_parameter("weight")
-        weight = cut(old, kept[name], table.num_embeddings, table.embedding_dim)
-        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        _fill(made.inner, name, whole, kept[name])
     return made.train(module.training)
+
+
+def _fill(
+    made: nn.Module, name: str, source: Any, kept: Tensor, placed: Tensor | None = None
+) -> None:
+    """Give a table of an unsharded collection the kept rows of another; those of a sharded one,
+    which has no embedding modules, are moved later."""
+    table: Any = collection_of(made).embeddings()[name]
+    old = source.get_parameter("weight")
+    weight = cut(old, kept, table.num_embeddings, table.embedding_dim, placed=placed)
+    table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
 
 
 def expanded_collection(
@@ -486,14 +493,14 @@ def expanded_collection(
     else:
         made = EmbeddingCollection(configs, meta)
     indexes = outer.table_indexes()
+    rows = {config.name: config.num_embeddings for config in configs}
     for name, stored in collection_of(module).embeddings().items():
-        table: Any = collection_of(made).embeddings()[name]
-        old, rows = stored.get_parameter("weight"), table.num_embeddings
         # Behind the kept rows there may be some that pad shards.
-        placed = indexes[name].kept() if name in indexes else torch.ones(rows, dtype=torch.bool)
-        count = torch.arange(len(old)) < placed.count_nonzero().cpu()
-        weight = cut(old, count, rows, placed=placed)
-        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        placed = torch.ones(rows[name], dtype=torch.bool)
+        if name in indexes:
+            placed = indexes[name].kept()
+        count = torch.arange(len(stored.get_parameter("weight"))) < placed.count_nonzero().cpu()
+        _fill(made, name, stored, count, placed)
     return made.train(module.training)
 
 

@@ -24,12 +24,8 @@ from dist_sparse.compaction.replacing import (
 from dist_sparse.compaction.sites import Site, sites_of
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect
-
-Initial: TypeAlias = Literal["zero", "init"]
-"""What rows start from that come back."""
 
 _Bounds: TypeAlias = tuple[float, float] | None
 """Of a uniform initializer; None: the standard normal distribution."""
@@ -40,7 +36,7 @@ def expand(
     *,
     optimizer: Any = None,
     plan: Planner | None = None,
-    initial: Initial = "zero",
+    initial: Literal["zero", "init"] = "zero",
     seed: int = 0,
 ) -> nn.Module:
     """Return ``model`` with whole tables in the places of compact ones: the inverse of
@@ -113,15 +109,6 @@ def _refuse(model: nn.Module, sites: Sequence[Site], *, optimizers_known: bool) 
     if not sites:
         raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
     for site in sites:
-        if any(index.default_row for index in site.indexes().values()):
-            raise ValueError(
-                f"{site.label} has default rows: ids that share one would lose what it has learned,"
-                " so such tables can't be expanded."
-            )
-        if is_turned(site.module):
-            raise ValueError(
-                f"{site.label} has lost columns too, which can't come back: it can't be expanded."
-            )
         refuse_masked([(site.label, weight) for weight in site.module.parameters()])
     refuse_sites(model, sites, "expand", optimizers_known=optimizers_known, narrowed=False)
 

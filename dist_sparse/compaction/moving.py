@@ -167,7 +167,9 @@ def move_collection(
         tables = {}
         for name, flags in kept.items():
             old_table, new_table = _located(source, name), _located(target, name)
-            into = _first(new_table.shape[0], flags) if placed is None else placed[name]
+            into = torch.arange(new_table.shape[0]) < flags.count_nonzero()
+            if placed is not None:
+                into = placed[name]
             tables[name] = _Table(old_table, new_table, flags, into)
         fused, fused_into = fused_shards(source), fused_shards(target)
         plain, plain_into = source.parameters(), target.parameters()
@@ -192,11 +194,6 @@ def move_collection(
         if name in plain:
             stepped.append(Stepped(plain[name], plain_into[name], made))
     return stepped
-
-
-def _first(rows: int, kept: Tensor) -> Tensor:
-    """Return flags of as many of the first rows as are kept: bool ``(rows,)``."""
-    return torch.arange(rows) < kept.count_nonzero()
 
 
 def _located(collection: Collection, table: str) -> ShardedData:

@@ -54,37 +54,23 @@ class _Noted:
     """Ids of one table that training has looked up, and that their owners have not counted yet."""
 
     def __init__(self) -> None:
-        self._ids: list[Tensor] = []
-        self._length = 0
-        self._counted = _nothing()
+        # Ids, and how often each was looked up.
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, ids: Tensor) -> None:
-        # A copy: the caller may reuse its batch.
-        self._ids.append(ids.to(torch.int32, copy=True))
-        self._length += len(ids)
-        if self._length > _NOTED:
-            self._count()
+        self._parts.append((ids.int(), torch.ones((), dtype=torch.int64).expand(len(ids))))
+        if sum(len(ids) for ids, _ in self._parts[1:]) > _NOTED:
+            self._parts = [self.take()]
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the distinct ids, ascending, int32 ``(n,)``, and how often each was looked up,
         int64, and forget them."""
-        self._count()
-        found, self._counted = self._counted, _nothing()
-        return found
-
-    def _count(self) -> None:
-        if not self._ids:
-            return
-        ids, times = torch.unique(torch.cat(self._ids), return_counts=True)
-        self._ids, self._length = [], 0
-        known, so_far = self._counted
-        ids, places = torch.unique(torch.cat([known, ids.cpu()]), return_inverse=True)
-        both = torch.cat([so_far, times.cpu()])
-        self._counted = ids, torch.zeros(len(ids), dtype=torch.int64).index_add_(0, places, both)
-
-
-def _nothing() -> tuple[Tensor, Tensor]:
-    return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        none = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+        parts, times = zip(none, *self._parts, strict=True)
+        self._parts = []
+        every = torch.cat([each.cpu() for each in parts])
+        ids, places = torch.unique(every, return_inverse=True)
+        return ids, torch.zeros(len(ids), dtype=torch.int64).index_add_(0, places, torch.cat(times))
 
 
 class FollowingIds(CompactIds):
@@ -120,16 +106,14 @@ class FollowingIds(CompactIds):
         Raises:
             RuntimeError: an id is out of range, and its table is one that raises then.
         """
-        ordered, unknown = self.ordered(features), self.unknown
+        ordered = self.ordered(features)
         found = super().forward(ordered)
         if not self._collection.pooled:
             # The index may have changed when the output of this batch is put together.
             self._kept[features] = self.rows(ordered) >= 0
         if self._trains():
             self.ahead += 1
-            for table, before in unknown.items():
-                unknown[table] = self.unknown[table] - before
-            self._note(ordered, found, unknown)
+            self._note(ordered, found)
         return found
 
     def consumed(self, features: object) -> None:
@@ -162,23 +146,17 @@ class FollowingIds(CompactIds):
         training: bool = self._collection.training
         return training and torch.is_grad_enabled()
 
-    def _note(
-        self, ordered: KeyedJaggedTensor, found: KeyedJaggedTensor, unknown: Mapping[str, int]
-    ) -> None:
+    def _note(self, ordered: KeyedJaggedTensor, found: KeyedJaggedTensor) -> None:
         """Note the ids of a training batch, and what became of them.
 
         Args:
             found: the slots of those that have one.
-            unknown: how many of each table's ids are out of range.
         """
         parts = torch.split(ordered.values(), ordered.length_per_key())
-        left = found.length_per_key()
-        for table, ids, kept in zip(self._tables, parts, left, strict=True):
+        for table, ids, kept in zip(self._tables, parts, found.length_per_key(), strict=True):
             if table not in self.indexes:
                 continue
-            # Rare, so that no pass over the ids looks for them otherwise.
-            rows = self._rows[table]
-            inside = ids[(ids >= 0) & (ids < rows)] if unknown[table] else ids
+            inside = ids[(ids >= 0) & (ids < self._rows[table])]
             fates = self.fates[table]
             fates.lookups += len(ids)
             fates.missed += len(inside) - kept

@@ -142,7 +142,3 @@ class SlotIndex(nn.Module):
         self._slots[: len(slots)] = slots[order].int()
         self._made_of = (state, state._version)
         return index
-
-    def extra_repr(self) -> str:
-        """Return the arguments shown by ``repr``."""
-        return f"rows={self.rows}, slots={self.stored}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def stored_parts(inner: nn.Module, table: str, optimizers: Sequence[Any]) -> lis
     fused = fused_shards(collection).get(table)
     if fused is not None:
         # The state of fused optimizers begins at 0.
-        states = [[(state, 0.0) for state in each.states] for each in fused]
+        states = [list(zip(each.states, repeat(0.0), strict=False)) for each in fused]
     else:
         states = [
             _stepped(optimizers, collection.parameters()[table], each.tensor) for each in shards

@@ -83,6 +83,16 @@ class _Table:
         keys = 2 * self.counts.of(ids) + holds
         return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
 
+    def fates(self) -> list[int]:
+        """Return what this rank has counted: lookups, those without a slot and those out of range
+        in its batches; ids of its range that were looked up and hold no slot, and that never
+        were."""
+        counts, fates = self.counts, self.ids.fates[self.name]
+        seen = int(counts.counts.count_nonzero())
+        with_slot = int(counts.of(self.held_here()).count_nonzero())
+        found = [fates.lookups, fates.missed, fates.out_of_range]
+        return [*found, seen - with_slot, len(counts.counts) - seen]
+
     def newcomers(self, holders: Holders, least: int) -> Tensor:
         """Return the ids of this rank's range without a slot that may win one, ascending, int64.
 
@@ -313,23 +323,22 @@ class FollowingTables:
             table.counts.load(counts[name])
 
     def summary(self) -> str:
-        """Return a text table of the slots, and of what became of the lookups of training batches
-        on all ranks. Collective."""
+        """Return a text table of the slots, of the ids that hold none, and of what became of the
+        lookups of training batches on all ranks. Collective."""
+        self._count()
         tables = list(self._tables.values())
-        fates = [table.ids.fates[table.name] for table in tables]
-        here = [[each.lookups, each.missed, each.out_of_range] for each in fates]
-        for numbers, table in zip(here, tables, strict=True):
-            numbers.append(int((table.counts.counts > 0).sum()))
-        totals = self._group.all_reduce(torch.tensor(here, dtype=torch.int64)).tolist()
-        head = ("table", "ids", "seen", "slots", "held", "handed over", "lookups", "without a row")
+        here = torch.tensor([table.fates() for table in tables], dtype=torch.int64)
+        totals = self._group.all_reduce(here).tolist()
+        head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "handed over"]
+        head += ["lookups", "without a row", "out of range"]
         lines = []
-        for table, (lookups, missed, out, seen) in zip(tables, totals, strict=True):
-            share = percent(missed / lookups) if lookups else "-"
+        for table, (lookups, missed, out, waiting, never) in zip(tables, totals, strict=True):
             index = table.index
-            cells = [index.rows, seen, index.stored, index.num_kept, self.moved[table.name]]
-            text = f"{share}, {count(out)} out of range" if out else share
-            lines.append((table.name, *map(count, [*cells, lookups]), text))
-        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 7)))])
+            cells = [index.rows, index.stored, index.num_kept, waiting, never]
+            cells += [self.moved[table.name], lookups]
+            share = percent(missed / lookups) if lookups else "-"
+            lines.append((table.name, *map(count, cells), share, count(out)))
+        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 10)))])
 
     def __repr__(self) -> str:
         names = ", ".join(self._tables)
