@@ -1,4 +1,4 @@
-"""Does it pay that ids come and go? Tables of equal bytes on a stream whose hot ids drift.
+"""Tables of equal bytes on a stream whose hot ids drift: following ones and their alternatives.
 
 Every batch is predicted before it is trained on. Then the memory and the time of a table of
 100,000,000 ids. Results are written to ``benchmarks/results/`` as JSON and markdown; some

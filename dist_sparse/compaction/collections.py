@@ -42,7 +42,7 @@ from dist_sparse.torchrec.types import (
 
 _log = logging.getLogger(__name__)
 
-_MAPPED_ROWS: Final = 1 << 22
+MAPPED_ROWS: Final = 1 << 22
 """Ids of a collection that have a map of 4 bytes an id, 16 MiB, small tables first. The rows of
 larger tables are found from their bitmaps: a quarter of a byte an id, and many times slower."""
 
@@ -89,7 +89,7 @@ class CompactIds(nn.Module):
         # Small tables first: most lookups for the memory.
         small = sorted(indexes, key=self._rows.__getitem__)
         sums = list(accumulate(self._rows[name] for name in small))
-        self._mapped = set(small[: bisect_right(sums, _MAPPED_ROWS)])
+        self._mapped = set(small[: bisect_right(sums, MAPPED_ROWS)])
         self._maps: dict[str, _Map] = {}
 
     @property

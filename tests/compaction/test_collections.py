@@ -175,7 +175,7 @@ def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> None:
     """Bit for bit what the index of all tables finds, whichever tables are small; int32 and
     int64."""
-    monkeypatch.setattr(collections, "_MAPPED_ROWS", mapped)
+    monkeypatch.setattr(collections, "MAPPED_ROWS", mapped)
     indexes = {name: RowIndex.of(flags, default_row=name == "a") for name, flags in kept().items()}
     ids = CompactEmbeddingBagCollection(TABLES, indexes).ids
     index = RowIndexes([indexes.get(name) for name in "abcd"], [50, 20, 90, 33], [0, 0, 1, 1, 2, 3])
