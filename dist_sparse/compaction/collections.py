@@ -151,6 +151,13 @@ class CompactIds(nn.Module):
         return torch.cat(list(map(self._rows_of, self._tables, parts)))
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
+        if table in self._mapped and ids.device.type == "cpu":
+            try:
+                # It looks at the range of every id, so that no pass of its own has to.
+                return self._map(table).index_select(0, ids)
+            except IndexError:
+                # One is out of range.
+                pass
         # Any id must read inside a map; those that clamping changed are marked at the end.
         found = inside = ids.clamp(0, self._rows[table] - 1)
         if table in self._mapped:
