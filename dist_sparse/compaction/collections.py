@@ -9,16 +9,18 @@ message and no lookup. Results are those of tables with zero rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, ClassVar, Final, NamedTuple
+from itertools import accumulate, chain
+from typing import Any, ClassVar, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, RowIndexes, UnknownLookups
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, UnknownLookups
 from dist_sparse.compaction.tables import CompactCollection, cut
 from dist_sparse.tables.port import collection_of
 from dist_sparse.torchrec.collections import configs_of, table_configs
@@ -40,10 +42,9 @@ from dist_sparse.torchrec.types import (
 
 _log = logging.getLogger(__name__)
 
-_MAPPED_ROWS: Final = 1 << 22
-"""Original rows of a collection that have a map of 4 bytes a row on a CPU, 16 MiB, small tables
-first. The rows of larger tables are found from their bitmaps: a quarter of a byte a row, and many
-times slower."""
+MAPPED_ROWS: Final = 1 << 22
+"""Ids of a collection that have a map of 4 bytes an id, 16 MiB, small tables first. The rows of
+larger tables are found from their bitmaps: a quarter of a byte an id, and many times slower."""
 
 
 class CompactIds(nn.Module):
@@ -60,40 +61,36 @@ class CompactIds(nn.Module):
 
     Args:
         tables: configurations of the whole tables.
-        indexes: by table, of those that have removed rows.
+        indexes: by table, of those that do not keep a row for each id.
         collection: the compact collection whose ids these are.
 
     Attributes:
         names: of what the collection returns, in the order of the tables; the keys of the result.
+        indexes: as given.
         collection: the compact collection, in a list.
     """
 
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig | EmbeddingConfig],
-        indexes: Mapping[str, RowIndex],
+        indexes: Mapping[str, Any],
         collection: Any,
     ) -> None:
         super().__init__()
-        self._tables = [table.name for table in tables]
         self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
         # In a list: as a module it would be its own child.
         self.collection = [collection]
-        self._features: list[str] = []
-        # For each feature, the position of its table.
-        self._of_features: list[int] = []
-        for number, table in enumerate(tables):
-            self._features += table.feature_names
-            self._of_features += [number] * len(table.feature_names)
-        self._rows = [table.num_embeddings for table in tables]
-        self.index = RowIndexes(
-            [indexes.get(name) for name in self._tables], self._rows, self._of_features
-        )
-        self._unknown = UnknownLookups(
-            dict(zip(self._tables, self._rows, strict=True)),
-            [self._tables[number] for number in self._of_features],
-        )
-        self._maps = _Maps(torch.empty(0), -1, {})
+        self._features = [feature for table in tables for feature in table.feature_names]
+        # The table of each feature.
+        self._tables = [table.name for table in tables for _ in table.feature_names]
+        self._rows = {table.name: table.num_embeddings for table in tables}
+        self.indexes = nn.ModuleDict(indexes)
+        self._unknown = UnknownLookups(self._rows, self._tables)
+        # Small tables first: most lookups for the memory.
+        small = sorted(indexes, key=self._rows.__getitem__)
+        sums = list(accumulate(self._rows[name] for name in small))
+        self._mapped = set(small[: bisect_right(sums, MAPPED_ROWS)])
+        self._maps: dict[str, _Map] = {}
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -103,8 +100,10 @@ class CompactIds(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index, and of the maps that lookups on a CPU have made of it."""
-        return self.index.nbytes + sum(rows.nbytes for rows in self._maps.tables.values())
+        """Bytes of the indexes, and of the maps that lookups have made of them."""
+        indexes: Iterable[Any] = self.indexes.values()
+        maps = sum(each.rows.nbytes for each in self._maps.values())
+        return sum([int(index.nbytes) for index in indexes], maps)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the rows of what is kept, under the keys :attr:`names`.
@@ -148,62 +147,40 @@ class CompactIds(nn.Module):
         """Return the row of each id among the stored ones: int32 ``(n,)``. Where an id has none, it
         is :data:`~dist_sparse.compaction.row_index.REMOVED`, or of an id out of range
         :data:`~dist_sparse.compaction.row_index.UNKNOWN`."""
-        ids = ordered.values()
-        if ids.device.type == "cpu":
-            parts = torch.split(ids, ordered.length_per_key())
+        parts = torch.split(ordered.values(), ordered.length_per_key())
+        return torch.cat(list(map(self._rows_of, self._tables, parts)))
+
+    def _rows_of(self, table: str, ids: Tensor) -> Tensor:
+        if table in self._mapped and ids.device.type == "cpu":
             try:
-                # index_select looks at the range of every id, so that no pass of its own has to.
-                return torch.cat(self._found(parts, self._current_maps()))
+                # It looks at the range of every id, so that no pass of its own has to.
+                return self._map(table).index_select(0, ids)
             except IndexError:
-                # One is out of range: the index tells which.
+                # One is out of range.
                 pass
-        found: Tensor = self.index(ids, ordered.lengths().view(len(self.names), -1).sum(1))
-        return found
+        # Any id must read inside a map; those that clamping changed are marked at the end.
+        found = inside = ids.clamp(0, self._rows[table] - 1)
+        if table in self._mapped:
+            found = self._map(table).index_select(0, inside)
+        elif table in self.indexes:
+            found = self.indexes[table](inside)
+        return torch.where(inside == ids, found.int(), UNKNOWN)
+
+    def _map(self, table: str) -> Tensor:
+        """Return the row of every id of a small table, as :meth:`rows` does."""
+        index: Any = self.indexes[table]
+        state, held = index.state, self._maps.get(table)
+        # Loading a state writes into the same tensor; moving the module replaces the tensor.
+        if held is None or held.state is not state or held.version != state._version:
+            ids = torch.arange(index.rows, device=state.device)
+            held = self._maps[table] = _Map(state, state._version, index(ids).int())
+        return held.rows
 
     def kept(self, features: KeyedJaggedTensor) -> Tensor:
         """Return which ids of a batch that was translated have a row: bool ``(n,)``, in the order
         of :meth:`ordered`."""
         # Looked up again: what the input distribution sends can't carry it.
         return self.rows(self.ordered(features)) >= 0
-
-    def _found(self, parts: Sequence[Tensor], maps: Mapping[int, Tensor]) -> list[Tensor]:
-        """The rows of each feature's ids: int32 ``(n,)``.
-
-        Raises:
-            IndexError: an id is out of range.
-        """
-        found = []
-        for feature, (table, ids) in enumerate(zip(self._of_features, parts, strict=True)):
-            if table in maps:
-                found.append(maps[table].index_select(0, ids))
-            else:
-                # The index takes the ids of all features: the others have none.
-                lengths = torch.zeros(len(self.names), dtype=torch.int64)
-                lengths[feature] = len(ids)
-                found.append(self.index(ids, lengths))
-        return found
-
-    def _current_maps(self) -> dict[int, Tensor]:
-        """For each small table, by its position, the row of every id, as :meth:`rows` returns
-        it."""
-        words, maps = self.index.words, self._maps
-        # Loading a state writes other bits into the same tensor; moving the module replaces the
-        # tensor.
-        if maps.words is not words or maps.version != words._version:
-            maps = self._maps = _Maps(words, words._version, self._mapped())
-        return maps.tables
-
-    def _mapped(self) -> dict[int, Tensor]:
-        indexes, left = self.index.tables(), _MAPPED_ROWS
-        found: dict[int, Tensor] = {}
-        # Small tables first: most lookups for the memory.
-        for number in sorted(range(len(self._rows)), key=self._rows.__getitem__):
-            left -= self._rows[number]
-            if left < 0:
-                break
-            ids = torch.arange(self._rows[number], dtype=torch.int32)
-            found[number] = indexes[number](ids).int() if number in indexes else ids
-        return found
 
     def _report(self, unknown: Mapping[str, str]) -> None:
         """Do for ids out of range what the collection did before it was compact."""
@@ -216,19 +193,19 @@ class CompactIds(nn.Module):
                 _log.warning("Out of bounds access: %s. They read and train no row.", lookups)
 
     def table_indexes(self) -> dict[str, RowIndex]:
-        """Return the index of each table that has removed rows."""
-        return {self._tables[number]: index for number, index in self.index.tables().items()}
+        """Return a copy of the index of each table that has removed rows."""
+        return {table: deepcopy(cast(RowIndex, index)) for table, index in self.indexes.items()}
 
 
-class _Maps(NamedTuple):
-    """Maps from ids to rows, by the table's position, and the bitmap that they were made of."""
+class _Map(NamedTuple):
+    """The row of every id of a table, and the state of the index that they were made of."""
 
-    words: Tensor
+    state: Tensor
     version: int
-    tables: dict[int, Tensor]
+    rows: Tensor
 
 
-class _IndexedCollection(CompactCollection):
+class IndexedCollection(CompactCollection):
     """A collection of TorchRec's, ``inner``, behind ``ids``."""
 
     translation: ClassVar[type[CompactIds]] = CompactIds
@@ -260,7 +237,7 @@ class _IndexedCollection(CompactCollection):
         return ids.table_indexes()
 
 
-class CompactEmbeddingBagCollection(_IndexedCollection):
+class CompactEmbeddingBagCollection(IndexedCollection):
     """An EmbeddingBagCollection that stores kept rows only and returns what it would with zero rows
     for the others.
 
@@ -361,7 +338,7 @@ class _Means(nn.Module):
         return KeyedTensor(keys=keys, length_per_key=widths, values=pooled.values() * scale)
 
 
-class CompactEmbeddingCollection(_IndexedCollection):
+class CompactEmbeddingCollection(IndexedCollection):
     """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a
     row: removed ones, and ids out of range (see :class:`CompactIds`).
 
@@ -417,11 +394,6 @@ class CompactEmbeddingCollection(_IndexedCollection):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the whole tables."""
         return self._configs
-
-    def embedding_dim(self) -> int:
-        """Return the width of all tables."""
-        width: int = self._configs[0].embedding_dim
-        return width
 
 
 class _Zeros(nn.Module):
@@ -496,13 +468,20 @@ def compact_collection(
     else:
         made = CompactEmbeddingCollection(configs, indexes, meta, stored)
     made.ids.to(device)
-    # A sharded collection has no embedding modules: its rows are moved later.
     for name, whole in collection.embeddings().items():
-        table: Any = collection_of(made.inner).embeddings()[name]
-        old = whole.get_parameter("weight")
-        weight = cut(old, kept[name], table.num_embeddings, table.embedding_dim)
-        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        _fill(made.inner, name, whole, kept[name])
     return made.train(module.training)
+
+
+def _fill(
+    made: nn.Module, name: str, source: Any, kept: Tensor, placed: Tensor | None = None
+) -> None:
+    """Give a table of an unsharded collection the kept rows of another; those of a sharded one,
+    which has no embedding modules, are moved later."""
+    table: Any = collection_of(made).embeddings()[name]
+    old = source.get_parameter("weight")
+    weight = cut(old, kept, table.num_embeddings, table.embedding_dim, placed=placed)
+    table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
 
 
 def expanded_collection(
@@ -521,14 +500,14 @@ def expanded_collection(
     else:
         made = EmbeddingCollection(configs, meta)
     indexes = outer.table_indexes()
+    rows = {config.name: config.num_embeddings for config in configs}
     for name, stored in collection_of(module).embeddings().items():
-        table: Any = collection_of(made).embeddings()[name]
-        old, rows = stored.get_parameter("weight"), table.num_embeddings
         # Behind the kept rows there may be some that pad shards.
-        placed = indexes[name].kept() if name in indexes else torch.ones(rows, dtype=torch.bool)
-        count = torch.arange(len(old)) < placed.count_nonzero().cpu()
-        weight = cut(old, count, rows, placed=placed)
-        table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        placed = torch.ones(rows[name], dtype=torch.bool)
+        if name in indexes:
+            placed = indexes[name].kept()
+        count = torch.arange(len(stored.get_parameter("weight"))) < placed.count_nonzero().cpu()
+        _fill(made, name, stored, count, placed)
     return made.train(module.training)
 
 

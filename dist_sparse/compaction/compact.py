@@ -10,10 +10,9 @@ It has three phases. No rank begins the next part of a phase before all have suc
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +23,20 @@ from dist_sparse.compaction.moving import Steppers
 from dist_sparse.compaction.replacing import (
     Change,
     Planner,
-    put_in_place,
     refuse_sites,
-    release,
+    replace_tables,
     unwrapped,
 )
 from dist_sparse.compaction.sites import Kept, Site, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import TableStats
-from dist_sparse.rotation.outputs import is_turned, move_bases
+from dist_sparse.rotation.outputs import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
-
-Removed: TypeAlias = Literal["zero", "default_row"]
-"""The output for removed ids."""
 
 
 def compact(
@@ -50,7 +45,7 @@ def compact(
     *,
     optimizer: Any = None,
     plan: Planner | None = None,
-    removed: Removed = "zero",
+    removed: Literal["zero", "default_row"] = "zero",
 ) -> nn.Module:
     """Return ``model`` with tables that store only kept rows or columns. Collective: every rank of
     the world must call it.
@@ -117,9 +112,14 @@ def compact(
         choice("removed", removed, ("zero", "default_row"))
         default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
-        _refuse_plain_data(sparsifier)
+        if names := sparsifier.masks.plain.names:
+            raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
         optimizers = _optimizers_of(sparsifier, optimizer)
-        facts.update(removed=removed, **_arguments(model, sparsifier, optimizers, plan))
+        steppers = Steppers(optimizers)
+        # Objects can't be compared between ranks; their kinds can.
+        facts.update(removed=removed, model=type(model).__name__, plan=plan is not None)
+        facts.update(tables=sparsifier.masks.tables.names)
+        facts.update(optimizer=None if optimizers is None else steppers.kinds)
         if isinstance(sparse, SparseTraining):
             # Before any change: if warnings are errors, detach() would raise too late.
             sparse.warn_of_early_end()
@@ -130,7 +130,6 @@ def compact(
         if sparsifier.masks.enforcer is not None:
             # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
             sparsifier.masks.enforcer.settle()
-        steppers = Steppers(optimizers or ())
         widths = _widths(sparsifier, stats)
         reductions = _reductions(model, sparsifier, set(stats), widths, kept)
         sites = [reduction.site for reduction in reductions]
@@ -148,23 +147,13 @@ def compact(
         for each in reductions:
             new = each.site.compacted(each.kept, each.widths, model, default_row)
             changes.append(Change(each.site, new, each.kept))
-    result, stepped = put_in_place(model, changes, steppers, plan, world, "compact()")
 
     # Phase 3: release.
-    try:
-        with world.agreeing("compact(), releasing the old tables"):
-            _narrow_outputs(reductions, changes, result)
-            _detach(sparse, sparsifier)
-            release(model, sites, stepped, steppers, "compact")
-    except ValueError as fault:
-        # Released tables can't be restored: no rank may continue with a model that others lost.
-        raise RuntimeError(
-            "compact() failed on every rank, and no model is left: resume from a checkpoint. "
-            f"{fault}"
-        ) from fault
-    # Reference cycles keep table batches, DDP and their hooks alive.
-    gc.collect()
-    return result
+    def finish(result: nn.Module) -> None:
+        _narrow_outputs(reductions, changes, result)
+        _detach(sparse, sparsifier)
+
+    return replace_tables(model, changes, steppers, plan, world, "compact", finish=finish)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,33 +176,12 @@ class _Reduction:
 # Phase 1: check
 
 
-def _refuse_plain_data(sparsifier: BaseDataSparsifier) -> None:
-    if names := sparsifier.masks.plain.names:
-        raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
-
-
-def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Sequence[Any] | None:
+def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Any:
     """Return the optimizers that step tables that are not fused; None if they are unknown."""
     if optimizer is not None:
-        return optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        return optimizer
     enforcer = sparsifier.masks.enforcer
     return enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
-
-
-def _arguments(
-    model: nn.Module,
-    sparsifier: BaseDataSparsifier,
-    optimizers: Sequence[Any] | None,
-    plan: Planner | None,
-) -> dict[str, Any]:
-    """Return facts about the arguments of compact() that must be equal on all ranks."""
-    # Objects can't be compared between ranks; their kinds can.
-    return {
-        "model": type(model).__name__,
-        "tables": sparsifier.masks.tables.names,
-        "optimizer": None if optimizers is None else Steppers(optimizers).kinds,
-        "plan": plan is not None,
-    }
 
 
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
@@ -333,31 +301,20 @@ def _refuse_sites(
         default_row: whether removed ids share a row.
     """
     for site in sites:
-        if is_turned(site.module) and not narrowed:
-            raise ValueError(
-                f"{site.label} is rotated, and its output is turned back by a hook: "
-                "it can't be compacted."
-            )
-        _refuse_default_row(site, default_row)
+        if default_row:
+            _refuse_default_row(site)
     refuse_sites(model, sites, "compact", optimizers_known=optimizers_known, narrowed=narrowed)
 
 
-def _refuse_default_row(site: Site, default_row: bool) -> None:
-    """Refuse tables that have a default row already, or can't get the one that is asked for."""
-    indexes = site.indexes().values()
-    if any(index.default_row for index in indexes):
-        raise ValueError(
-            f"{site.label} has default rows, and tables with a default row can't lose rows again."
-        )
-    if not default_row:
-        return
+def _refuse_default_row(site: Site) -> None:
+    """Refuse tables that can't get a default row."""
     if site.padding_id is not None:
         raise ValueError(
             f"{site.label} has a padding_idx, "
             "whose id would get the default row if its row was removed."
         )
     # Ids removed before would still give zeros, ids removed now the default row.
-    if indexes:
+    if any(not index.default_row for index in site.indexes().values()):
         raise ValueError(
             f"{site.label} has already lost rows without a default row; it can't get one now."
         )

@@ -6,7 +6,6 @@ the shards of a compact table to those of a whole one on the same plan, chunk by
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -14,30 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer
-from dist_sparse.compaction.initial import initial_rows
+from dist_sparse.compaction.initial import draw_rows
 from dist_sparse.compaction.moving import Steppers
 from dist_sparse.compaction.replacing import (
     Change,
     Planner,
-    put_in_place,
     refuse_sites,
-    release,
+    replace_tables,
 )
 from dist_sparse.compaction.sites import Site, sites_of
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.shards import Rect
 
-Initial: TypeAlias = Literal["zero", "init"]
-"""What rows start from that come back."""
-
 _Bounds: TypeAlias = tuple[float, float] | None
 """Of a uniform initializer; None: the standard normal distribution."""
-
-_DRAWN = 1 << 20
-"""Elements that are drawn at once, 24 MB."""
 
 
 def expand(
@@ -45,7 +36,7 @@ def expand(
     *,
     optimizer: Any = None,
     plan: Planner | None = None,
-    initial: Initial = "zero",
+    initial: Literal["zero", "init"] = "zero",
     seed: int = 0,
 ) -> nn.Module:
     """Return ``model`` with whole tables in the places of compact ones: the inverse of
@@ -97,7 +88,7 @@ def expand(
     with world.agreeing("expand()") as facts:
         choice("initial", initial, ("zero", "init"))
         integer("seed", seed, least=0)
-        steppers = Steppers(_listed(optimizer))
+        steppers = Steppers(optimizer)
         # Compact collections that keep all rows have nothing to bring back.
         sites = [site for site in sites_of(model) if site.indexes()]
         facts.update(initial=initial, seed=seed, plan=plan is not None)
@@ -109,29 +100,8 @@ def expand(
     # Phase 2: build. The compact tables are still there, so any failure leaves the model as it was.
     with world.agreeing("expand(), building its tables"):
         changes = [Change(site, site.expanded(), *_moved_rows(site)) for site in sites]
-    result, stepped = put_in_place(
-        model, changes, steppers, plan, world, "expand()", _initializer(bounds, seed)
-    )
-
-    # Phase 3: release.
-    try:
-        with world.agreeing("expand(), releasing the old tables"):
-            release(model, sites, stepped, steppers, "expand")
-    except ValueError as fault:
-        # Released tables can't be restored: no rank may continue with a model that others lost.
-        raise RuntimeError(
-            "expand() failed on every rank, and no model is left: resume from a checkpoint. "
-            f"{fault}"
-        ) from fault
-    # Reference cycles keep table batches, DDP and their hooks alive.
-    gc.collect()
-    return result
-
-
-def _listed(optimizer: Any) -> Sequence[Any]:
-    if optimizer is None:
-        return ()
-    return optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    draw = _initializer(bounds, seed)
+    return replace_tables(model, changes, steppers, plan, world, "expand", initialize=draw)
 
 
 def _refuse(model: nn.Module, sites: Sequence[Site], *, optimizers_known: bool) -> None:
@@ -139,30 +109,21 @@ def _refuse(model: nn.Module, sites: Sequence[Site], *, optimizers_known: bool) 
     if not sites:
         raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
     for site in sites:
-        if any(index.default_row for index in site.indexes().values()):
-            raise ValueError(
-                f"{site.label} has default rows: ids that share one would lose what it has learned,"
-                " so such tables can't be expanded."
-            )
-        if is_turned(site.module):
-            raise ValueError(
-                f"{site.label} has lost columns too, which can't come back: it can't be expanded."
-            )
         refuse_masked([(site.label, weight) for weight in site.module.parameters()])
     refuse_sites(model, sites, "expand", optimizers_known=optimizers_known, narrowed=False)
 
 
 def _moved_rows(site: Site) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return which stored rows of a module move, and which rows of whole tables take them."""
-    kept, placed = {}, {}
-    indexes, original = site.indexes(), site.original_rows()
-    for table, stored in site.rows().items():
-        if table in indexes:
-            placed[table] = indexes[table].kept().cpu()
-        else:
-            placed[table] = torch.ones(original[table], dtype=torch.bool)
-        # Rows behind the kept ones pad shards.
-        kept[table] = torch.arange(stored) < placed[table].count_nonzero()
+    placed = {}
+    if site.outer is not None:
+        placed = {each.name: torch.ones(each.rows, dtype=torch.bool) for each in site.outer.tables}
+    placed |= {table: index.kept().cpu() for table, index in site.indexes().items()}
+    # Rows behind the kept ones pad shards.
+    kept = {
+        table: torch.arange(stored) < placed[table].count_nonzero()
+        for table, stored in site.rows().items()
+    }
     return kept, placed
 
 
@@ -188,8 +149,8 @@ def _initializer(
                 padding = change.site.padding_id
                 if padding is not None:
                     back[padding] = False
-                name = table or change.site.path
-                _draw(weight, rect, back, seed, name, of_table)
+                places, name = back.nonzero().view(-1), table or change.site.path
+                draw_rows(weight, rect, places, places + rect.row, seed, name, of_table)
 
     return draw
 
@@ -205,12 +166,3 @@ def _shards(site: Site, stored: nn.Module, table: str) -> Iterator[tuple[Rect, T
     holder = collection_of(stored).embeddings()[table] if table else stored
     weight = holder.get_parameter("weight")
     yield Rect(0, 0, *weight.shape), weight.data
-
-
-def _draw(weight: Tensor, rect: Rect, back: Tensor, seed: int, name: str, bounds: _Bounds) -> None:
-    """Write the initial weights of the rows of a shard that come back."""
-    rows = back.nonzero().view(-1).to(weight.device)
-    columns = range(rect.col, rect.col_end)
-    for part in torch.split(rows, max(1, _DRAWN // max(1, rect.cols))):
-        drawn = initial_rows(seed, name, part + rect.row, columns, bounds)
-        weight[part] = drawn.to(weight.dtype)

@@ -14,12 +14,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dist_sparse.tables.shards import Rect
+
 # Steele, Lea, Flood: Fast splittable pseudorandom number generators (2014); int64 wraps as uint64.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 _DIGITS = 52
 """Random bits of an element: all of them, and the half that is added, are exact in float64."""
+
+
+_DRAWN = 1 << 20
+"""Elements that are drawn at once, 24 MB."""
 
 
 def initial_rows(
@@ -63,6 +69,31 @@ def initial_rows(
     # In float64: what devices round differently there is the same float32.
     normal: Tensor = (math.sqrt(2) * torch.erfinv(2 * drawn - 1)).float()
     return normal
+
+
+def draw_rows(
+    weight: Tensor,
+    rect: Rect,
+    places: Tensor,
+    ids: Tensor,
+    seed: int,
+    table: str,
+    bounds: tuple[float, float] | None,
+) -> None:
+    """Write initial weights into some rows of a part of a table, in place.
+
+    Args:
+        weight: ``(rect.rows, rect.cols)``.
+        rect: which rows and columns of the table it has.
+        places: rows of ``weight``, int64 ``(n,)``.
+        ids: whose initial weights they get, int64 ``(n,)``.
+        seed, table, bounds: as of :func:`initial_rows`.
+    """
+    most, device = max(1, _DRAWN // max(1, rect.cols)), weight.device
+    columns = range(rect.col, rect.col_end)
+    for some, at in zip(torch.split(ids, most), torch.split(places, most), strict=True):
+        drawn = initial_rows(seed, table, some.to(device), columns, bounds)
+        weight[at.to(device)] = drawn.to(weight.dtype)
 
 
 def _mix(value: Tensor) -> Tensor:

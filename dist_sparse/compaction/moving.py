@@ -31,11 +31,18 @@ class Stepped(NamedTuple):
     states: Mapping[str, Tensor]
 
 
+def listed(optimizers: Any) -> list[Any]:
+    """Return the optimizers of an argument: one, several, or None."""
+    if optimizers is None:
+        return []
+    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+
+
 class Steppers:
     """The optimizers of a training loop, wrapped ones too.
 
     Args:
-        optimizers: as the training loop has them.
+        optimizers: as the training loop has them: one, several, or None.
 
     Example::
 
@@ -50,8 +57,8 @@ class Steppers:
         (True, torch.Size([3, 2]))
     """
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._given = list(optimizers)
+    def __init__(self, optimizers: Any) -> None:
+        self._given = listed(optimizers)
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
     @property
@@ -160,9 +167,11 @@ def move_collection(
         tables = {}
         for name, flags in kept.items():
             old_table, new_table = _located(source, name), _located(target, name)
-            into = _first(new_table.shape[0], flags) if placed is None else placed[name]
+            into = torch.arange(new_table.shape[0]) < flags.count_nonzero()
+            if placed is not None:
+                into = placed[name]
             tables[name] = _Table(old_table, new_table, flags, into)
-        fused, fused_into = _fused_shards(source), _fused_shards(target)
+        fused, fused_into = fused_shards(source), fused_shards(target)
         plain, plain_into = source.parameters(), target.parameters()
         mine = _held(fused, plain, steppers)
     # A rank without a shard of a table does not know its states, but takes part in moving them.
@@ -187,16 +196,11 @@ def move_collection(
     return stepped
 
 
-def _first(rows: int, kept: Tensor) -> Tensor:
-    """Return flags of as many of the first rows as are kept: bool ``(rows,)``."""
-    return torch.arange(rows) < kept.count_nonzero()
-
-
 def _located(collection: Collection, table: str) -> ShardedData:
     return collection.locate(table, collection.fqn("", table), table)
 
 
-def _fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
+def fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
     """This rank's shards of tables with a fused optimizer, in the order of ``ShardedData.shards``:
     without empty ones."""
     found: dict[str, list[_Fused]] = {}
@@ -297,11 +301,6 @@ class _Table:
         source, target = self.source, self.target
         for tensor in into:
             tensor.fill_(fresh)
-        if source.replicated and target.replicated:
-            # Each rank has all of it already.
-            moved = held[0][self.kept]
-            into[0][self.placed] = moved if moved.dim() == 1 else moved[:, : target.shape[1]]
-            return
         wanted = self._wanted(rowwise)
         places = [self._place(shard.rect) for shard in target.shards]
         for rect, part in move_rows(source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise):

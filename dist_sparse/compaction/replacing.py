@@ -7,6 +7,7 @@ together, or none is, on any rank. Then the old tables are released, which can't
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.compaction.consumed import consume, consume_parameter
 from dist_sparse.compaction.moving import Stepped, Steppers, move_collection
 from dist_sparse.compaction.sites import CollectionSite, Kept, Site, dmp_port, replace_modules
 from dist_sparse.compaction.tables import CompactCollection, cut
 from dist_sparse.groups import Group
+from dist_sparse.rotation.outputs import is_turned
 from dist_sparse.tables.protocols import Replacement, TorchRecPort
 
 Planner: TypeAlias = Callable[[nn.Module], Any]
@@ -78,6 +79,14 @@ def refuse_sites(
         _refuse_wrapper_inside(site, model, action)
         if reason := site.refusal(model, narrowed):
             raise ValueError(f"{site.label} {reason}")
+        if is_turned(site.module) and not narrowed:
+            raise ValueError(
+                f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
+                f" {action}ed."
+            )
+        # What their ids share would be lost, and an id that is removed now would share it too.
+        if any(index.default_row for index in site.indexes().values()):
+            raise ValueError(f"{site.label} has default rows: it can't be {action}ed.")
         for parameter in site.parameters().values():
             _refuse_tied_weight(site, holders[parameter], action)
             if parameter.requires_grad and not optimizers_known:
@@ -124,28 +133,60 @@ def _refuse_tied_weight(site: Site, holders: Iterable[nn.Module], action: str) -
         )
 
 
-# Put in place
-
-
-def put_in_place(
+def replace_tables(
     model: nn.Module,
     changes: Sequence[Change],
     steppers: Steppers,
     plan: Planner | None,
     world: Group,
     action: str,
-    initialize: Callable[[Change, nn.Module], None] | None = None,
-) -> tuple[nn.Module, list[Stepped]]:
-    """Return the model with its new modules, filled with the rows that move, and the parameters
-    that plain optimizers step in it. Collective.
-
-    An exception on any rank is raised on all, and the model is unchanged.
+    *,
+    initialize: Callable[[Change, nn.Module], None] = lambda change, stored: None,
+    finish: Callable[[nn.Module], None] = lambda result: None,
+) -> nn.Module:
+    """Return the model with its new modules, filled with the rows that move, and release the old
+    ones. Collective; an exception on any rank is raised on all.
 
     Args:
-        action: the public call, for messages.
+        action: ``"compact"`` or ``"expand"``.
         initialize: is called with each change, and the module that stores its tables now, once rows
             have moved; it may write the other rows.
+        finish: is called with the result before anything is released.
+
+    Raises:
+        ValueError: a rank failed before that; the model is unchanged.
+        RuntimeError: a rank failed after that.
     """
+    result, stepped = _put_in_place(model, changes, steppers, plan, world, action, initialize)
+    try:
+        with world.agreeing(f"{action}(), releasing the old tables"):
+            finish(result)
+            _release(model, [change.site for change in changes], stepped, steppers, action)
+    except ValueError as fault:
+        # Released tables can't be restored: no rank may continue with a model that others lost.
+        raise RuntimeError(
+            f"{action}() failed on every rank, and no model is left: resume from a checkpoint. "
+            f"{fault}"
+        ) from fault
+    # Reference cycles keep table batches, DDP and their hooks alive.
+    gc.collect()
+    return result
+
+
+# Put in place
+
+
+def _put_in_place(
+    model: nn.Module,
+    changes: Sequence[Change],
+    steppers: Steppers,
+    plan: Planner | None,
+    world: Group,
+    action: str,
+    initialize: Callable[[Change, nn.Module], None],
+) -> tuple[nn.Module, list[Stepped]]:
+    """Return the model with its new modules, filled with the rows that move, and the parameters
+    that plain optimizers step in it. Collective; if a rank fails, the model is unchanged."""
     torchrec, root = dmp_port(model), unwrapped(model)
     replaced = {change.site.replaced: change.new for change in changes}
     # A module may have several places.
@@ -156,7 +197,7 @@ def put_in_place(
         if child in replaced
     ]
     try:
-        with world.agreeing(f"{action}, putting its tables in place"):
+        with world.agreeing(f"{action}(), putting its tables in place"):
             result = replace_modules(root, replaced)
             sharding: Any = None
             if torchrec is not None:
@@ -164,13 +205,12 @@ def put_in_place(
         if torchrec is not None:
             result = _sharded(torchrec, model, result, sharding, world, action)
         stepped: list[Stepped] = []
-        with world.agreeing(f"{action}, moving rows"):
+        with world.agreeing(f"{action}(), moving rows"):
             for change in changes:
                 # TorchRec has put a sharded collection in the place of the new one.
                 stored = unwrapped(result).get_submodule(change.path)
                 stepped += _move_rows(change, stored, steppers)
-                if initialize is not None:
-                    initialize(change, stored)
+                initialize(change, stored)
     except BaseException:
         # Interrupts too: a notebook goes on with the old model, whose modules have their tables.
         for holder, name, old in places:
@@ -195,12 +235,12 @@ def _sharded(
 
     def agree() -> None:
         # The other ranks learn here, before DDP communicates, that one has failed.
-        with world.agreeing(f"{action}, before DDP"):
+        with world.agreeing(f"{action}(), before DDP"):
             pass
 
-    with world.agreeing(f"{action}, sharding its tables"), _before_ddp(agree):
+    with world.agreeing(f"{action}(), sharding its tables"), _before_ddp(agree):
         result = torchrec.reshard(model, root, plan)
-    with world.agreeing(f"{action}, wrapping its layers"), _before_ddp(agree):
+    with world.agreeing(f"{action}(), wrapping its layers"), _before_ddp(agree):
         torchrec.wrap_layers(result, model)
     return result
 
@@ -247,7 +287,7 @@ def _move_rows(change: Change, stored: nn.Module, steppers: Steppers) -> list[St
 # Release
 
 
-def release(
+def _release(
     model: nn.Module,
     sites: Iterable[Site],
     stepped: Iterable[Stepped],
@@ -255,11 +295,7 @@ def release(
     action: str,
 ) -> None:
     """Give optimizers the new parameters, and free the old tables: using what held them raises from
-    now on. Local.
-
-    Args:
-        action: ``"compact"`` or ``"expand"``.
-    """
+    now on. Local."""
     for pair in stepped:
         steppers.replace(pair)
     for site in sites:
@@ -287,3 +323,92 @@ def _consume_model(model: nn.Module, torchrec: TorchRecPort, action: str) -> Non
     if isinstance(layers, DistributedDataParallel):
         consume(layers, "This model", action)
     consume(model, "This model", action)
+
+
+# Stale uses
+#
+# A released storage would crash the process, and an empty tensor would compute in silence: its L2
+# norm is 0. So the class of the object is replaced by a subclass that raises.
+
+
+def consume(used: Any, name: str, action: str = "compact") -> None:
+    """Release everything that an object holds. Using it raises a RuntimeError from now on.
+
+    Args:
+        used: a module or an optimizer.
+        name: of the object, for the message.
+        action: what released it, ``"compact"`` or ``"expand"``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.compaction.replacing import consume
+        >>> model = torch.nn.Linear(2, 2)
+        >>> consume(model, "This model")
+        >>> model(torch.ones(2))
+        Traceback (most recent call last):
+        RuntimeError: This model was compacted, and its memory released: use the model that
+        compact() returned...
+    """
+
+    def refuse(self: Any, attribute: str) -> Any:
+        # isinstance() reads __class__.
+        if attribute.startswith("__"):
+            return object.__getattribute__(self, attribute)
+        raise RuntimeError(
+            f"{name} was {action}ed, and its memory released: use the model that {action}()"
+            " returned, and its fused_optimizer."
+        )
+
+    used.__dict__.clear()
+    kind = type(used)
+    object.__setattr__(used, "__class__", type("Consumed", (kind,), {"__getattribute__": refuse}))
+
+
+def consume_parameter(parameter: nn.Parameter, name: str, action: str = "compact") -> None:
+    """Release the memory of a table. Computing with it, and reading its gradient or shape, raises
+    from now on.
+
+    It can still be compared by ``is``, be a key of a dictionary, and be printed. TorchRec's
+    parameter of a fused table is a view, and FBGEMM's batch of tables is released with the last of
+    them: a backward that has not come may write to it.
+
+    Args:
+        parameter: a leaf, or TorchRec's view of a fused table.
+        name: fully qualified, for the message.
+        action: what released it, ``"compact"`` or ``"expand"``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.compaction.replacing import consume_parameter
+        >>> table = torch.nn.Parameter(torch.ones(4, 2))
+        >>> consume_parameter(table, "item.weight")
+        >>> table.square().sum()
+        Traceback (most recent call last):
+        RuntimeError: The table item.weight was compacted, and its memory released: ...
+    """
+    message = (
+        f"The table {name} was {action}ed, and its memory released: what holds it was made before."
+        f" Make it again from the model that {action}() returned: optimizers, lists for clipping"
+        " or L2, averages of weights."
+    )
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(message)
+
+    kind = type(parameter)
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    vars(parameter).clear()
+    # TorchRec's view holds the whole batch of tables in one.
+    for slot in getattr(kind, "__slots__", ()):
+        if hasattr(parameter, slot):
+            delattr(parameter, slot)
+    members = {
+        "__torch_function__": classmethod(refuse),
+        "__repr__": lambda self: f"<{message}>",
+        # TorchRec's view has a property of its own, which torch does not dispatch.
+        "grad": property(refuse),
+    }
+    parameter.__class__ = type("Consumed", (kind,), members)

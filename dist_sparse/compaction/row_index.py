@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,15 @@ class RowIndex(nn.Module):
         self.stored = self.num_kept + self.default_row
         self.removed_row = self.num_kept if self.default_row else REMOVED
         self.counts.copy_(until.sub_(in_word))
+
+    @property
+    def state(self) -> Tensor:
+        """What changes when other rows are kept."""
+        return self.words
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._count()
 
     def keep(self, ids: Tensor) -> None:
         """Keep the rows of these ids and no other, in place: int64 ``(n,)``, each of them once."""

@@ -153,10 +153,6 @@ class EmbeddingSite(_Site):
             made = _COMPACT[type(old)](old, cut(weight, kept[""], index.stored), index)
         return made.train(old.training)
 
-    def original_rows(self) -> dict[str, int]:
-        """Return how many rows the table has, those that were removed too."""
-        return {table: index.rows for table, index in self.indexes().items()}
-
     def initial_bounds(self, table: str) -> None:
         """Return None: torch draws both kinds from the standard normal distribution."""
 
@@ -171,6 +167,13 @@ class EmbeddingSite(_Site):
         options = {**lookup_options(old), "padding_idx": padding_id_of(old)}
         table: nn.Module = made(*whole.shape, **options, _weight=whole)
         return table.requires_grad_(weight.requires_grad).train(old.training)
+
+
+def _collections() -> Any:
+    # Not at the top: it needs torchrec.
+    from dist_sparse.compaction import collections
+
+    return collections
 
 
 class CollectionSite(_Site):
@@ -218,17 +221,12 @@ class CollectionSite(_Site):
         self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
     ) -> nn.Module:
         """Return a compact collection; rows of a sharded one are not filled yet."""
-        # Not at the top: it needs torchrec.
-        from dist_sparse.compaction.collections import compact_collection
-
         # Ids arrive on the device of a DistributedModelParallel.
         device: Any = getattr(model, "device", None)
-        return compact_collection(self.module, self.outer, kept, device, widths, default_row)
-
-    def original_rows(self) -> dict[str, int]:
-        """Return how many rows each table of a compact collection has, removed ones too."""
-        assert self.outer is not None
-        return {table.name: table.rows for table in self.outer.tables}
+        made: nn.Module = _collections().compact_collection(
+            self.module, self.outer, kept, device, widths, default_row
+        )
+        return made
 
     def initial_bounds(self, table: str) -> tuple[float, float]:
         """Return between which values TorchRec draws the initial weights of a table.
@@ -236,20 +234,15 @@ class CollectionSite(_Site):
         Raises:
             ValueError: it has an initializer of its own.
         """
-        # Not at the top: it needs torchrec.
-        from dist_sparse.compaction.collections import initial_bounds
-
         assert self.outer is not None
-        return initial_bounds(self.outer, table)
+        found: tuple[float, float] = _collections().initial_bounds(self.outer, table)
+        return found
 
     def expanded(self) -> nn.Module:
         """Return a collection of all rows of the original tables. Those of a sharded one are on the
         meta device, to be sharded and filled; otherwise those that were removed are 0."""
-        # Not at the top: it needs torchrec.
-        from dist_sparse.compaction.collections import expanded_collection
-
         assert self.outer is not None
-        made: nn.Module = expanded_collection(self.module, self.outer)
+        made: nn.Module = _collections().expanded_collection(self.module, self.outer)
         return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,15 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
     CompactIds,
+    IndexedCollection,
 )
-from dist_sparse.compaction.row_index import UNKNOWN, RowIndex
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.sites import replace_modules
+from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.slots.index import SlotIndex
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.torchrec.collections import configs_of
-from dist_sparse.torchrec.types import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from dist_sparse.torchrec.types import KeyedJaggedTensor
 
 _NOTED: Final = 1 << 22
 """Ids of a table that are noted one by one; then they are counted, id by id."""
@@ -51,40 +54,23 @@ class _Noted:
     """Ids of one table that training has looked up, and that their owners have not counted yet."""
 
     def __init__(self) -> None:
-        self._ids: list[Tensor] = []
-        self._length = 0
-        self._counted = _nothing()
+        # Ids, and how often each was looked up.
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, ids: Tensor) -> None:
-        # A copy: the caller may reuse its batch.
-        self._ids.append(ids.to(torch.int32, copy=True))
-        self._length += len(ids)
-        if self._length > _NOTED:
-            self._count()
+        self._parts.append((ids.int(), torch.ones((), dtype=torch.int64).expand(len(ids))))
+        if sum(len(ids) for ids, _ in self._parts[1:]) > _NOTED:
+            self._parts = [self.take()]
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the distinct ids, ascending, int32 ``(n,)``, and how often each was looked up,
         int64, and forget them."""
-        self._count()
-        found, self._counted = self._counted, _nothing()
-        return found
-
-    def _count(self) -> None:
-        if not self._ids:
-            return
-        ids, times = torch.unique(torch.cat(self._ids), return_counts=True)
-        self._ids, self._length = [], 0
-        known, so_far = self._counted
-        if len(known):
-            ids, places = torch.unique(torch.cat([known, ids.cpu()]), return_inverse=True)
-            times = torch.zeros(len(ids), dtype=torch.int64).index_add_(
-                0, places, torch.cat([so_far, times.cpu()])
-            )
-        self._counted = (ids.cpu(), times.cpu())
-
-
-def _nothing() -> tuple[Tensor, Tensor]:
-    return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        none = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+        parts, times = zip(none, *self._parts, strict=True)
+        self._parts = []
+        every = torch.cat([each.cpu() for each in parts])
+        ids, places = torch.unique(every, return_inverse=True)
+        return ids, torch.zeros(len(ids), dtype=torch.int64).index_add_(0, places, torch.cat(times))
 
 
 class FollowingIds(CompactIds):
@@ -96,36 +82,22 @@ class FollowingIds(CompactIds):
         collection: the collection whose ids these are.
 
     Attributes:
-        slots: the index of each table that follows.
         fates: what has become of the lookups of each of them.
+        ahead: how many training batches are translated, and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
-        super().__init__(tables, {}, collection)
-        self.slots = nn.ModuleDict(indexes)
+        super().__init__(tables, indexes, collection)
         self.fates = {name: Fates() for name in indexes}
         self._noted = {name: _Noted() for name in indexes}
-        # For each key, its table, and how many ids that has.
-        self._of_keys: list[tuple[str, int]] = []
-        for table in tables:
-            self._of_keys += [(table.name, table.num_embeddings)] * len(table.feature_names)
         # Which ids of a batch had a slot when it was translated, until its output is put together.
         self._kept: Any = WeakIdKeyDictionary()
-        self._ahead = 0
+        self.ahead = 0
 
     @property
-    def ahead(self) -> int:
-        """How many training batches are translated, and not looked up yet."""
-        return self._ahead
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the indexes, and of the maps that lookups on a CPU have made of them."""
-        return sum(index.nbytes for index in self.indexes().values())
-
-    def indexes(self) -> dict[str, SlotIndex]:
-        """Return the index of each table that follows."""
-        found: dict[str, Any] = dict(self.slots.items())
+    def slots(self) -> dict[str, SlotIndex]:
+        """The index of each table that follows."""
+        found: dict[str, Any] = dict(self.indexes.items())
         return found
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -134,37 +106,21 @@ class FollowingIds(CompactIds):
         Raises:
             RuntimeError: an id is out of range, and its table is one that raises then.
         """
-        ordered, unknown = self.ordered(features), self.unknown
+        ordered = self.ordered(features)
         found = super().forward(ordered)
         if not self._collection.pooled:
             # The index may have changed when the output of this batch is put together.
             self._kept[features] = self.rows(ordered) >= 0
         if self._trains():
-            self._ahead += 1
-            for table, before in unknown.items():
-                unknown[table] = self.unknown[table] - before
-            self._note(ordered, found, unknown)
+            self.ahead += 1
+            self._note(ordered, found)
         return found
 
     def consumed(self, features: object) -> None:
         """Note that the collection looks a batch up."""
         # TorchRec's pipelines trace the forward once, without a batch.
         if self._trains() and not isinstance(features, Proxy):
-            self._ahead -= 1
-
-    def rows(self, ordered: KeyedJaggedTensor) -> Tensor:
-        """Return the slot of each id: int32 ``(n,)``. Where an id has none, it is
-        :data:`~dist_sparse.compaction.row_index.REMOVED`, or of an id out of range
-        :data:`~dist_sparse.compaction.row_index.UNKNOWN`."""
-        parts = torch.split(ordered.values(), ordered.length_per_key())
-        found = []
-        for (table, rows), ids in zip(self._of_keys, parts, strict=True):
-            if table in self.slots:
-                found.append(self.slots[table](ids))
-            else:
-                inside = (ids >= 0) & (ids < rows)
-                found.append(torch.where(inside, ids, UNKNOWN).int())
-        return torch.cat(found)
+            self.ahead -= 1
 
     def kept(self, features: KeyedJaggedTensor) -> Tensor:
         """Return which ids of a batch had a slot when it was translated: bool ``(n,)``, in the
@@ -174,7 +130,7 @@ class FollowingIds(CompactIds):
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return which ids hold slots. Their rows are at :meth:`_Follows.table_slots`."""
-        return {name: RowIndex.of(index.kept()) for name, index in self.indexes().items()}
+        return {name: RowIndex.of(index.kept()) for name, index in self.slots.items()}
 
     def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
@@ -190,22 +146,17 @@ class FollowingIds(CompactIds):
         training: bool = self._collection.training
         return training and torch.is_grad_enabled()
 
-    def _note(
-        self, ordered: KeyedJaggedTensor, found: KeyedJaggedTensor, unknown: Mapping[str, int]
-    ) -> None:
+    def _note(self, ordered: KeyedJaggedTensor, found: KeyedJaggedTensor) -> None:
         """Note the ids of a training batch, and what became of them.
 
         Args:
             found: the slots of those that have one.
-            unknown: how many of each table's ids are out of range.
         """
         parts = torch.split(ordered.values(), ordered.length_per_key())
-        left = found.length_per_key()
-        for (table, rows), ids, kept in zip(self._of_keys, parts, left, strict=True):
-            if table not in self.slots:
+        for table, ids, kept in zip(self._tables, parts, found.length_per_key(), strict=True):
+            if table not in self.indexes:
                 continue
-            # Rare, so that no pass over the ids looks for them otherwise.
-            inside = ids[(ids >= 0) & (ids < rows)] if unknown[table] else ids
+            inside = ids[(ids >= 0) & (ids < self._rows[table])]
             fates = self.fates[table]
             fates.lookups += len(ids)
             fates.missed += len(inside) - kept
@@ -213,14 +164,12 @@ class FollowingIds(CompactIds):
             self._noted[table].add(inside)
 
 
-class _Follows:
+class _Follows(IndexedCollection):
     """What both kinds of collections have in common."""
 
     translation: ClassVar[type[CompactIds]] = FollowingIds
     # A mask of rows would be of slots, which change hands.
     refused: ClassVar = "its rows are slots, which FollowingTables gives to other ids"
-    _translation: list[CompactIds]
-    _configs: list[Any]
 
     @property
     def following_ids(self) -> FollowingIds:
@@ -231,25 +180,21 @@ class _Follows:
 
     def table_slots(self) -> dict[str, Tensor]:
         """Return the slots of the ids that hold one, in the order of the ids, by table."""
-        indexes = self.following_ids.indexes().items()
+        indexes = self.following_ids.slots.items()
         return {name: index.holders()[1].cpu() for name, index in indexes}
 
-    def configs(self) -> list[Any]:
-        """Return the configurations of the whole tables."""
-        return self._configs
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Return the embeddings, as the collection of TorchRec does."""
+        self.following_ids.consumed(features)
+        return super().forward(features)
 
 
 class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
     """An EmbeddingBagCollection whose tables store slots, which the ids hold that are looked up
-    most; the others read zeros and train nothing. Made by :func:`following`, or by
-    ``compact(follow=True)``; :class:`~dist_sparse.FollowingTables` hands slots over."""
+    most; the others read zeros and train nothing. Made by :func:`following`;
+    :class:`~dist_sparse.FollowingTables` hands slots over."""
 
     pooled: ClassVar = True
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled embeddings, as an EmbeddingBagCollection does."""
-        self.following_ids.consumed(features)
-        return super().forward(features)
 
 
 class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
@@ -258,36 +203,38 @@ class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
 
     pooled: ClassVar = False
 
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the embeddings of every id, as an EmbeddingCollection does."""
-        self.following_ids.consumed(features)
-        return super().forward(features)
-
 
 FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
 
 
-def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
-    """Return a collection in which some tables store fewer rows than they have ids, and follow
-    their traffic. Call it before DistributedModelParallel, with a collection on the meta device: no
-    table ever exists whole.
+def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
+    """Return a collection, or a compact model, in which tables store fewer rows than they have ids,
+    and follow their traffic.
 
-    A row of such a table is a slot, which an id holds. At first none does: ids read zeros, train
+    A row of such a table is a slot, which an id holds. Ids without a slot read zeros, train
     nothing, and are counted. :class:`~dist_sparse.FollowingTables`, made from the sharded model,
-    gives the slots to the ids that are looked up most, again and again.
+    gives the slots to the ids that are looked up most, again and again. There are two ways to
+    begin:
+
+    - ``following(collection, rows=...)`` before DistributedModelParallel, with a collection on the
+      meta device: no table ever exists whole, and no id holds a slot yet.
+    - ``following(compact(model, sparse))``: the slots are the rows that the compact tables store,
+      held by the ids that were kept, with their weights and optimizer state. No row moves.
 
     Args:
-        collection: an EmbeddingBagCollection or EmbeddingCollection on the meta device.
-            ``num_embeddings`` of a table counts its ids.
-        rows: by table, how many rows it stores; other tables keep a row for each id.
+        model: an EmbeddingBagCollection or EmbeddingCollection on the meta device, whose
+            ``num_embeddings`` counts ids; or what :func:`~dist_sparse.compact` returned.
+        rows: of a collection: by table, how many rows it stores; other tables keep a row for each
+            id.
 
     Returns:
-        A module in the place of the collection, which takes the same ids. TorchRec's collection of
-        slots is its ``inner``.
+        A module in the place of the collection, which takes the same ids; TorchRec's collection of
+        slots is its ``inner``. Or ``model``, with such modules in it.
 
     Raises:
-        ValueError: an argument is invalid, the collection is not on the meta device, or can't be
-            compacted (:func:`~dist_sparse.compact` says which can't).
+        ValueError: an argument is invalid; a collection is not on the meta device, or can't be
+            compacted (:func:`~dist_sparse.compact` says which can't); a model has no compact
+            collection, is sparsified again, or has default rows.
 
     Example::
 
@@ -302,6 +249,10 @@ def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollec
         >>> bags.inner.embedding_bags["item"].weight.shape
         torch.Size([1000000, 64])
     """
+    return _of_compact(model) if rows is None else _of_collection(model, rows)
+
+
+def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
     torchrec = torchrec_port()
     found = None if torchrec is None else torchrec.collection(collection)
     if torchrec is None or found is None or found.is_sharded:
@@ -320,11 +271,52 @@ def following(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollec
     ids = {config.name: config.num_embeddings for config in configs}
     if not rows or not set(rows) <= set(ids):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
-    indexes: dict[str, Any] = {}
+    indexes = {}
     for name, count in rows.items():
         checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
+    return _made(configs, indexes, found.pooled, found.weighted)
+
+
+def _made(
+    configs: list[Any], indexes: Mapping[str, Any], pooled: bool, weighted: bool
+) -> FollowingCollection:
     meta = torch.device("meta")
-    if found.pooled:
-        return FollowingEmbeddingBagCollection(configs, indexes, found.weighted, meta)
+    if pooled:
+        return FollowingEmbeddingBagCollection(configs, indexes, weighted, meta)
     return FollowingEmbeddingCollection(configs, indexes, meta)
+
+
+def _of_compact(model: nn.Module) -> nn.Module:
+    """Put following collections in the places of compact ones, around the rows that they store."""
+    kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
+    replaced: dict[nn.Module, nn.Module] = {}
+    for old in model.modules():
+        if isinstance(old, kinds) and not isinstance(old, _Follows) and old.table_indexes():
+            replaced[old] = _around(old, model)
+    if not replaced:
+        raise ValueError(
+            f"{type(model).__name__} has no compact collection with removed rows, which compact()"
+            " makes. Of a collection, give rows={table: count}."
+        )
+    return replace_modules(model, replaced)
+
+
+def _around(old: Any, model: nn.Module) -> FollowingCollection:
+    """Return a following collection that has the rows of a compact one."""
+    inner = old.inner
+    found = collection_of(inner)
+    if reason := cast(Any, torchrec_port()).compact_refusal(model, inner):
+        raise ValueError(f"This collection can't follow its traffic: {reason}.")
+    refuse_masked([(name, weight) for name, weight in inner.named_parameters()])
+    stored = {table.name: table.rows for table in found.tables}
+    indexes = {}
+    for name, index in old.table_indexes().items():
+        if index.default_row:
+            raise ValueError(f"Table {name!r} has a default row, which is no one's slot.")
+        # Kept rows are stored in the order of their ids.
+        ids = index.kept().nonzero().view(-1)
+        indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
+    made = _made(configs_of(old), indexes, found.pooled, found.weighted)
+    made.inner = inner
+    return made.train(old.training)

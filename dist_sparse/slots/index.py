@@ -14,14 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.compaction.row_index import RowIndex
 
 VACANT: Final = -1
 """In the place of an id: none holds the slot, or comes into it."""
-
-MAPPED_IDS: Final = 1 << 22
-"""On CPUs, tables of at most so many ids have a map of 4 bytes an id: lookups take a fraction of
-the time."""
 
 MOST_IDS: Final = 2**31 - 3
 """A reservation for the largest id is the smallest int32."""
@@ -61,8 +57,6 @@ class SlotIndex(nn.Module):
 
     id_of_slot: Tensor
 
-    default_row = False
-
     def __init__(self, rows: int, slots: int, ids: Tensor | None = None) -> None:
         super().__init__()
         if not 1 <= rows <= MOST_IDS:
@@ -78,15 +72,19 @@ class SlotIndex(nn.Module):
         # In a list: the state holds all that a checkpoint needs.
         self._index = [RowIndex(torch.zeros(-(-rows // 32), dtype=torch.int32), rows)]
         self._slots = torch.zeros(slots, dtype=torch.int32)
-        self._map = torch.empty(0, dtype=torch.int32)
-        # The state that the three were made of. A load writes into it, moving it replaces it.
+        # The state that the two were made of. A load writes into it, moving it replaces it.
         self._made_of: tuple[Tensor | None, int] = (None, -1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state and of what lookups read."""
         [index] = self._index
-        return self.id_of_slot.nbytes + index.nbytes + self._slots.nbytes + self._map.nbytes
+        return self.id_of_slot.nbytes + index.nbytes + self._slots.nbytes
+
+    @property
+    def state(self) -> Tensor:
+        """What changes when slots change hands."""
+        return self.id_of_slot
 
     @property
     def num_kept(self) -> int:
@@ -101,13 +99,6 @@ class SlotIndex(nn.Module):
         ``ids`` (int32 or int64, any shape) is not changed.
         """
         index = self._current()
-        if self._map.numel():
-            try:
-                # It looks at the range of every id, so that no pass of its own has to.
-                return self._map.index_select(0, ids.reshape(-1)).view(ids.shape)
-            except IndexError:
-                # One is out of range: the bitmap tells which.
-                pass
         ranks = index(ids).int()
         slots = self._slots.index_select(0, ranks.clamp(min=0).view(-1)).view(ids.shape)
         return torch.where(ranks < 0, ranks, slots)
@@ -149,14 +140,5 @@ class SlotIndex(nn.Module):
         index.keep(ids)
         self._slots = torch.zeros_like(state)
         self._slots[: len(slots)] = slots[order].int()
-        if state.device.type == "cpu" and self.rows <= MAPPED_IDS:
-            if not self._map.numel():
-                self._map = torch.empty(self.rows, dtype=torch.int32)
-            self._map.fill_(REMOVED)
-            self._map[ids] = slots[order].int()
         self._made_of = (state, state._version)
         return index
-
-    def extra_repr(self) -> str:
-        """Return the arguments shown by ``repr``."""
-        return f"rows={self.rows}, slots={self.stored}"

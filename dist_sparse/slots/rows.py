@@ -6,39 +6,19 @@ Each rank writes what it stores of them. No other row is read or written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.initial import initial_rows
+from dist_sparse.compaction.initial import draw_rows
+from dist_sparse.compaction.moving import fused_shards
 from dist_sparse.enforcer.optimizers import leaves, state_of
 from dist_sparse.tables.port import collection_of
-from dist_sparse.tables.protocols import Collection
 from dist_sparse.tables.shards import Rect
-
-_ELEMENTS: Final = 1 << 20
-"""Elements that are made together: each takes 24 bytes meanwhile."""
-
-
-@dataclass(frozen=True)
-class NewRows:
-    """Ids that come into slots of one table.
-
-    Args:
-        table: its name, by which rows are generated.
-        seed: of the generator.
-        ids, slots: int64 ``(n,)``.
-        bounds: of the uniform distribution that rows are drawn from.
-    """
-
-    table: str
-    seed: int
-    ids: Tensor
-    slots: Tensor
-    bounds: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -57,65 +37,63 @@ class Stored:
     states: Sequence[tuple[Tensor, float]]
 
 
-def stored_parts(
-    inner: nn.Module, tables: Sequence[str], optimizers: Sequence[Any]
-) -> dict[str, list[Stored]]:
-    """Return what this rank stores of some tables of a sharded collection, by table. Local.
+def stored_parts(inner: nn.Module, table: str, optimizers: Sequence[Any]) -> list[Stored]:
+    """Return what this rank stores of a table of a sharded collection. Local.
 
     Args:
         optimizers: those that step tables without a fused optimizer.
 
     Raises:
-        ValueError: it is not sharded, or the storage of a table is not supported.
+        ValueError: it is not sharded, or the storage of the table is not supported.
     """
     collection = collection_of(inner)
     if not collection.is_sharded:
         raise ValueError(
             "The collection is not sharded yet: put the model under DistributedModelParallel first."
         )
-    fused = _fused_states(collection)
-    steppers = [leaf for optimizer in optimizers for leaf in leaves(optimizer)]
-    parameters = collection.parameters()
-    found = {}
-    for table in tables:
-        parts = []
-        for shard in collection.locate(table, table, table).shards:
-            states = fused.get(shard.tensor.data_ptr())
-            if states is None:
-                parameter = parameters[table]
-                states = []
-                for leaf in steppers:
-                    states += state_of(leaf, parameter, shard.tensor).values()
-            parts.append(Stored(shard.rect, shard.tensor, states))
-        found[table] = parts
-    return found
+    shards = collection.locate(table, table, table).shards
+    fused = fused_shards(collection).get(table)
+    if fused is not None:
+        # The state of fused optimizers begins at 0.
+        states = [list(zip(each.states, repeat(0.0), strict=False)) for each in fused]
+    else:
+        states = [
+            _stepped(optimizers, collection.parameters()[table], each.tensor) for each in shards
+        ]
+    pairs = zip(shards, states, strict=True)
+    return [Stored(shard.rect, shard.tensor, held) for shard, held in pairs]
 
 
-def _fused_states(collection: Collection) -> dict[int, list[tuple[Tensor, float]]]:
-    """The state of fused optimizers, which begins at 0, by the address of the weights."""
-    found = {}
-    for batch in collection.batches():
-        for view, states in zip(batch.weights(), batch.states(), strict=True):
-            if view.numel():
-                found[view.data_ptr()] = [(state, 0.0) for state in states]
+def _stepped(
+    optimizers: Sequence[Any], parameter: Tensor, weight: Tensor
+) -> list[tuple[Tensor, float]]:
+    """Return the state of a part of a parameter that plain optimizers step."""
+    found: list[tuple[Tensor, float]] = []
+    for optimizer in optimizers:
+        for leaf in leaves(optimizer):
+            found += state_of(leaf, parameter, weight).values()
     return found
 
 
 @torch.no_grad()
-def write_rows(parts: Sequence[Stored], new: NewRows) -> None:
-    """Write what this rank stores of rows that change hands."""
+def write_rows(
+    parts: Sequence[Stored],
+    ids: Tensor,
+    slots: Tensor,
+    seed: int,
+    table: str,
+    bounds: tuple[float, float],
+) -> None:
+    """Write what this rank stores of rows that change hands.
+
+    Args:
+        ids, slots: which ids come into which slots, int64 ``(n,)``.
+        seed, table, bounds: as of :func:`~dist_sparse.compaction.initial.initial_rows`.
+    """
     for part in parts:
         rect = part.rect
-        inside = (new.slots >= rect.row) & (new.slots < rect.row_end)
-        ids, places = new.ids[inside], new.slots[inside] - rect.row
-        columns = range(rect.col, rect.col_end)
-        for few_ids, few in _chunks(ids, places, max(1, _ELEMENTS // max(1, rect.cols))):
-            rows = initial_rows(new.seed, new.table, few_ids, columns, new.bounds)
-            at = few.to(part.weight.device)
-            part.weight[at] = rows.to(part.weight)
-            for state, initial in part.states:
-                state[at] = initial
-
-
-def _chunks(ids: Tensor, places: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(torch.split(ids, most), torch.split(places, most), strict=True)
+        inside = (slots >= rect.row) & (slots < rect.row_end)
+        places = slots[inside] - rect.row
+        draw_rows(part.weight, rect, places, ids[inside], seed, table, bounds)
+        for state, initial in part.states:
+            state[places.to(state.device)] = initial

@@ -36,12 +36,14 @@ class Contest:
     Args:
         slots: of the table, over all ranks.
         ids: ascending, int64 ``(n,)``. Ranges of ids ascend with the ranks.
-        keys: by :func:`keys_of`, int64 ``(n,)``.
+        keys: what orders them, int64 ``(n,)``: larger wins.
+        holds: which of them hold slots so far: bool ``(n,)``.
     """
 
     slots: int
     ids: Tensor
     keys: Tensor
+    holds: Tensor
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,6 @@ class Holders:
 
     number: int
     coldest: int
-
-
-def keys_of(counts: Tensor, holds: bool, protected: Tensor) -> Tensor:
-    """Return what orders ids: int64 ``(n,)``, larger wins.
-
-    Args:
-        counts: of their lookups, int64 ``(n,)``.
-        holds: whether they hold slots.
-        protected: which of them must: bool ``(n,)``.
-    """
-    return (2 * counts + holds).masked_fill_(protected, PROTECTED)
 
 
 def holders_here(keys: Sequence[Tensor], group: Group) -> list[Holders]:
@@ -87,7 +78,7 @@ def winners(contests: Sequence[Contest], group: Group) -> list[Tensor]:
         >>> from dist_sparse.slots.selection import Contest, winners
         >>> from dist_sparse.groups import group_over
         >>> ids, keys = torch.tensor([1, 4, 6, 8]), torch.tensor([6, 2, 6, 6])
-        >>> winners([Contest(2, ids, keys)], group_over(None))
+        >>> winners([Contest(2, ids, keys, keys % 2 == 1)], group_over(None))
         [tensor([ True, False,  True, False])]
     """
     left = torch.tensor([contest.slots for contest in contests], dtype=torch.int64)

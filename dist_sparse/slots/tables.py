@@ -20,21 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import checks
+from dist_sparse.compaction.collections import initial_bounds
+from dist_sparse.compaction.moving import listed
 from dist_sparse.groups import Group, Parcels, group_over, world_ranks
 from dist_sparse.slots.collections import (
     FollowingCollection,
-    FollowingEmbeddingBagCollection,
-    FollowingEmbeddingCollection,
     FollowingIds,
 )
 from dist_sparse.slots.counts import LookupCounts, Weight
 from dist_sparse.slots.index import SlotIndex
-from dist_sparse.slots.rows import NewRows, stored_parts, write_rows
-from dist_sparse.slots.selection import Contest, Holders, holders_here, keys_of, winners
+from dist_sparse.slots.rows import Stored, stored_parts, write_rows
+from dist_sparse.slots.selection import PROTECTED, Contest, Holders, holders_here, winners
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.text import count, percent, table_lines
-
-_KINDS = (FollowingEmbeddingBagCollection, FollowingEmbeddingCollection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,12 @@ class _Table:
 
     @property
     def index(self) -> SlotIndex:
-        return self.ids.indexes()[self.name]
+        return self.ids.slots[self.name]
+
+    def parts(self, optimizers: Sequence[Any]) -> list[Stored]:
+        """Return what this rank stores of the table; see
+        :func:`~dist_sparse.slots.rows.stored_parts`."""
+        return stored_parts(self.collection.inner, self.name, optimizers)
 
     def held_here(self) -> Tensor:
         """Return the ids of this rank's range that hold a slot, ascending, int64."""
@@ -72,8 +75,23 @@ class _Table:
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
     def keys(self, ids: Tensor, holds: bool) -> Tensor:
-        """Return what orders ids of this rank's range."""
-        return keys_of(self.counts.of(ids), holds, torch.isin(ids, self.protected))
+        """Return what orders ids of this rank's range, int64 ``(n,)``: larger wins.
+
+        Args:
+            holds: whether they hold slots.
+        """
+        keys = 2 * self.counts.of(ids) + holds
+        return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
+
+    def fates(self) -> list[int]:
+        """Return what this rank has counted: lookups, those without a slot and those out of range
+        in its batches; ids of its range that were looked up and hold no slot, and that never
+        were."""
+        counts, fates = self.counts, self.ids.fates[self.name]
+        seen = int(counts.counts.count_nonzero())
+        with_slot = int(counts.of(self.held_here()).count_nonzero())
+        found = [fates.lookups, fates.missed, fates.out_of_range]
+        return [*found, seen - with_slot, len(counts.counts) - seen]
 
     def newcomers(self, holders: Holders, least: int) -> Tensor:
         """Return the ids of this rank's range without a slot that may win one, ascending, int64.
@@ -151,14 +169,12 @@ class FollowingTables:
             checks.number("decay", decay, least=0.01, most=1)
             self.seed = checks.integer("seed", seed)
             self._weight = Weight(decay)
-            optimizers = [] if optimizer is None else optimizer
-            self._optimizers = (
-                list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizer]
-            )
-            collections = [each for each in model.modules() if isinstance(each, _KINDS)]
+            self._optimizers = listed(optimizer)
+            modules = model.modules()
+            collections = [each for each in modules if isinstance(each, FollowingCollection)]
             self._tables = _tables_of(collections, protect_ids or {}, self._group)
-            for each in collections:
-                stored_parts(each.inner, list(each.following_ids.indexes()), self._optimizers)
+            for table in self._tables.values():
+                table.parts(self._optimizers)
             facts.update(
                 every=every, admit_after=admit_after, decay=decay, seed=seed, **self._described()
             )
@@ -246,26 +262,21 @@ class FollowingTables:
         for table, old_ids, old_keys, new_ids in zip(tables, held, keys, new, strict=True):
             ids, order = torch.cat([old_ids, new_ids]).sort()
             all_keys = torch.cat([old_keys, table.keys(new_ids, False)])[order]
-            contests.append(Contest(table.index.stored, ids, all_keys))
+            contests.append(Contest(table.index.stored, ids, all_keys, order < len(old_ids)))
         changes = []
-        for contest, old_ids, wins in zip(contests, held, winners(contests, group), strict=True):
-            holds = torch.isin(contest.ids, old_ids)
-            changes += [contest.ids[holds & ~wins], contest.ids[wins & ~holds]]
+        for contest, wins in zip(contests, winners(contests, group), strict=True):
+            ids, holds = contest.ids, contest.holds
+            changes += [ids[holds & ~wins], ids[wins & ~holds]]
         gathered = _gathered(changes, group)
         return [gathered[at : at + 2] for at in range(0, len(gathered), 2)]
 
     def _admit(self) -> None:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = None
-        stored: dict[FollowingCollection, Any] = {}
         for table in self._tables.values():
-            collection = table.collection
-            if collection not in stored:
-                names = list(table.ids.indexes())
-                stored[collection] = stored_parts(collection.inner, names, self._optimizers)
             ids, slots = table.index.admit()
-            new = NewRows(table.name, self.seed, ids.cpu(), slots.cpu(), table.bounds)
-            write_rows(stored[collection][table.name], new)
+            parts = table.parts(self._optimizers)
+            write_rows(parts, ids.cpu(), slots.cpu(), self.seed, table.name, table.bounds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
@@ -312,23 +323,22 @@ class FollowingTables:
             table.counts.load(counts[name])
 
     def summary(self) -> str:
-        """Return a text table of the slots, and of what became of the lookups of training batches
-        on all ranks. Collective."""
+        """Return a text table of the slots, of the ids that hold none, and of what became of the
+        lookups of training batches on all ranks. Collective."""
+        self._count()
         tables = list(self._tables.values())
-        fates = [table.ids.fates[table.name] for table in tables]
-        here = [[each.lookups, each.missed, each.out_of_range] for each in fates]
-        for numbers, table in zip(here, tables, strict=True):
-            numbers.append(int((table.counts.counts > 0).sum()))
-        totals = self._group.all_reduce(torch.tensor(here, dtype=torch.int64)).tolist()
-        head = ("table", "ids", "seen", "slots", "held", "handed over", "lookups", "without a row")
+        here = torch.tensor([table.fates() for table in tables], dtype=torch.int64)
+        totals = self._group.all_reduce(here).tolist()
+        head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "handed over"]
+        head += ["lookups", "without a row", "out of range"]
         lines = []
-        for table, (lookups, missed, out, seen) in zip(tables, totals, strict=True):
-            share = percent(missed / lookups) if lookups else "-"
+        for table, (lookups, missed, out, waiting, never) in zip(tables, totals, strict=True):
             index = table.index
-            cells = [index.rows, seen, index.stored, index.num_kept, self.moved[table.name]]
-            text = f"{share}, {count(out)} out of range" if out else share
-            lines.append((table.name, *map(count, [*cells, lookups]), text))
-        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 7)))])
+            cells = [index.rows, index.stored, index.num_kept, waiting, never]
+            cells += [self.moved[table.name], lookups]
+            share = percent(missed / lookups) if lookups else "-"
+            lines.append((table.name, *map(count, cells), share, count(out)))
+        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 10)))])
 
     def __repr__(self) -> str:
         names = ", ".join(self._tables)
@@ -349,21 +359,18 @@ def _tables_of(
     """Return the following tables of collections, by name."""
     found: dict[str, _Table] = {}
     for collection in collections:
-        for config in collection.configs():
-            index = collection.following_ids.indexes().get(config.name)
-            if index is None:
-                continue
-            if config.name in found:
-                raise ValueError(f"Two following tables have the name {config.name!r}.")
+        for name, index in collection.following_ids.slots.items():
+            if name in found:
+                raise ValueError(f"Two following tables have the name {name!r}.")
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
-            found[config.name] = _Table(
-                name=config.name,
+            found[name] = _Table(
+                name=name,
                 collection=collection,
-                bounds=(config.get_weight_init_min(), config.get_weight_init_max()),
+                bounds=initial_bounds(collection, name),
                 starts=starts,
                 counts=LookupCounts(starts[group.rank], starts[group.rank + 1]),
-                protected=_protected(config.name, index, protect_ids.get(config.name, ())),
+                protected=_protected(name, index, protect_ids.get(name, ())),
             )
     if not found:
         raise ValueError("The model has no following tables: following() makes them.")

@@ -24,7 +24,7 @@ from dist_sparse.compaction.collections import (
     CompactEmbeddingBagCollection,
     CompactEmbeddingCollection,
 )
-from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.row_index import RowIndex, RowIndexes
 
 TABLES = (
     EmbeddingBagConfig(
@@ -175,18 +175,20 @@ def test_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_maps_equal_the_index(monkeypatch: pytest.MonkeyPatch, mapped: int) -> None:
     """Bit for bit what the index of all tables finds, whichever tables are small; int32 and
     int64."""
-    monkeypatch.setattr(collections, "_MAPPED_ROWS", mapped)
+    monkeypatch.setattr(collections, "MAPPED_ROWS", mapped)
     indexes = {name: RowIndex.of(flags, default_row=name == "a") for name, flags in kept().items()}
     ids = CompactEmbeddingBagCollection(TABLES, indexes).ids
+    index = RowIndexes([indexes.get(name) for name in "abcd"], [50, 20, 90, 33], [0, 0, 1, 1, 2, 3])
     before = ids.nbytes
     for given in (features(6), features(40, seed=2, most=9)):
         ordered = ids.ordered(given)
-        expected = ids.index(ordered.values(), torch.tensor(ordered.length_per_key()))
+        lengths = torch.tensor(ordered.length_per_key())
+        expected = index(ordered.values(), lengths)
         assert (
             torch.equal(ids.rows(ordered), expected)
             and ids.rows(ordered).dtype == expected.dtype == torch.int32
         )
-    assert ids.nbytes - before == 4 * {0: 0, 40: 20, 10**6: 193}[mapped]
+    assert ids.nbytes - before == 4 * {0: 0, 40: 20, 10**6: 103}[mapped]
 
 
 def test_maps_follow_the_index() -> None:
@@ -205,7 +207,7 @@ def test_maps_follow_the_index() -> None:
     for made in (other, copied):
         made.load_state_dict(first.state_dict())
         assert torch.equal(made(given).values(), want)
-    copied.ids.index.words = torch.zeros_like(copied.ids.index.words)
+    copied.ids.indexes["d"].words = torch.zeros_like(first.ids.indexes["d"].words)
     assert not copied(given)["j"].any()
 
 

@@ -84,7 +84,7 @@ PLACES = {
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
     "moving": (replacing, "_move_rows", 1),
-    "what a table holds": (moving, "_fused_shards", 1),
+    "what a table holds": (moving, "fused_shards", 1),
     "packing the first chunk": (kept_rows, "_send", 1),
     "packing a later chunk": (kept_rows, "_send", 3),
     "a chunk has arrived": (kept_rows, "_put_together", 2),

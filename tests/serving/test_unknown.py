@@ -214,7 +214,7 @@ def test_sequences(
     """Zero vectors, for which no row is looked up: not the default row either."""
     ignoring = SimpleNamespace(bounds_checks=lambda: dict.fromkeys(("small", "whole"), "IGNORE"))
     monkeypatch.setattr(collections, "collection_of", lambda _: ignoring)
-    monkeypatch.setattr(collections, "_MAPPED_ROWS", ROWS * mapped)
+    monkeypatch.setattr(collections, "MAPPED_ROWS", ROWS * mapped)
     tables = [
         EmbeddingConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=[f"{n}_id"])
         for n in NAMES

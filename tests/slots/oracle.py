@@ -111,4 +111,4 @@ def initial(table: str, number: int, dim: int, rows: int, seed: int = 0) -> Tens
 
 def holders(state: Mapping[str, Tensor], table: str) -> list[int]:
     """Who holds each slot, from a model's state."""
-    return next(value for key, value in state.items() if f"slots.{table}.id_of" in key).tolist()
+    return next(value for key, value in state.items() if f"indexes.{table}.id_of" in key).tolist()

@@ -72,7 +72,7 @@ def test_artifact_and_delta(world: int, kind: str, bags: bool, tmp_path: Path) -
     built.optimizer.zero_grad()
     loss, _ = built.model(batch(8, world))
     loss.backward()
-    built.model.module.tables.following_ids._ahead = 1
+    built.model.module.tables.following_ids.ahead = 1
     slots.step()
     delta = export(built.model, None, tmp_path / "delta", since=base)
     whole = export(built.model, None, tmp_path / "whole")

@@ -13,10 +13,7 @@ from dist_sparse.slots.index import SlotIndex
 from dist_sparse.slots.selection import Contest, winners
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_index_follows_its_state(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mapped:
-        monkeypatch.setattr("dist_sparse.slots.index.MAPPED_IDS", 0)
+def test_index_follows_its_state() -> None:
     choose = random.Random(0)
     index, held = SlotIndex(70, 6), dict[int, int]()
     for _ in range(30):
@@ -62,6 +59,7 @@ def test_selection_is_a_sort() -> None:
                     slots,
                     torch.tensor(ids, dtype=torch.int64),
                     torch.tensor(keys, dtype=torch.int64),
+                    torch.zeros(size, dtype=torch.bool),
                 )
             )
             expected.append([at in order for at in range(size)])

@@ -12,7 +12,9 @@ from torch import Tensor
 from torchrec.distributed import TrainPipelineSparseDist
 
 from dist_sparse import Checkpoints, FollowingTables, expand, plan, sparsify
+from tests.checkpoint.faults import inject, kill
 from tests.dist.cells import gathered
+from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 from tests.slots.models import FEATURES, IDS, SLOTS, Built, batch, build
 from tests.slots.oracle import Oracle, holders
@@ -134,6 +136,38 @@ def test_saves_for_other_ranks(tmp_path: Path) -> None:
         found = result(again)
         for table in SLOTS:
             assert found[table][0] == expected[table][0]
+
+
+def saving(root: Path, killed: bool) -> dict[str, Any]:
+    """Resume, train to step 12 and save every third; on request die while the third is written."""
+    built = build(2, "row_wise")
+    slots = FollowingTables(built.model, built.optimizer, **HOW)
+    both = [built.model.fused_optimizer, built.optimizer]
+    parts: dict[str, Any] = {"model": built.model, "optimizer": both, "sparse": slots}
+    checkpoints = Checkpoints(root)
+    checkpoints.resume_latest(**parts)
+    if killed:
+        # Each save opens it twice: to write it, and to hash it.
+        inject(kill, rank=1, when_it_opens="__1_0.distcp", for_the=5)
+    for first in range(slots.steps, 12, 3):
+        train(built, slots, range(first, first + 3), 2)
+        checkpoints.save(first + 3, **parts)
+    counts = slots.state_dict()["counts"]["item"].writes[0][1]
+    return {**result(built), "counts": counts.clone()}
+
+
+def test_a_killed_rank_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    """Slots, rows and counts of the newest checkpoint; the end is that of a run without a kill."""
+    with pytest.raises(RanksFailed, match=r"rank 1 ----\ndied with exit code -9"):
+        run_ranks(2, saving, tmp_path / "killed", True)
+    assert Checkpoints(tmp_path / "killed").steps() == [3, 6]
+    ended = run_ranks(2, saving, tmp_path / "killed", False)
+    whole = run_ranks(2, saving, tmp_path / "whole", False)
+    for mine, other in zip(ended, whole, strict=True):
+        assert torch.equal(mine["counts"], other["counts"])
+        for table in SLOTS:
+            assert mine[table][0] == other[table][0]
+            assert torch.equal(mine[table][1], other[table][1])
 
 
 @on_ranks(2)
