@@ -16,12 +16,11 @@ from torch import Tensor
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.cuts import Decision, Owned, exchange_partials, return_decisions
-from dist_sparse.masking.device import sent
 from dist_sparse.masking.flat import FlatScores, Limit
-from dist_sparse.masking.masks import BitWriter, BlockMask, pack
+from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
-from dist_sparse.masking.segments import KEPT, REMOVED, REMOVED_CLEAN, JointScores, Segment
+from dist_sparse.masking.segments import KEPT, REMOVED, JointScores, Segment
 from dist_sparse.masking.selection import (
     Candidates,
     DirtyRule,
@@ -167,82 +166,27 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-class _JointShard(NamedTuple):
-    """The only shard of a table that was scored together with others.
-
-    Args:
-        place: of the table.
-        number: of the table among the scores that it shares.
-    """
-
-    place: int
-    number: int
-    rect: Rect
-    block: Block
-    segment: Segment
-    threshold: Threshold
-
-
 def _masks_of_joint_tables(
     scored: Sequence[ScoredTable], thresholds: Sequence[Threshold]
 ) -> dict[int, NewMask]:
-    """Return the new masks of shards that were scored together, by the place of their table."""
-    joints: dict[JointScores | FlatScores, list[_JointShard]] = {}
+    """Return the new masks of tables that were scored with others, by their place."""
+    limits: dict[JointScores | FlatScores, dict[int, Limit]] = {}
+    for table, threshold in zip(scored, thresholds, strict=True):
+        for segment in table.segments.values():
+            if segment.joint is not None:
+                limit = Limit(threshold.bits, segment.places_upto(threshold.last))
+                limits.setdefault(segment.joint.scores, {})[segment.joint.number] = limit
+    flat = {scores: scores.masks(of_tables) for scores, of_tables in limits.items()}
+    found: dict[int, NewMask] = {}
     for i, table in enumerate(scored):
         for rect, segment in table.segments.items():
             if segment.joint is not None:
-                scores, number = segment.joint
-                shard = _JointShard(i, number, rect, table.goal.block, segment, thresholds[i])
-                joints.setdefault(scores, []).append(shard)
-    found: dict[int, NewMask] = {}
-    for joint, shards in joints.items():
-        if isinstance(joint, FlatScores):
-            found |= _flat_masks(joint, shards)
-        else:
-            found |= _joint_masks(joint, shards)
+                kept, dirty, removes = flat[segment.joint.scores][segment.joint.number]
+                mask = BlockMask(rect, table.goal.block, kept)
+                if removes is not None:
+                    mask.learn_removes(removes)
+                found[i] = NewMask(mask, dirty)
     return found
-
-
-def _flat_masks(joint: FlatScores, shards: Sequence[_JointShard]) -> dict[int, NewMask]:
-    """Return the new masks of shards that kernels scored, by the place of their table."""
-    limits = {}
-    for shard in shards:
-        limits[shard.number] = Limit(shard.threshold.bits, shard.threshold.last)
-    flat = joint.masks(limits)
-    made = {}
-    for shard in shards:
-        kept, dirty, removes = flat[shard.number]
-        mask = BlockMask(shard.rect, shard.block, kept)
-        mask.learn_removes(removes)
-        made[shard.place] = NewMask(mask, dirty)
-    return made
-
-
-def _joint_masks(joint: JointScores, shards: Sequence[_JointShard]) -> dict[int, NewMask]:
-    """Return the new masks of shards that were scored together, by the place of their table."""
-    limits = [-1] * len(joint.starts)  # below every score: such a table loses nothing
-    for shard in shards:
-        if shard.threshold.last != -1:
-            limits[shard.number] = shard.threshold.bits
-    of_tables = sent(limits, joint.bits.device, torch.int32)
-    gone = joint.bits <= of_tables[joint.tables()]
-    starts = joint.starts
-    for shard in shards:
-        threshold, segment = shard.threshold, shard.segment
-        if threshold.last is not None and threshold.last >= 0:
-            # Only some of the blocks at the threshold are removed.
-            [(_, bits)] = segment.chunks()
-            start = starts[shard.number]
-            gone[start : start + segment.blocks] = threshold.removes(segment, 0, bits)
-    kept, dirty = pack(~gone & (joint.bits != KEPT)), pack(gone & (joint.bits != 0))
-    made = {}
-    for shard in shards:
-        # Each shard starts at a whole byte.
-        first = starts[shard.number] // 8
-        bytes_of = slice(first, first - (-shard.segment.blocks // 8))
-        mask = BlockMask(shard.rect, shard.block, kept[bytes_of].clone())
-        made[shard.place] = NewMask(mask, dirty[bytes_of])
-    return made
 
 
 def _new_mask(
@@ -267,9 +211,6 @@ def _dirty_rule(table: ScoredTable, threshold: Threshold) -> DirtyRule | None:
         return None  # all that is removed is written there, in one pass
     if not table.goal.shows_zeros:
         return _any_removed
-    if table.cuts is not None:
-        # Their scores are of the whole block; the marks tell whether this shard's part is zero.
-        return _not_marked_clean
     # At a threshold of 0 all that is removed scores 0.
     return None if threshold.bits == 0 else _not_zero
 
@@ -282,18 +223,13 @@ def _not_zero(removed: Tensor, bits: Tensor) -> Tensor:
     return removed & bits.to(torch.bool)
 
 
-def _not_marked_clean(removed: Tensor, bits: Tensor) -> Tensor:
-    return _not_zero(removed, bits) & (bits != REMOVED_CLEAN)
-
-
 def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None:
     """Put the decision on cut blocks in the place of their scores."""
     goal, known = table.goal, table.partials[shard.rect]
     segment = table.segments[shard.rect]
-    # Cut columns; whether this shard's part was zero is lost with its score, so marks keep it.
-    marks = torch.full_like(known.clean, REMOVED, dtype=torch.int32)
-    if goal.shows_zeros:
-        marks[known.clean] = REMOVED_CLEAN
+    # Cut columns. What this shard has of a block may be zero although others have more: as a score
+    # of 0, which is always removed too.
+    marks = torch.where(known.clean, 0, REMOVED).to(torch.int32)
     columns = torch.where(decision.columns, marks, KEPT)
     if known.cuts_all:
         segment.add(columns)

@@ -305,25 +305,25 @@ def _score_owned(
             slabs[i][top : top + inner.rows, inner.col : inner.col_end] = read()
         rows = slice(part.rows.start - owned.start, part.rows.stop - owned.start)
         sums[rows, table.places(grid_of(part.rect, table.block))] += part.sums()
-    cut = torch.tensor(table.cols, dtype=torch.int64, device=device)
-    scores = _scores(table, sums, owned.start, cut)
+    scores = _scores(table, sums, owned.start, table.cols)
     # The slabs decide about the rows that are cut as well.
     scores[[i - owned.start for i in slabs]] = KEPT
-    result = Owned(Segment(owned.start, cut, table.grid.cols), {})
+    result = Owned(Segment(owned.start, table.cols, table.grid.cols, device), {})
     result.columns.add(scores)
-    every = torch.arange(table.grid.cols, device=device)
+    every = range(table.grid.cols)
     for i, slab_scores in slabs.items():
         # One block row, so one chunk: summed as if it had never been cut.
         _, folded = next(block_sums(slab_scores, table.slab(i), table.block, "given"))
-        segment = Segment(i, every, table.grid.cols)
+        segment = Segment(i, every, table.grid.cols, device)
         segment.add(_scores(table, folded, i, every))
         result.slabs[i] = segment, slab_scores
     return result
 
 
-def _scores(table: CutTable, sums: Tensor, first: int, columns: Tensor) -> Tensor:
+def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -> Tensor:
     """Return the scores of blocks as int32, from their sums, which are overwritten."""
-    widths = block_widths(table.data.shape, table.block, columns)
+    at = torch.tensor(columns, dtype=torch.int64, device=sums.device)
+    widths = block_widths(table.data.shape, table.block, at)
     return to_scores(sums, first, widths, table.data.shape, table.block).view(torch.int32)
 
 

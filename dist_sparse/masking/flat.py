@@ -71,31 +71,14 @@ class FlatShard:
     Args:
         shard: live.
         block: the sparse block, within a row.
-        table_cols: block columns of the whole table.
     """
 
     shard: Shard
     block: Block
-    table_cols: int
 
     @cached_property
     def grid(self) -> Grid:
         return grid_of(self.shard.rect, self.block)
-
-    def ids(self, places: Tensor) -> Tensor:
-        """Return the global indices of the blocks at flat ``places``, int64 ``(n,)``."""
-        rows, cols = places // self.grid.cols, places % self.grid.cols
-        return (rows + self.grid.row) * self.table_cols + cols + self.grid.col
-
-    def last_place(self, last: int | None) -> int:
-        """Return the place of the last block whose global index is at most ``last`` (None: any);
-        -1 if there is none."""
-        if last is None:
-            return self.grid.blocks
-        row, col = last // self.table_cols - self.grid.row, last % self.table_cols - self.grid.col
-        if row < 0:
-            return -1
-        return row * self.grid.cols + min(max(col, -1), self.grid.cols - 1)
 
     def words(self) -> Tensor:
         """Return memory for a bit of each block, int32, for atomic operations on words."""
@@ -104,11 +87,11 @@ class FlatShard:
 
 
 class Limit(NamedTuple):
-    """Blocks that score less than ``bits`` are removed, and those that score as much up to the
-    global index ``last`` (None: all)."""
+    """Blocks that score less than ``bits`` are removed, and those that score as much before the
+    flat place ``upto``."""
 
     bits: int
-    last: int | None
+    upto: int
 
 
 class FlatMask(NamedTuple):
@@ -117,12 +100,12 @@ class FlatMask(NamedTuple):
     Args:
         kept: its bits, uint8, 1 = kept.
         dirty: bits of the removed blocks that do not score 0, uint8.
-        removes: whether anything is removed.
+        removes: whether anything is removed; None if it is not known.
     """
 
     kept: Tensor
     dirty: Tensor
-    removes: bool
+    removes: bool | None
 
 
 @dataclass(eq=False)
@@ -192,7 +175,7 @@ class FlatScores:
         return counts
 
     def histograms(
-        self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
+        self, numbers: Sequence[int], prefixes: Sequence[int], before: int, shift: int, buckets: int
     ) -> list[Tensor]:
         """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
@@ -216,8 +199,8 @@ class FlatScores:
         return [found[number] for number in numbers]
 
     def ties(self, scores: Mapping[int, int], most: int) -> dict[int, Tensor]:
-        """Return the global indices of the blocks that have a score, int64, ascending, in CPU
-        memory, by the number of the shard. One wait for all shards.
+        """Return the flat places of the blocks that have a score, int64 in CPU memory, in no order,
+        by the number of the shard. One wait for all shards.
 
         Args:
             scores: the bits of the score, by the number of the shard.
@@ -239,7 +222,7 @@ class FlatScores:
         counts, listed = on_host([lengths, places])
         found = {}
         for number, count, row in zip(scores, counts.tolist(), listed, strict=True):
-            found[number] = self._shards[number].ids(row[:count].long().sort().values)
+            found[number] = row[:count].long()
         return found
 
     def masks(self, limits: Mapping[int, Limit]) -> dict[int, FlatMask]:
@@ -248,9 +231,9 @@ class FlatScores:
         removed: dict[int, list[Tensor]] = {}
         to_settle: dict[int, Any] = {}
         to_pack: dict[int, dict[str, int]] = {}
-        for number, (score, last) in limits.items():
+        for number, (score, upto) in limits.items():
             shard, narrowed = self._shards[number], self._narrowed.get(number)
-            task = {"low": score, "high": score, "last": shard.last_place(last)}
+            task = {"low": score, "high": score, "last": upto - 1}
             if narrowed is None or not narrowed.low - 1 <= score <= narrowed.high:
                 kept, dirty = shard.words(), shard.words()
                 to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}

@@ -12,7 +12,7 @@ A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -23,15 +23,12 @@ from torch import Tensor
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.device import count_within, on_host
 from dist_sparse.masking.flat import FlatScores
-from dist_sparse.masking.masks import BitWriter, BlockMask
+from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import (
     HISTOGRAM,
     KEPT,
-    LEADING_BUCKETS,
     NOT_FINITE,
-    Index,
-    JointPart,
     JointScores,
     Segment,
     bucket_counts,
@@ -39,15 +36,18 @@ from dist_sparse.masking.segments import (
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, grid_of
 
-# (shift, buckets): 11 + 10 + 10 bits make the 31 of a score.
-_ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
+# (shift, buckets) after the first round: 11 + 10 + 10 bits make the 31 of a score.
+_ROUNDS = ((10, 1024), (0, 1024))
 
 # Added to a bucket by each rank that has something in it: tells whether all ties are on one rank
 # (2**44 blocks, 2**19 ranks fit).
 _PRESENT = 1 << 44
 
-# Up to so many tied scores are stored by their places.
+# Up to so many scores are stored again, or listed by a kernel.
 _CHUNK = 1 << 19
+
+# Bytes of flags of tied blocks whose indices are counted at a time.
+_COUNTED = 1 << 15
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -84,23 +84,15 @@ class Threshold:
     def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
         """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of
         ``segment``."""
-        if not segment.on_cpu and self.last is not None:
-            # To look for ties would wait for the device.
-            ids = segment.ids_from(start, bits.numel())
-            return (bits < self.bits) | ((bits == self.bits) & (ids <= self.last))
-        removed = bits <= self.bits
-        if self.last is not None:
-            # Few blocks tie, so only their indices are compared.
-            tied = segment.tied_within(start, bits, self.bits)
-            removed[tied[segment.ids(tied + start) > self.last]] = False
-        return removed
+        ties = max(segment.places_upto(self.last) - start, 0)
+        if ties >= bits.numel():
+            return bits <= self.bits
+        return torch.cat([bits[:ties] <= self.bits, bits[ties:] < self.bits])
 
     def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
         """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
-        removed = bits <= self.bits
-        if self.last is not None:
-            removed &= (bits < self.bits) | (segment.ids(places.long()) <= self.last)
-        return removed
+        # As int64: a limit beyond int32 would wrap around.
+        return bits < self.bits + (places.long() < segment.places_upto(self.last))
 
 
 NOTHING: Final = Threshold(bits=0, last=-1)
@@ -124,7 +116,7 @@ def mask_of_blocks(
         segment: the scores of all blocks of the shard.
         dirty: None if the shard has no dirty blocks.
     """
-    count, device = grid_of(rect, block).blocks, segment.col_ids.device
+    count, device = grid_of(rect, block).blocks, segment.device
     kept, unclean = BitWriter(count, device), BitWriter(count, device)
     # Packed chunk by chunk: flags take eight times as much memory as the mask.
     for start, bits in segment.chunks():
@@ -195,56 +187,42 @@ def _find_scores(searches: list[_ScoreSearch], reduce: Reduce, pool: Pool | None
     """Find the score of every threshold. Collective."""
     if pool is not None:
         pool.join(searches)
-    first, *others = _ROUNDS
-    counts = _run_round(searches, *first, reduce, pool)
+    marked = _reduced(_first_histograms(searches), reduce)
+    counts = marked & (_PRESENT - 1)
     _refuse_not_finite(counts, searches)
     for search, row in zip(searches, counts, strict=True):
-        search.first_counts = row
-    _narrow(searches, others, reduce, pool)
+        search.begin(row)
+    _descend(searches, marked, LEADING_SHIFT, pool)
+    for shift, buckets in _ROUNDS:
+        active = [search for search in searches if not search.done]
+        if active:
+            own = _next_histograms(active, shift, buckets)
+            _descend(active, _reduced(own, reduce), shift, pool)
 
 
 def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
     not all. Collective over ``group`` where ties are on several ranks."""
-    _find_ties_by_kernels(split)
     alone: list[_TieSearch] = []
     over_ranks: list[_TieSearch] = []
     for search in split:
-        table, bits = search.table, search.last
-        if search.inside <= _CHUNK:
-            # Once, for up to three rounds and for the masks.
-            for segment in table.segments:
-                if segment.on_cpu:
-                    segment.find_tied(bits)
+        table = search.table
         if search.holders > 1 or table.spread_replicas:
-            counted = [segment for segment in table.segments if segment.counts]
-            over_ranks.append(_TieSearch(search, counted))
+            over_ranks.append(_TieSearch(search, search.counted))
         else:
             # One rank owns all that tie. It, and any replica of it, sees them all and finds the
             # order alone; the others see none, and remove none.
             alone.append(_TieSearch(search, table.segments))
+    _find_ties([*alone, *over_ranks])
     for searches, reduce in ((alone, _of_this_rank), (over_ranks, group.all_reduce)):
         most = max((ties.scores.table.blocks for ties in searches), default=1)
-        _narrow(searches, _index_rounds(most), reduce)
-    for ties in [*alone, *over_ranks]:
-        ties.scores.last_index = ties.last
-
-
-def _find_ties_by_kernels(split: Sequence[_ScoreSearch]) -> None:
-    """Set the ``tied_ids`` of segments whose ties kernels can find."""
-    places: dict[FlatScores, dict[int, int]] = {}
-    found: dict[tuple[FlatScores, int], Segment] = {}
-    for search in split:
-        for segment in search.table.segments:
-            joint = segment.joint
-            if joint is None or not isinstance(joint.scores, FlatScores) or search.inside > _CHUNK:
-                continue
-            places.setdefault(joint.scores, {})[joint.number] = search.last
-            found[joint.scores, joint.number] = segment
-    most = max((search.inside for search in split if search.inside <= _CHUNK), default=0)
-    for scores, thresholds in places.items():
-        for number, ids in scores.ties(thresholds, most).items():
-            found[scores, number].tied_ids = ids
+        for shift, buckets in _index_rounds(most):
+            active = [search for search in searches if not search.done]
+            if active:
+                own = torch.stack([search.histogram(shift, buckets) for search in active])
+                _descend(active, _reduced(own, reduce), shift)
+        for ties in searches:
+            ties.scores.last_index = ties.last
 
 
 def _of_this_rank(counts: Tensor) -> Tensor:
@@ -256,8 +234,7 @@ class _Search:
     of the keys that share them are wanted.
 
     Args:
-        wanted: number of keys wanted.
-        segments: where this rank's keys are.
+        left: number of keys wanted.
 
     Attributes:
         last: the largest key that is removed, once found.
@@ -267,79 +244,14 @@ class _Search:
         done: all or nothing of what shares the prefix is wanted, or there are no more bits: no
             further round is needed.
         prefix: the bits found so far.
-        shift: how many bits are not found yet; None before the first round.
-        joint: where the keys are stored if they share a tensor with those of other tables.
+        shift: how many bits are not found yet.
     """
 
-    def __init__(self, wanted: int, segments: Sequence[Segment]) -> None:
-        self.left, self.last, self.inside, self.holders, self.below = wanted, 0, 0, 0, 0
-        self._segments = segments
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.last = self.inside = self.holders = self.below = self.prefix = 0
+        self.shift = 63
         self.done = False
-        self.prefix = 0
-        self.shift: int | None = None
-        self.joint: JointPart | None = None
-        self._few: list[Tensor] | None = None
-
-    def keys(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield the keys in a segment on a CPU, in chunks; called once per round until few enough
-        are left to be stored."""
-        raise NotImplementedError
-
-    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield numbers in a segment on an accelerator, in chunks, negative where they are no key:
-        to leave these out would wait for the device."""
-        raise NotImplementedError
-
-    def histogram(self, shift: int, buckets: int) -> list[Tensor]:
-        """Return how many keys that have the prefix fall into each bucket of the next bits, as
-        parts to be added up: int64 ``(buckets,)``, each on the device of its keys."""
-        parts = [self._count_on_cpu(shift, buckets)]
-        for segment in self._segments:
-            if not self.is_on_cpu(segment):
-                parts += self._count_on_device(segment, shift, buckets)
-        return parts
-
-    def is_on_cpu(self, segment: Segment) -> bool:
-        """Whether the host reads the keys in a segment without waiting for a device."""
-        return segment.on_cpu
-
-    def _count_on_device(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
-        low = 0 if self.shift is None else self.prefix << self.shift
-        total: Tensor | None = None
-        for keys in self.keys_on_device(segment):
-            counts = count_within(keys, low, shift, buckets)
-            total = counts if total is None else total.add_(counts)
-        if total is not None:
-            yield total
-
-    def _keys_on_cpu(self) -> Iterator[Tensor]:
-        for segment in self._segments:
-            if self.is_on_cpu(segment):
-                yield from self.keys(segment)
-
-    def _count_on_cpu(self, shift: int, buckets: int) -> Tensor:
-        counts = torch.zeros(buckets, dtype=torch.int64)
-        few: list[Tensor] | None = None if self._few else []
-        seen = found = 0
-        for chunk in self._few or self._keys_on_cpu():
-            inside = self._with_prefix(chunk)
-            counts += bucket_counts(inside, shift, buckets)
-            seen, found = seen + chunk.numel(), found + inside.numel()
-            if found * 8 > max(seen, _CHUNK):
-                few = None  # storing them would take too much memory
-            if few is not None:
-                few.append(inside)
-        self._few = few or self._few
-        return counts
-
-    def _with_prefix(self, keys: Tensor) -> Tensor:
-        if self.shift is None:
-            return keys
-        # In place: the shifted keys are the only temporary of their size.
-        return keys[(keys >> self.shift).eq_(self.prefix).to(torch.bool)]
-
-    def limit(self, counts: Tensor) -> None:
-        """Want fewer keys, by the counts of a round over all ranks. Here it does nothing."""
 
     def descend(
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
@@ -361,78 +273,77 @@ class _ScoreSearch(_Search):
     threshold among them needs no further round.
 
     Attributes:
+        counted: the scores that this rank counts.
         first_counts: the histogram of the first round over all ranks.
         last_index: the last index removed among the blocks that tie; None is all of them.
     """
 
+    first_counts: Tensor
+
     def __init__(self, table: Candidates) -> None:
-        self.counted = [segment for segment in table.segments if segment.counts]
-        super().__init__(table.k, self.counted)
+        super().__init__(table.k)
         self.table = table
+        self.counted = [segment for segment in table.segments if segment.counts]
         self.last_index: int | None = None
-        self.first_counts: Tensor | None = None
-        self._index: Index | None = None
-        # Of several segments the counts must be added up: they are read in chunks.
-        if len(self.counted) == 1:
-            self.joint, self._index = self.counted[0].joint, self.counted[0].index
+        # By segment, the scores that have the prefix, where they are few.
+        self._few: dict[Segment, list[Tensor]] = {}
 
-    def keys(self, segment: Segment) -> Iterator[Tensor]:
-        for _, bits in segment.chunks():
-            yield bits
-
-    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
-        for _, bits in segment.chunks():
-            # Zeros have had a bucket of their own in the first round.
-            yield bits.masked_fill(bits == 0, -1) if self.prefix == 0 else bits
-
-    def histogram(self, shift: int, buckets: int) -> list[Tensor]:
-        """As :meth:`_Search.histogram`; in the first round with one more bucket in front, for
-        zeros."""
-        if self.shift is None:
-            return self._first_histogram()
-        if self._index is not None:
-            known = self._index.counts(self.prefix, self.shift, shift, buckets)
-            if known is not None:
-                return [known]
-        return super().histogram(shift, buckets)
-
-    def _first_histogram(self) -> list[Tensor]:
-        if self.joint is not None:
-            return [self.counted[0].histogram()]  # leaves KEPT out already
-        parts = [torch.zeros(HISTOGRAM, dtype=torch.int64)]
-        for segment in self.counted:
-            counts = segment.histogram()
-            if counts.is_cpu:
-                parts[0] += counts
-            else:
-                parts.append(counts)
-        for counts in parts:
-            # Something else decides about these blocks.
-            counts[1 + (KEPT >> LEADING_SHIFT)] = 0
-        return parts
-
-    def limit(self, counts: Tensor) -> None:
-        if not self.table.only_zeros or self.shift is not None:
-            return
-        # In the first round zeros have a bucket of their own.
-        zeros = int(counts[0])
-        # A table without any other score knows nothing: its record was lost, or never began.
-        self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
-
-    def _with_prefix(self, keys: Tensor) -> Tensor:
-        inside = super()._with_prefix(keys)
-        return inside[inside != 0] if self.prefix == 0 else inside
+    def begin(self, counts: Tensor) -> None:
+        """Note the histogram of the first round over all ranks."""
+        self.first_counts = counts
+        if self.table.only_zeros:
+            zeros = int(counts[0])
+            # A table without any other score knows nothing: its record was lost, or never began.
+            self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
 
     def descend(
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
-        first = self.shift is None
+        first = buckets == HISTOGRAM
         # Without the bucket for zeros, the others are numbered by their bits.
         super().descend(shift, buckets, bucket - first, below, inside, holders)
-        if first and bucket == 0:
+        if self.prefix < 0:
             # The threshold is 0: there are no bits to find.
             self.prefix = self.last = 0
             self.done = True
+
+    def histograms(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
+        """Yield how many of a segment's scores that have the prefix fall into each bucket of the
+        next bits, as parts to be added up: int64 ``(buckets,)``, on the device of the scores."""
+        known = None
+        if segment.count is not None:
+            known = segment.count(self.prefix, self.shift, shift, buckets)
+        if known is not None:
+            yield known
+        elif segment.on_cpu:
+            yield self._count_on_cpu(segment, shift, buckets)
+        else:
+            low = self.prefix << self.shift
+            for _, bits in segment.chunks():
+                # Zeros have had a bucket of their own in the first round.
+                scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
+                yield count_within(scores, low, shift, buckets)
+
+    def _count_on_cpu(self, segment: Segment, shift: int, buckets: int) -> Tensor:
+        counts = torch.zeros(buckets, dtype=torch.int64)
+        # Stored in the second round, unless that would take too much memory, and read in the third.
+        stores = self.shift == LEADING_SHIFT and self._are_few(segment)
+        few: list[Tensor] = []
+        for bits in self._few.get(segment) or (bits for _, bits in segment.chunks()):
+            # In place: the shifted scores are the only temporary of their size.
+            inside = bits[(bits >> self.shift).eq_(self.prefix).to(torch.bool)]
+            if self.prefix == 0:
+                inside = inside[inside != 0]
+            counts += bucket_counts(inside, shift, buckets)
+            if stores:
+                few.append(inside)
+        self._few[segment] = few
+        return counts
+
+    def _are_few(self, segment: Segment) -> bool:
+        """Whether a segment has few scores that share the leading bits found."""
+        counts = segment.histogram
+        return int(counts[1 + self.prefix]) * 8 <= max(int(counts.sum()), _CHUNK)
 
     @property
     def splits_ties(self) -> bool:
@@ -454,67 +365,124 @@ class _TieSearch(_Search):
     Args:
         scores: the search that has found the threshold.
         segments: where to look for ties.
+
+    Attributes:
+        tied: where the ties of a segment are: a flat place, and flags of the blocks from there on.
+        ids: the global indices of others.
     """
 
     def __init__(self, scores: _ScoreSearch, segments: Sequence[Segment]) -> None:
-        super().__init__(scores.left, segments)
-        self.scores = scores
+        super().__init__(scores.left)
+        self.scores, self.segments = scores, segments
+        self.tied: list[tuple[Segment, int, Tensor]] = []
+        self.ids: list[Tensor] = []
 
-    def is_on_cpu(self, segment: Segment) -> bool:
-        return segment.on_cpu or segment.tied_ids is not None
+    def histogram(self, shift: int, buckets: int) -> Tensor:
+        """Return how many indices that have the prefix fall into each bucket of the next bits,
+        int64 ``(buckets,)``."""
+        counts = torch.zeros(buckets, dtype=torch.int64)
+        for ids in self._in_parts():
+            counts += bucket_counts(ids[(ids >> self.shift) == self.prefix], shift, buckets)
+        return counts
 
-    def keys(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield the global indices of the tied blocks."""
-        if segment.tied_ids is not None:
-            yield segment.tied_ids
-            return
-        if segment.tied is not None:
-            yield segment.ids(segment.tied)
-            return
-        for start, bits in segment.chunks():
-            yield segment.ids((bits == self.scores.last).nonzero().flatten() + start)
-
-    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
-        for start, bits in segment.chunks():
-            ids = segment.ids_from(start, bits.numel())
-            yield ids.masked_fill_(bits != self.scores.last, -1)
+    def _in_parts(self) -> Iterator[Tensor]:
+        yield from self.ids
+        for segment, start, flags in self.tied:
+            for at in range(0, flags.numel(), _COUNTED):
+                places = positions(flags[at : at + _COUNTED])
+                yield segment.ids(places + (start + 8 * at))
 
 
-def _narrow(
-    searches: Sequence[_Search],
-    rounds: Iterable[tuple[int, int]],
-    reduce: Reduce,
-    pool: Pool | None = None,
+def _find_ties(searches: Sequence[_TieSearch]) -> None:
+    """Find the blocks that score exactly the thresholds. Waits once for those on a device, and once
+    for each launch of kernels."""
+    by_kernels: dict[FlatScores, dict[int, tuple[_TieSearch, Segment]]] = {}
+    places: list[tuple[_TieSearch, Segment, int]] = []
+    packed: list[Tensor] = []
+    for search in searches:
+        for segment in search.segments:
+            joint = segment.joint
+            if joint and isinstance(joint.scores, FlatScores) and search.scores.inside <= _CHUNK:
+                by_kernels.setdefault(joint.scores, {})[joint.number] = search, segment
+                continue
+            # A bit for each block: any number of them may tie.
+            for start, bits in segment.chunks():
+                places.append((search, segment, start))
+                packed.append(pack(bits == search.scores.last))
+    for (search, segment, start), flags in zip(places, on_host(packed), strict=True):
+        search.tied.append((segment, start, flags))
+    for scores, asked in by_kernels.items():
+        wanted = {number: search.scores.last for number, (search, _) in asked.items()}
+        most = max(search.scores.inside for search, _ in asked.values())
+        for number, found in scores.ties(wanted, most).items():
+            search, segment = asked[number]
+            search.ids.append(segment.ids(found))
+
+
+def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
+    """Return the histograms of the first round, int64 ``(searches, HISTOGRAM)``."""
+    rows: list[int] = []
+    parts: list[Tensor] = []
+    for row, search in enumerate(searches):
+        for segment in search.counted:
+            rows.append(row)
+            parts.append(segment.histogram)
+    counts = _added(rows, parts, len(searches), HISTOGRAM)
+    # Something else decides about these blocks.
+    counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
+    return counts
+
+
+def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:
+    """Return the histograms of a later round, int64 ``(searches, buckets)``: of scores that tables
+    share in one pass."""
+    rows: list[int] = []
+    parts: list[Tensor] = []
+    together: dict[JointScores | FlatScores, dict[int, int]] = {}
+    for row, search in enumerate(searches):
+        for segment in search.counted:
+            if segment.joint is not None:
+                together.setdefault(segment.joint.scores, {})[row] = segment.joint.number
+                continue
+            for part in search.histograms(segment, shift, buckets):
+                rows.append(row)
+                parts.append(part)
+    before = searches[0].shift  # the same for all: they are in the same round
+    for scores, numbers in together.items():
+        prefixes = [searches[row].prefix for row in numbers]
+        rows += numbers
+        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
+    return _added(rows, parts, len(searches), buckets)
+
+
+def _added(rows: list[int], parts: Sequence[Tensor], searches: int, buckets: int) -> Tensor:
+    """Return the sums of the ``parts`` of each row, int64 ``(searches, buckets)`` in CPU memory.
+    One wait for all."""
+    if rows == [*range(searches)]:
+        return torch.stack(on_host(parts))
+    total = torch.zeros(searches, buckets, dtype=torch.int64)
+    for row, part in zip(rows, on_host(parts), strict=True):
+        total[row] += part
+    return total
+
+
+def _reduced(own: Tensor, reduce: Reduce) -> Tensor:
+    """Return histograms over all ranks: the low 44 bits count blocks, the high ones the ranks that
+    have some."""
+    return reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
+
+
+def _descend(
+    searches: Sequence[_Search], marked: Tensor, shift: int, pool: Pool | None = None
 ) -> None:
-    """Run rounds of all searches until all are done, which every rank knows."""
-    for shift, buckets in rounds:
-        active = [search for search in searches if not search.done]
-        if not active:
-            return
-        _run_round(active, shift, buckets, reduce, pool)
-
-
-def _run_round(
-    searches: Sequence[_Search], shift: int, buckets: int, reduce: Reduce, pool: Pool | None
-) -> Tensor:
-    """Run one round of all searches: one ``reduce`` of their histograms, and one host sync.
-
-    Returns:
-        The histograms over all ranks, int64 ``(searches, buckets)``.
-    """
-    own = _histograms(searches, shift, buckets)
-    # The low 44 bits count blocks, the high ones the ranks that have some.
-    marked = reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
-    counts = marked & (_PRESENT - 1)
-    for search, row in zip(searches, counts, strict=True):
-        search.limit(row)
+    """Keep one bucket of each search, by the histograms over all ranks. One host sync for all."""
+    counts, buckets = marked & (_PRESENT - 1), marked.shape[1]
     # The bucket of the k-th key: the first up to which there are at least as many as wanted.
     upto = counts.cumsum(1)
     wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
-    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
+    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
     if pool is not None:
         pool.limit(searches, upto, bucket)
-    # One copy to the host for all searches.
     inside = counts.gather(1, bucket)
     holders = marked.gather(1, bucket) >> _PRESENT.bit_length() - 1
     chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
@@ -522,35 +490,8 @@ def _run_round(
         search.descend(shift, buckets, *row)
     if pool is not None:
         # All scores of the first round's first bucket are 0.
-        equal = shift == 0 or (counts.shape[1] == HISTOGRAM and pool.bucket == 0)
+        equal = shift == 0 or (buckets == HISTOGRAM and pool.bucket == 0)
         pool.share(last=equal)
-    return counts
-
-
-def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor:
-    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: of small tables in one
-    pass."""
-    before = searches[0].shift  # the same for all: they are in the same round
-    joint: dict[JointScores | FlatScores, dict[int, int]] = {}
-    places: list[int] = []
-    parts: list[Tensor] = []
-    for i, search in enumerate(searches):
-        if search.joint is None or before is None:
-            found = search.histogram(shift, buckets)
-            places += [i] * len(found)
-            parts += found
-        else:
-            joint.setdefault(search.joint.scores, {})[i] = search.joint.number
-    # One pass over the scores of many small tables.
-    for scores, numbers in joint.items():
-        assert before is not None
-        prefixes = [searches[i].prefix for i in numbers]
-        places += numbers
-        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
-    rows: dict[int, Tensor] = {}
-    for i, part in zip(places, on_host(parts), strict=True):
-        rows[i] = rows[i] + part if i in rows else part
-    return torch.stack([rows[i] for i in range(len(searches))])
 
 
 def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:

@@ -120,7 +120,7 @@ class KeptScores:
         bits = self.scores.bits
         for piece in torch.split(bits, max(1, _PIECE // bits.shape[1])):
             segment.add(piece)
-        segment.first_histogram, segment.index = self.scores.histogram, self.scores
+        segment.histogram, segment.count = self.scores.histogram, self.scores.counts
 
     def new_mask(
         self,
