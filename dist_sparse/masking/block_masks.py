@@ -7,20 +7,26 @@ or to old masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
-from dist_sparse.masking.block_scores import ScoredTable
-from dist_sparse.masking.cuts import Decision, Owned, exchange_partials, return_decisions
-from dist_sparse.masking.flat import FlatScores, Limit
+from dist_sparse.masking.block_scores import Goal, ScoredTable
+from dist_sparse.masking.cuts import (
+    CutTable,
+    Decision,
+    Owned,
+    exchange_partials,
+    return_decisions,
+)
+from dist_sparse.masking.flat import FlatMask, FlatScores, Limit
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
-from dist_sparse.masking.segments import KEPT, REMOVED, JointScores, Segment
+from dist_sparse.masking.segments import KEPT, REMOVED, JointPart, JointScores, Segment
 from dist_sparse.masking.selection import (
     Candidates,
     DirtyRule,
@@ -62,43 +68,34 @@ def new_masks(
     """
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
     # rank that owns it.
-    owned = _score_cut_blocks(scored, group)
+    cut = [table.cuts for table in scored if table.cuts is not None]
+    device = _device_of(scored)
+    if cut:
+        exchange_partials(cut, group, device)
 
     # 2. Select: the exact threshold of every table.
     pool = _pool_of(scored) if pooled else None
-    candidates = []
-    for i, table in enumerate(scored):
-        segments = [*table.segments.values()]
-        if i in owned:
-            segments += owned[i].segments
-        goal = table.goal
-        k = goal.k if pool is None else goal.most
-        spread = spread_replicas(goal.data)
-        candidates.append(
-            Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
-        )
+    candidates = [_candidates(table, pooled=pool is not None) for table in scored]
     thresholds = select_smallest(candidates, group, rider, pool)
+    for table, threshold in zip(scored, thresholds, strict=True):
+        table.threshold = threshold
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
-    decisions = _decide_cut_blocks(scored, owned, thresholds, group)
-    joint = _masks_of_joint_tables(scored, thresholds)
+    for table in scored:
+        if table.cuts is not None:
+            table.cuts.decision = _decide(table.goal, table.threshold, table.cuts.owned)
+    if cut:
+        return_decisions(cut, group, device)
+    joint = _masks_of_joint_scores(scored)
     made = []
-    for i, (table, threshold) in enumerate(zip(scored, thresholds, strict=True)):
+    for table in scored:
         goal = table.goal
-        if i in joint:
-            masks = [joint[i]]
-        else:
-            decided = decisions.get(i, {})
-            masks = [
-                _new_mask(table, shard, threshold, decided.get(shard.rect))
-                for shard in goal.data.shards
-            ]
+        masks = [_new_mask(table, shard, joint) for shard in goal.data.shards]
         if goal.by_element:
-            made.append(MadeMasks(masks, (1, 1), threshold))
+            made.append(MadeMasks(masks, (1, 1), table.threshold))
         else:
-            removed = candidates[i].k if threshold.removed is None else threshold.removed
-            made.append(MadeMasks(masks, goal.block, threshold, removed))
+            made.append(MadeMasks(masks, goal.block, table.threshold, table.threshold.removed))
     return made
 
 
@@ -109,47 +106,22 @@ def _pool_of(scored: Sequence[ScoredTable]) -> Pool | None:
     return Pool(need, prices) if need else None
 
 
+def _candidates(table: ScoredTable, pooled: bool) -> Candidates:
+    goal, segments = table.goal, [*table.segments.values()]
+    if table.cuts is not None:
+        segments += table.cuts.owned.segments
+    k = goal.most if pooled else goal.k
+    spread = spread_replicas(goal.data)
+    return Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
+
+
 def _device_of(scored: Sequence[ScoredTable]) -> torch.device:
-    for table in scored:
-        for shard in table.goal.data.shards:
-            return shard.tensor.device
-    return torch.device("cpu")
+    devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
+    return next(devices, torch.device("cpu"))
 
 
-def _score_cut_blocks(scored: Sequence[ScoredTable], group: Group) -> dict[int, Owned]:
-    """Return the cut blocks that this rank owns, by the place of their table. Collective over
-    ``group`` if there are any."""
-    # Metadata: the same tables on every rank.
-    cut = {i: table.cuts for i, table in enumerate(scored) if table.cuts is not None}
-    if not cut:
-        return {}
-    parts = [(cuts, scored[i].partials) for i, cuts in cut.items()]
-    return dict(zip(cut, exchange_partials(parts, group, _device_of(scored)), strict=True))
-
-
-def _decide_cut_blocks(
-    scored: Sequence[ScoredTable],
-    owned: dict[int, Owned],
-    thresholds: Sequence[Threshold],
-    group: Group,
-) -> dict[int, dict[Rect, Decision]]:
-    """Return the decisions on the cut blocks of this rank's shards, by the place of their table.
-    Collective over ``group`` if there are any."""
-    if not owned:
-        return {}
-    tables, decided = [], []
-    for i, own in owned.items():
-        cuts = scored[i].cuts
-        assert cuts is not None
-        tables.append(cuts)
-        decided.append(_decide(scored[i], own, thresholds[i]))
-    returned = return_decisions(tables, decided, group, _device_of(scored))
-    return dict(zip(owned, returned, strict=True))
-
-
-def _decide(table: ScoredTable, own: Owned, threshold: Threshold) -> Decision:
+def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:
     """Return the removed flags of the cut blocks that this rank owns."""
-    goal = table.goal
     slabs: dict[int, Tensor] = {}
     for i, (segment, elements) in own.slabs.items():
         gone = _removed(threshold, segment)
@@ -166,53 +138,53 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-def _masks_of_joint_tables(
-    scored: Sequence[ScoredTable], thresholds: Sequence[Threshold]
-) -> dict[int, NewMask]:
-    """Return the new masks of tables that were scored with others, by their place."""
+def _masks_of_joint_scores(scored: Sequence[ScoredTable]) -> dict[JointPart, FlatMask]:
+    """Return the new masks of tables that were scored with others."""
     limits: dict[JointScores | FlatScores, dict[int, Limit]] = {}
-    for table, threshold in zip(scored, thresholds, strict=True):
+    for table in scored:
         for segment in table.segments.values():
             if segment.joint is not None:
-                limit = Limit(threshold.bits, segment.places_upto(threshold.last))
-                limits.setdefault(segment.joint.scores, {})[segment.joint.number] = limit
-    flat = {scores: scores.masks(of_tables) for scores, of_tables in limits.items()}
-    found: dict[int, NewMask] = {}
-    for i, table in enumerate(scored):
-        for rect, segment in table.segments.items():
-            if segment.joint is not None:
-                kept, dirty, removes = flat[segment.joint.scores][segment.joint.number]
-                mask = BlockMask(rect, table.goal.block, kept)
-                if removes is not None:
-                    mask.learn_removes(removes)
-                found[i] = NewMask(mask, dirty)
+                scores, number = segment.joint
+                upto = segment.places_upto(table.threshold.last)
+                limits.setdefault(scores, {})[number] = Limit(table.threshold.bits, upto)
+    found = {}
+    for scores, of_tables in limits.items():
+        for number, mask in scores.masks(of_tables).items():
+            found[JointPart(scores, number)] = mask
     return found
 
 
-def _new_mask(
-    table: ScoredTable, shard: Shard, threshold: Threshold, decision: Decision | None
-) -> NewMask:
+def _new_mask(table: ScoredTable, shard: Shard, joint: Mapping[JointPart, FlatMask]) -> NewMask:
     """Return the new mask of one shard, from its scores and the decision on its cut blocks."""
-    goal, segment = table.goal, table.segments[shard.rect]
-    if decision is not None:
-        _note_decision(table, shard, decision)
+    goal, rect, threshold = table.goal, shard.rect, table.threshold
+    segment = table.segments[rect]
+    if segment.joint is not None:
+        kept, dirty, removes = joint[segment.joint]
+        mask = BlockMask(rect, goal.block, kept)
+        if removes is not None:
+            mask.learn_removes(removes)
+        return NewMask(mask, dirty)
+    slabs: dict[int, Tensor] = {}
+    if table.cuts is not None:
+        slabs = table.cuts.decisions[rect].slabs
+        _note_decision(table.cuts, segment, rect)
     if goal.by_element:
-        return _mask_of_elements(table, shard, threshold, decision)
-    rule = _dirty_rule(table, threshold)
-    scores = table.kept_scores(shard.rect)
+        return _mask_of_elements(table, shard, slabs)
+    rule = _dirty_rule(table, shard.tensor)
+    scores = table.kept_scores(rect)
     if scores is not None:
-        return scores.new_mask(shard.rect, goal.block, segment, threshold, rule)
-    return mask_of_blocks(shard.rect, goal.block, segment, threshold, rule)
+        return scores.new_mask(rect, goal.block, segment, threshold, rule)
+    return mask_of_blocks(rect, goal.block, segment, threshold, rule)
 
 
-def _dirty_rule(table: ScoredTable, threshold: Threshold) -> DirtyRule | None:
+def _dirty_rule(table: ScoredTable, live: Tensor) -> DirtyRule | None:
     """Return how to find removed blocks that are not zero yet; None if there are none."""
-    if _device_of([table]).type != "cpu":
+    if not live.is_cpu:
         return None  # all that is removed is written there, in one pass
     if not table.goal.shows_zeros:
         return _any_removed
     # At a threshold of 0 all that is removed scores 0.
-    return None if threshold.bits == 0 else _not_zero
+    return None if table.threshold.bits == 0 else _not_zero
 
 
 def _any_removed(removed: Tensor, bits: Tensor) -> Tensor:
@@ -223,10 +195,9 @@ def _not_zero(removed: Tensor, bits: Tensor) -> Tensor:
     return removed & bits.to(torch.bool)
 
 
-def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None:
+def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
     """Put the decision on cut blocks in the place of their scores."""
-    goal, known = table.goal, table.partials[shard.rect]
-    segment = table.segments[shard.rect]
+    known, decision = cuts.partials[rect], cuts.decisions[rect]
     # Cut columns. What this shard has of a block may be zero although others have more: as a score
     # of 0, which is always removed too.
     marks = torch.where(known.clean, 0, REMOVED).to(torch.int32)
@@ -236,29 +207,29 @@ def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None
     for first, bits in segment.pieces():
         bits[:, known.cols] = columns[first : first + len(bits)]
         # Masks by element take the slabs as they are.
-        for i, flags in () if goal.by_element else decision.slabs.items():
+        for i, flags in () if cuts.by_element else decision.slabs.items():
             at = i - known.grid.row - first
             if 0 <= at < len(bits):
                 bits[at] = torch.where(flags, REMOVED, KEPT).to(torch.int32)
 
 
-def _mask_of_elements(
-    table: ScoredTable, shard: Shard, threshold: Threshold, decision: Decision | None
-) -> NewMask:
-    """Return the new mask of a shard whose blocks lose only their smallest elements."""
+def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tensor]) -> NewMask:
+    """Return the new mask of a shard whose blocks lose only their smallest elements.
+
+    Args:
+        slabs: removed flags in cut block rows, decided by the ranks that own them.
+    """
     goal, segment, rect = table.goal, table.segments[shard.rect], shard.rect
     height, grid = goal.block[0], grid_of(shard.rect, goal.block)
-    slabs = {} if decision is None else decision.slabs
     kept = BitWriter(rect.numel, shard.tensor.device)
     for start, stop in row_chunks(rect, goal.block, shard.tensor.device):
         first = (rect.row + start) // height - grid.row
         bits = segment.rows(first, first - (start - stop) // height)
-        chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
+        chosen = table.threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         offset = rect.row + start, rect.col
         scores = element_scores(shard.tensor[start:stop], goal.measure, offset)
         gone = smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros)
         for i, flags in slabs.items():
-            # Cut block rows are chunks of their own: decided by the rank that owns them.
             top = max(i * height, rect.row) - rect.row - start
             if 0 <= top < stop - start:
                 gone[top : top + flags.shape[0]] = flags

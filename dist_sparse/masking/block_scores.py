@@ -38,6 +38,7 @@ from dist_sparse.masking.segments import (
     Segment,
     first_histogram,
 )
+from dist_sparse.masking.selection import NOTHING, Threshold
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
@@ -104,14 +105,20 @@ class Goal:
 
 @dataclass
 class ScoredTable:
-    """One table between scoring and masks: scores by shard, and what this rank knows of cut
-    blocks. This rank counts the scores of the shards that it owns."""
+    """One table between scoring and masks.
+
+    Args:
+        cuts: its cut blocks, if there are any.
+        owned: the shards whose scores this rank counts.
+        segments: the scores of this rank's shards.
+        threshold: once it is selected.
+    """
 
     goal: Goal
     cuts: CutTable | None
     owned: Collection[Rect]
     segments: dict[Rect, Segment] = field(default_factory=dict)
-    partials: dict[Rect, Partials] = field(default_factory=dict)
+    threshold: Threshold = NOTHING
 
     def kept_scores(self, rect: Rect) -> KeptScores | None:
         """Return the kept scores of a shard, if any; of cut blocks none are kept."""
@@ -284,7 +291,7 @@ def _score_shard(table: ScoredTable, shard: Shard) -> Iterator[_Counted]:
     if table.cuts is None:
         histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
     else:
-        cut = table.partials[shard.rect] = table.cuts.partials(shard.rect, shard.tensor.device)
+        cut = table.cuts.add_shard(shard.rect, shard.tensor.device)
         histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
         _score_slabs(goal, shard, cut)
     yield _Counted([segment], histogram, extremes)

@@ -13,7 +13,7 @@ A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -66,13 +66,13 @@ class Threshold:
         last: None is any index.
         histogram: the scores of all ranks, int64 ``(HISTOGRAM,)``: zeros first, then by leading
             bits. None where nothing or everything is removed.
-        removed: number of removed blocks; None where nothing or everything is removed.
+        removed: number of removed blocks over all ranks.
     """
 
     bits: int
     last: int | None
     histogram: Tensor | None = field(default=None, compare=False, repr=False)
-    removed: int | None = field(default=None, compare=False)
+    removed: int = field(default=0, compare=False)
 
     @property
     def score(self) -> float | None:
@@ -170,7 +170,7 @@ def select_smallest(
     thresholds: list[Threshold] = []
     searches: dict[int, _ScoreSearch] = {}
     for i, table in enumerate(candidates):
-        thresholds.append(NOTHING if table.k <= 0 else EVERYTHING)
+        thresholds.append(NOTHING if table.k <= 0 else replace(EVERYTHING, removed=table.k))
         # Only a pool can keep blocks of a table that it may remove as a whole.
         if table.k > 0 and (pool or table.only_zeros or table.k < table.blocks):
             searches[i] = _ScoreSearch(table)
