@@ -19,8 +19,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,9 @@ from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
 
 # Places in a list are int32, and a program looks at some behind the last.
 _MOST = (1 << 31) - (1 << 20)
+
+# Elements of a block that kernels add up in torch's order.
+_WIDTHS = {1, 2, 4, 8, *range(16, 4097, 16)}
 
 # Bytes of a listed block: its score and its place.
 _LISTED = 8
@@ -49,13 +52,13 @@ def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
     None."""
     grid = grid_of(rect, block)
     width = rect.cols if grid.cols == 1 else block[1]
-    if block[0] != 1 or not tensor.is_contiguous() or not 0 < grid.blocks < _MOST:
-        return None
-    if rect.cols != grid.cols * width or (grid.cols > 1 and rect.col % width):
+    equal = block[0] == 1 and rect.cols == grid.cols * width
+    uncut = grid.cols == 1 or rect.col % width == 0
+    if not (equal and uncut and tensor.is_contiguous() and 0 < grid.blocks < _MOST):
         return None
     # Neighbours are added in pairs, or 16 sums are taken beside each other. Of wider blocks torch
     # adds up parts first.
-    return width if width in (1, 2, 4, 8) or (width % 16 == 0 and width <= 4096) else None
+    return width if width in _WIDTHS else None
 
 
 def too_large(nbytes: int, weights: int) -> bool:
@@ -117,7 +120,8 @@ class _Narrowed:
         places: of the listed blocks, int32.
         kept: bits, as words of 32; listed blocks are still kept.
         dirty: bits of the same form.
-        removed: number of blocks removed so far, int64 ``()``; None before the launch.
+        length: how many are listed, int32.
+        removed: number of blocks removed so far, int64 ``()``, once it is launched.
     """
 
     low: int
@@ -126,7 +130,17 @@ class _Narrowed:
     places: Tensor
     kept: Tensor
     dirty: Tensor
-    removed: Tensor | None = None
+    length: Tensor = field(init=False)
+    removed: Tensor = field(init=False)
+
+    def bits(self) -> dict[str, int]:
+        """Return the addresses of the bits, as fields of a job."""
+        return {"kept": self.kept.data_ptr(), "dirty": self.dirty.data_ptr()}
+
+    def addresses(self) -> dict[str, int]:
+        """Return where all of it is written, as fields of a job."""
+        lists = {"scores": self.scores, "places": self.places, "length": self.length}
+        return {name: tensor.data_ptr() for name, tensor in lists.items()} | self.bits()
 
     def holds(self, low: int, high: int) -> bool:
         """Whether all blocks that score from ``low`` to ``high`` are listed."""
@@ -158,10 +172,11 @@ class FlatScores:
         self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute)
         self._narrowed: dict[int, _Narrowed] = {}
         self.held: list[Tensor] = []
-        if not too_large(4, width * tensor.element_size()):
-            for shard in shards:
-                scores = torch.empty(shard.grid.blocks, dtype=torch.int32, device=self._device)
-                self.held.append(scores)
+        ints = partial(torch.empty, dtype=torch.int32, device=self._device)
+        if too_large(4, width * tensor.element_size()):
+            self._lengths = ints(len(shards)).zero_()
+        else:
+            self.held = [ints(shard.grid.blocks) for shard in shards]
 
     def first_histograms(self) -> Tensor:
         """Score all blocks. Return :func:`~dist_sparse.masking.segments.first_histogram` of each
@@ -180,18 +195,15 @@ class FlatScores:
         """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
         to_narrow: dict[int, dict[str, int]] = {}
-        lengths: Tensor | None = None
-        if before == LEADING_SHIFT and not self.held:
-            lengths = torch.zeros(len(numbers), dtype=torch.int32, device=self._device)
+        narrows = before == LEADING_SHIFT and not self.held
         for number, prefix in zip(numbers, prefixes, strict=True):
             # Zeros have a bucket of their own in the first round.
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
             task = {"low": low, "high": high, "shift": shift}
-            if lengths is not None:
-                length = lengths[len(to_narrow) :].data_ptr()
-                inside = int(self.counts[number, 1 + prefix])
-                task |= self._narrow(number, low, high, inside, length)
-            (to_narrow if "kept" in task else to_count)[number] = task
+            if narrows and self._narrow(number, low, high, int(self.counts[number, 1 + prefix])):
+                to_narrow[number] = task | self._narrowed[number].addresses()
+            else:
+                to_count[number] = task
         found = {number: counts for number, counts, _ in self._sweep(to_count, buckets)}
         for number, counts, removed in self._sweep(to_narrow, buckets, lists=True, packs=True):
             found[number] = counts
@@ -227,63 +239,44 @@ class FlatScores:
 
     def masks(self, limits: Mapping[int, Limit]) -> dict[int, FlatMask]:
         """Return the new masks of shards, by their numbers. One wait for all of them."""
-        bits: dict[int, tuple[Tensor, Tensor]] = {}
-        removed: dict[int, list[Tensor]] = {}
+        words: dict[int, tuple[Tensor, Tensor]] = {}
+        removed: list[tuple[int, Tensor]] = []
         to_settle: dict[int, Any] = {}
         to_pack: dict[int, dict[str, int]] = {}
         for number, (score, upto) in limits.items():
             shard, narrowed = self._shards[number], self._narrowed.get(number)
             task = {"low": score, "high": score, "last": upto - 1}
-            if narrowed is None or not narrowed.low - 1 <= score <= narrowed.high:
-                kept, dirty = shard.words(), shard.words()
-                to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
-                removed[number] = []
+            if narrowed is not None and narrowed.low - 1 <= score <= narrowed.high:
+                words[number] = narrowed.kept, narrowed.dirty
+                to_settle[number] = self._on_list(narrowed)._replace(**task, **narrowed.bits())
+                removed.append((number, narrowed.removed))
             else:
-                kept, dirty = narrowed.kept, narrowed.dirty
-                task |= {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
-                to_settle[number] = self._on_list(narrowed)._replace(**task)
-                assert narrowed.removed is not None
-                removed[number] = [narrowed.removed]
-            bits[number] = kept, dirty
-        for number, _, count in self._sweep(to_pack, packs=True):
-            removed[number].append(count)
+                kept, dirty = words[number] = shard.words(), shard.words()
+                to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
+        removed += [(number, count) for number, _, count in self._sweep(to_pack, packs=True)]
         if to_settle:
             counts = self._kernels.settle([*to_settle.values()], self._device)
-            for number, count in zip(to_settle, counts.unbind(), strict=True):
-                removed[number].append(count)
-        return self._read_masks(bits, removed)
-
-    def _read_masks(
-        self, bits: Mapping[int, tuple[Tensor, Tensor]], removed: Mapping[int, list[Tensor]]
-    ) -> dict[int, FlatMask]:
-        parts = [part.view(1) for number in bits for part in removed[number]]
-        counts = iter(on_host(parts))
+            removed += zip(to_settle, counts.unbind(), strict=True)
+        counted = on_host([count.view(1) for _, count in removed])
+        removing = {number for (number, _), count in zip(removed, counted, strict=True) if count}
         made = {}
-        for number, words in bits.items():
-            total = sum(int(next(counts)) for _ in removed[number])
-            size = self._shards[number].grid.bytes
-            kept, dirty = (each.view(torch.uint8)[:size] for each in words)
-            made[number] = FlatMask(kept, dirty, total > 0)
+        for number, (kept, dirty) in words.items():
+            whole = slice(self._shards[number].grid.bytes)
+            kept, dirty = kept.view(torch.uint8)[whole], dirty.view(torch.uint8)[whole]
+            made[number] = FlatMask(kept, dirty, number in removing)
         return made
 
-    def _narrow(self, number: int, low: int, high: int, inside: int, length: int) -> dict[str, int]:
+    def _narrow(self, number: int, low: int, high: int, inside: int) -> bool:
         """Prepare a list of the blocks that score from ``low`` to ``high``, ``inside`` in number.
-        Return where it is written, with its ``length``; nothing if it would take too much
-        memory."""
+        False, with nothing done, if it would take too much memory."""
         shard = self._shards[number]
         if too_large(_LISTED * inside, shard.shard.tensor.nbytes):
-            return {}
+            return False
         scores = torch.empty(inside, dtype=torch.int32, device=self._device)
-        places = torch.empty_like(scores)
-        made = _Narrowed(low, high, scores, places, shard.words(), shard.words())
+        made = _Narrowed(low, high, scores, torch.empty_like(scores), shard.words(), shard.words())
+        made.length = self._lengths[number:]
         self._narrowed[number] = made
-        return {
-            "scores": scores.data_ptr(),
-            "length": length,
-            "places": places.data_ptr(),
-            "kept": made.kept.data_ptr(),
-            "dirty": made.dirty.data_ptr(),
-        }
+        return True
 
     def _sweep(
         self,
@@ -301,13 +294,12 @@ class FlatScores:
             narrowed = self._narrowed.get(number)
             if self.held:
                 on_scores[number] = self._on_held(number)._replace(**task)
-            elif not packs and narrowed is not None and narrowed.holds(task["low"], task["high"]):
+            elif narrowed is not None and not packs and narrowed.holds(task["low"], task["high"]):
                 on_scores[number] = self._on_list(narrowed)._replace(**task)
             else:
                 on_weights[number] = self._on_weights(number)._replace(**task)
         found: list[tuple[int, Tensor, Tensor]] = []
-        sources = ((on_scores, self._kernels.SCORES), (on_weights, self._scoring))
-        for jobs, scoring in sources:
+        for jobs, scoring in ((on_scores, self._kernels.SCORES), (on_weights, self._scoring)):
             if jobs:
                 counts, removed = self._kernels.sweep(
                     [*jobs.values()], scoring, self._device, buckets, lists=lists, packs=packs
@@ -329,8 +321,7 @@ class FlatScores:
         return self._kernels.Job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
 
 
-@dataclass(frozen=True, eq=False)
-class Pruned:
+class Pruned(NamedTuple):
     """What is to be zeroed in a shard.
 
     Args:
@@ -339,51 +330,30 @@ class Pruned:
         kept: bits, uint8.
         changed: bits of the blocks that were kept before, and of those that may not be zero; None
             is all blocks.
-        flags: uint8 ``(rows,)``, 0 where all that is removed is zero already; None is all rows.
     """
 
     shard: Shard
     block: Block
     kept: Tensor
     changed: tuple[Tensor, Tensor] | None = None
-    flags: Tensor | None = None
-
-    @cached_property
-    def alike(self) -> tuple[object, ...] | None:
-        """What all shards of a launch have in common; None if the kernels can't take this one."""
-        rect, tensor = self.shard
-        width = flat_width(rect, self.block, tensor)
-        if width is None or kernels_on(tensor.device) is None:
-            return None
-        size = tensor.element_size()
-        return tensor.device, width, size, self.changed is None, self.flags is None
 
 
 def prune(shards: Sequence[Pruned]) -> list[int]:
     """Write zero to what is removed, in one launch for all shards that are alike. Return the places
     of the shards that the kernels can't take."""
     left: list[int] = []
-    launches: dict[tuple[object, ...], list[Pruned]] = {}
-    for i, each in enumerate(shards):
-        if each.alike is None:
+    launches: dict[tuple[Any, ...], list[Any]] = {}
+    for i, (shard, block, kept, changed) in enumerate(shards):
+        rect, tensor = shard
+        kernels, width = kernels_on(tensor.device), flat_width(rect, block, tensor)
+        if kernels is None or width is None:
             left.append(i)
-        else:
-            launches.setdefault(each.alike, []).append(each)
-    for together in launches.values():
-        rect, tensor = together[0].shard
-        width = flat_width(rect, together[0].block, tensor)
-        kernels = kernels_on(tensor.device)
-        jobs = [_job_to_prune(each, kernels) for each in together]
-        kernels.prune(jobs, width, tensor.element_size(), tensor.device)
+            continue
+        addresses = [bits.data_ptr() for bits in changed or ()]
+        job = kernels.Pruning(tensor.data_ptr(), grid_of(rect, block).blocks, kept.data_ptr())
+        job = job._replace(**dict(zip(("before", "dirty"), addresses, strict=False)))
+        alike = kernels, width, tensor.element_size(), tensor.device, changed is None
+        launches.setdefault(alike, []).append(job)
+    for (kernels, *how, _), jobs in launches.items():
+        kernels.prune(jobs, *how)
     return left
-
-
-def _job_to_prune(each: Pruned, kernels: Any) -> Any:
-    grid = grid_of(each.shard.rect, each.block)
-    job = kernels.Pruning(each.shard.tensor.data_ptr(), grid.blocks, each.kept.data_ptr())
-    if each.changed is not None:
-        before, dirty = each.changed
-        job = job._replace(before=before.data_ptr(), dirty=dirty.data_ptr())
-    if each.flags is not None:
-        job = job._replace(flags=each.flags.data_ptr(), of_row=grid.cols)
-    return job

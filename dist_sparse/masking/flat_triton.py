@@ -11,7 +11,7 @@ or without a fused multiply-add, and sums are taken in the order of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor
 from dist_sparse.masking.device import sent
 from dist_sparse.records import LEADING_SHIFT
 
+# Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES: Final = 16
-"""Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2."""
 
 _TYPES: Final = {
     torch.float16: tl.float16,
@@ -31,15 +31,15 @@ _TYPES: Final = {
     torch.float32: tl.float32,
 }
 
+# By bytes of an element: zero has the same bits in every type of a size.
 _WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
-"""By bytes of an element: zero has the same bits in every type of a size."""
 
+# Of a launch, about so many at most: 8 for each multiprocessor of an H200.
 _PROGRAMS: Final = 1024
-"""Of a launch, about so many at most: 8 for each multiprocessor of an H200."""
 
+# Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
+# in tests: the interpreter takes as long for a tile of any size.
 TILE = 2048
-"""Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
-in tests: the interpreter takes as long for a tile of any size."""
 
 
 class Scoring(NamedTuple):
@@ -57,8 +57,8 @@ class Scoring(NamedTuple):
     absolute: bool
 
 
+# Scores are read.
 SCORES: Final = Scoring(torch.float32, 0, False)
-"""Scores are read."""
 
 
 class Job(NamedTuple):
@@ -102,8 +102,6 @@ class Pruning(NamedTuple):
         kept: address of the bits of kept blocks.
         before: address of the bits of blocks that were kept before.
         dirty: address of the bits of blocks that may not be zero.
-        flags: address of a byte for each row, 0 where all that is removed is zero already.
-        of_row: blocks of a row.
     """
 
     weights: int
@@ -111,8 +109,6 @@ class Pruning(NamedTuple):
     kept: int
     before: int = 0
     dirty: int = 0
-    flags: int = 0
-    of_row: int = 1
 
 
 def score(
@@ -168,8 +164,7 @@ def settle(jobs: Sequence[Job], device: torch.device) -> Tensor:
 
 
 def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) -> None:
-    """Write zero to removed blocks: to all, or to those that were kept before or are dirty, and in
-    rows with a flag only.
+    """Write zero to removed blocks: to all, or to those that were kept before or are dirty.
 
     Args:
         jobs: alike in the addresses that they use.
@@ -184,7 +179,6 @@ def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) 
         [],
         WORD=_WORDS[size],
         CHANGED=jobs[0].before != 0,
-        FLAGGED=jobs[0].flags != 0,
     )
 
 
@@ -214,7 +208,12 @@ def _launch(
         kernel[(programs, len(jobs))](table, *outputs, **constants, num_warps=4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+def _kernel(function: Callable[..., Any]) -> Any:
+    """:func:`triton.jit`, with a type."""
+    return triton.jit(function)
+
+
+@_kernel
 def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
     """Return the sums of COUNT neighbouring fours, each first to last."""
     # (0, 1, 2, 3) as ((0, 1), (2, 3)): the last dimension is split twice.
@@ -224,7 +223,7 @@ def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
     return ((first + second) + third) + fourth
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _element(
     weights: tl.tensor, at: tl.tensor, inside: tl.tensor, ABSOLUTE: tl.constexpr
 ) -> tl.tensor:
@@ -234,7 +233,7 @@ def _element(
     return tl.abs(value) if ABSOLUTE else value * value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _scores(
     weights: tl.tensor,
     first: tl.tensor,
@@ -279,7 +278,7 @@ def _scores(
     return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _tally(
     buckets: tl.tensor, counted: tl.tensor, BUCKETS: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tl.tensor:
@@ -290,7 +289,7 @@ def _tally(
     return tally - tl.where(tl.arange(0, BUCKETS) == 0, missing, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _pack(
     address: tl.tensor,
     first: tl.tensor,
@@ -305,7 +304,7 @@ def _pack(
     tl.store(address.to(tl.pointer_type(tl.uint8)) + byte, packed, mask=byte * 8 < blocks)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _unpacked(
     address: tl.tensor, first: tl.tensor, blocks: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
@@ -315,7 +314,7 @@ def _unpacked(
     return tl.reshape((read.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [BLOCKS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _score(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -353,7 +352,7 @@ def _score(
     tl.atomic_add(counts + 1 + bucket, tally.to(tl.int64), mask=tally > 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _sweep(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -414,7 +413,7 @@ def _sweep(
         tl.atomic_add(counts + BUCKETS, removed)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _settle(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -444,7 +443,7 @@ def _settle(
     tl.atomic_add(counts + tl.program_id(1), removed)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _prune(
     jobs: tl.tensor,
     FIELDS: tl.constexpr,
@@ -453,7 +452,6 @@ def _prune(
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     CHANGED: tl.constexpr,
-    FLAGGED: tl.constexpr,
 ) -> None:
     """Zero removed blocks of one shard. The numbers added to ``job`` are the places of the fields
     of :class:`Pruning`."""
@@ -467,9 +465,6 @@ def _prune(
         if CHANGED:
             before = _unpacked(tl.load(job + 3), first, blocks, BLOCKS)
             gone &= (before | _unpacked(tl.load(job + 4), first, blocks, BLOCKS)) != 0
-        if FLAGGED:
-            flags = tl.load(job + 5).to(tl.pointer_type(tl.uint8))
-            gone &= tl.load(flags + place // tl.load(job + 6), mask=gone, other=0) != 0
         block = (weights + place * WIDTH)[:, None]
         for column in range(0, WIDTH, LANES):
             words = block + column + tl.arange(0, LANES)[None, :]

@@ -82,7 +82,7 @@ def element_scores(
 
 
 def block_sums(
-    tensor: Tensor, rect: Rect, block: Block, measure: Measure, of: Tensor | None = None
+    tensor: Tensor, rect: Rect, block: Block, measure: Measure
 ) -> Iterator[tuple[int, Tensor]]:
     """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
 
@@ -91,7 +91,6 @@ def block_sums(
         rect: of the shard.
         block: the sparse block.
         measure: how elements are scored.
-        of: the rows of ``tensor`` that ``rect`` stands for, int64 ``(rect.rows,)``; None is all.
 
     Yields:
         ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and
@@ -111,8 +110,7 @@ def block_sums(
         for first in range(start, stop, step):
             last = min(first + step, stop)
             offset = rect.row + first, rect.col
-            chunk = tensor[first:last] if of is None else tensor.index_select(0, of[first:last])
-            scored = element_scores(chunk, measure, offset, out=buffer[: last - first])
+            scored = element_scores(tensor[first:last], measure, offset, buffer[: last - first])
             rows = _fold_columns(scored, rect, block[1], folded[: last - first])
             sums = _fold(rows.view(-1, min(height, last - first), grid.cols).transpose(1, 2))
             total = sums if total is None else total.add_(sums)

@@ -7,7 +7,7 @@ moves. Scores and masks are those of scoring every row, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -66,10 +66,9 @@ class KeptScores:
         age: calls of :meth:`update` since every row was last scored.
     """
 
+    scores: IndexedScores
+
     def __init__(self, written: Written) -> None:
-        self.scores = IndexedScores(
-            torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        )
         self.age = 0
         self.written = written
         self._known: Any = None
@@ -190,15 +189,13 @@ class KeptScores:
             # What the mask removes was zeroed before weights are scored, whatever has written it.
             kept = mask.keeps(rows)
             rows, zeros = rows.masked_select(kept), rows.masked_select(~kept)
-        places = torch.cat([zeros, rows])
-        if not len(places):
-            return True
         cols = grid_of(shard.rect, block).cols
         scored = _scores_of_rows(shard, shape, block, measure, rows)
         new = torch.cat([torch.zeros(len(zeros), cols), *scored]).view(torch.int32).view(-1)
-        least, most = new.aminmax()  # negative floats are negative as integers too
-        if int(least) < 0 or int(most) >= NOT_FINITE:
+        # Negative floats are negative as integers too.
+        if bool(((new < 0) | (new >= NOT_FINITE)).any()):
             return False
+        places = torch.cat([zeros, rows])
         if cols > 1:
             places = (places.unsqueeze(1) * cols + torch.arange(cols)).view(-1)
         self.scores.replace(places, new)
@@ -211,22 +208,19 @@ class KeptScores:
 
 def _scores_of_rows(
     shard: Shard, shape: tuple[int, int], block: Block, measure: RowMeasure, rows: Tensor
-) -> list[Tensor]:
-    """Return the scores of some rows of a shard, float32 ``(n, block columns)`` each."""
+) -> Iterator[Tensor]:
+    """Yield the scores of some rows of a shard, float32 ``(n, block columns)``."""
     grid = grid_of(shard.rect, block)
     widths = block_widths(shape, block, torch.arange(grid.col, grid.col + grid.cols))
-    weights = shard.tensor.detach()
-    found = []
     for some in torch.split(rows, max(1, ON_CPU.elements // shard.rect.cols)):
-        rect = Rect(0, shard.rect.col, len(some), shard.rect.cols)
+        read = shard.tensor.detach().index_select(0, some)
+        rect = Rect(0, shard.rect.col, *read.shape)
         if isinstance(measure, str):
-            parts = block_sums(weights, rect, block, measure, of=some)
+            parts = block_sums(read, rect, block, measure)
         else:
-            scored = measure(weights.index_select(0, some), some)
-            parts = block_sums(scored, rect, block, "given")
+            parts = block_sums(measure(read, some), rect, block, "given")
         for _, sums in parts:
-            found.append(to_scores(sums, 0, widths, (len(sums), shape[1]), block))
-    return found
+            yield to_scores(sums, 0, widths, (len(sums), shape[1]), block)
 
 
 @dataclass(frozen=True)
