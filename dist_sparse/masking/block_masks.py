@@ -22,15 +22,15 @@ from dist_sparse.masking.cuts import (
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.flat import FlatMask, FlatScores, Limit
+from dist_sparse.masking.flat import Limit
 from dist_sparse.masking.masks import BitWriter, BlockMask
-from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
-from dist_sparse.masking.segments import KEPT, REMOVED, JointPart, JointScores, Segment
+from dist_sparse.masking.segments import KEPT, REMOVED, Segment
 from dist_sparse.masking.selection import (
     Candidates,
     DirtyRule,
     NewMask,
+    Pool,
     Threshold,
     mask_of_blocks,
     select_smallest,
@@ -70,8 +70,7 @@ def new_masks(
     # rank that owns it.
     cut = [table.cuts for table in scored if table.cuts is not None]
     device = _device_of(scored)
-    if cut:
-        exchange_partials(cut, group, device)
+    exchange_partials(cut, group, device)
 
     # 2. Select: the exact threshold of every table.
     pool = _pool_of(scored) if pooled else None
@@ -83,19 +82,14 @@ def new_masks(
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
     for table in scored:
-        if table.cuts is not None:
-            table.cuts.decision = _decide(table.goal, table.threshold, table.cuts.owned)
-    if cut:
-        return_decisions(cut, group, device)
-    joint = _masks_of_joint_scores(scored)
+        _set_limits(table)
+    return_decisions(cut, group, device)
     made = []
     for table in scored:
-        goal = table.goal
-        masks = [_new_mask(table, shard, joint) for shard in goal.data.shards]
-        if goal.by_element:
-            made.append(MadeMasks(masks, (1, 1), table.threshold))
-        else:
-            made.append(MadeMasks(masks, goal.block, table.threshold, table.threshold.removed))
+        goal, threshold = table.goal, table.threshold
+        masks = [_new_mask(table, shard) for shard in goal.data.shards]
+        removed = None if goal.by_element else threshold.removed
+        made.append(MadeMasks(masks, goal.mask_block, threshold, removed))
     return made
 
 
@@ -138,28 +132,23 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-def _masks_of_joint_scores(scored: Sequence[ScoredTable]) -> dict[JointPart, FlatMask]:
-    """Return the new masks of tables that were scored with others."""
-    limits: dict[JointScores | FlatScores, dict[int, Limit]] = {}
-    for table in scored:
-        for segment in table.segments.values():
-            if segment.joint is not None:
-                scores, number = segment.joint
-                upto = segment.places_upto(table.threshold.last)
-                limits.setdefault(scores, {})[number] = Limit(table.threshold.bits, upto)
-    found = {}
-    for scores, of_tables in limits.items():
-        for number, mask in scores.masks(of_tables).items():
-            found[JointPart(scores, number)] = mask
-    return found
+def _set_limits(table: ScoredTable) -> None:
+    """Decide about blocks whose scores are not in this table's own segments alone."""
+    threshold = table.threshold
+    if table.cuts is not None:
+        table.cuts.decision = _decide(table.goal, threshold, table.cuts.owned)
+    for segment in table.segments.values():
+        if segment.joint is not None:
+            limit = Limit(threshold.bits, segment.places_upto(threshold.last))
+            segment.joint.scores.limits[segment.joint.number] = limit
 
 
-def _new_mask(table: ScoredTable, shard: Shard, joint: Mapping[JointPart, FlatMask]) -> NewMask:
+def _new_mask(table: ScoredTable, shard: Shard) -> NewMask:
     """Return the new mask of one shard, from its scores and the decision on its cut blocks."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold
     segment = table.segments[rect]
     if segment.joint is not None:
-        kept, dirty, removes = joint[segment.joint]
+        kept, dirty, removes = segment.joint.scores.masks[segment.joint.number]
         mask = BlockMask(rect, goal.block, kept)
         if removes is not None:
             mask.learn_removes(removes)

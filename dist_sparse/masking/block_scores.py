@@ -18,7 +18,7 @@ from torch import Tensor
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.cuts import CutTable, Partials
 from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.flat import FlatScores, FlatShard, flat_width, kernels_on, too_large
+from dist_sparse.masking.flat import FlatScores, flat_width, kernels_on, too_large
 from dist_sparse.masking.scores import (
     BATCH,
     SMALL,
@@ -96,6 +96,11 @@ class Goal:
         removed blocks are zeroed whatever they score.
         """
         return self.measure in ("L1", "L2") or isinstance(self.measure, WeightedSquares)
+
+    @property
+    def mask_block(self) -> Block:
+        """What one bit of the masks stands for."""
+        return (1, 1) if self.by_element else self.block
 
     @property
     def by_element(self) -> bool:
@@ -221,7 +226,7 @@ def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
     """Score tables by kernels."""
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
-    scores = FlatScores(list(map(FlatShard, shards, blocks)), tables[0].goal.measure == "L1")
+    scores = FlatScores(shards, blocks, tables[0].goal.measure == "L1")
     segments = []
     for i, (table, shard) in enumerate(zip(tables, shards, strict=True)):
         # For what kernels leave to torch: ties in great numbers.

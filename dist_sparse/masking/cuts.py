@@ -209,6 +209,8 @@ def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.de
         tables: the same ones in the same order on every rank.
         device: of the owner's part.
     """
+    if not tables:
+        return
     parcels = Parcels(group)
     # All ranks loop over the same tables, ranks and rectangles, so parcels need no names.
     for table in tables:
@@ -224,6 +226,8 @@ def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.de
 def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:
     """Bring the owners' decisions to every holder, replicas included. Collective over ``group``;
     one all-to-all of packed bits."""
+    if not tables:
+        return
     parcels = Parcels(group)
     for table in tables:
         _send_decision(parcels, table, group)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dist_sparse.masking.device import on_host
 from dist_sparse.records import LEADING_SHIFT
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 # Places in a list are int32, and a program looks at some behind the last.
 _MOST = (1 << 31) - (1 << 20)
@@ -65,28 +65,6 @@ def too_large(nbytes: int, weights: int) -> bool:
     """Whether so many bytes may not be held beside ``weights`` bytes of a shard on an accelerator,
     where tables fill the memory."""
     return nbytes * 20 > weights
-
-
-@dataclass(frozen=True, eq=False)
-class FlatShard:
-    """A shard that the kernels can take.
-
-    Args:
-        shard: live.
-        block: the sparse block, within a row.
-    """
-
-    shard: Shard
-    block: Block
-
-    @cached_property
-    def grid(self) -> Grid:
-        return grid_of(self.shard.rect, self.block)
-
-    def words(self) -> Tensor:
-        """Return memory for a bit of each block, int32, for atomic operations on words."""
-        count = -(-self.grid.blocks // 32)
-        return torch.empty(count, dtype=torch.int32, device=self.shard.tensor.device)
 
 
 class Limit(NamedTuple):
@@ -152,9 +130,11 @@ class FlatScores:
 
     Args:
         shards: on one device that has the kernels.
+        blocks: the sparse block of each, within a row.
         absolute: whether a block scores the mean of absolute values, not of squares.
 
     Attributes:
+        limits: of the shards, by their number. Set them before reading :attr:`masks`.
         held: the scores of each shard, int32 ``(blocks,)``; empty where they are computed again.
         counts: what :meth:`first_histograms` returned, in CPU memory. Set it before calling
             :meth:`histograms`.
@@ -162,12 +142,15 @@ class FlatScores:
 
     counts: Tensor
 
-    def __init__(self, shards: Sequence[FlatShard], absolute: bool) -> None:
-        self._shards = list(shards)
-        rect, tensor = shards[0].shard
+    def __init__(self, shards: Sequence[Shard], blocks: Sequence[Block], absolute: bool) -> None:
+        self._weights = [tensor for _, tensor in shards]
+        rects = [rect for rect, _ in shards]
+        self._grids = list(map(grid_of, rects, blocks))
+        self.limits: dict[int, Limit] = {}
+        tensor = self._weights[0]
         self._device = tensor.device
         self._kernels = kernels_on(self._device)
-        width = flat_width(rect, shards[0].block, tensor)
+        width = flat_width(rects[0], blocks[0], tensor)
         assert width is not None
         self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute)
         self._narrowed: dict[int, _Narrowed] = {}
@@ -176,12 +159,12 @@ class FlatScores:
         if too_large(4, width * tensor.element_size()):
             self._lengths = ints(len(shards)).zero_()
         else:
-            self.held = [ints(shard.grid.blocks) for shard in shards]
+            self.held = [ints(grid.blocks) for grid in self._grids]
 
     def first_histograms(self) -> Tensor:
         """Score all blocks. Return :func:`~dist_sparse.masking.segments.first_histogram` of each
         shard, int64 ``(shards, HISTOGRAM)``."""
-        jobs = [self._on_weights(number) for number in range(len(self._shards))]
+        jobs = [self._on_weights(number) for number in range(len(self._grids))]
         for i, scores in enumerate(self.held):
             jobs[i] = jobs[i]._replace(scores=scores.data_ptr())
         buckets = 1 << 31 - LEADING_SHIFT
@@ -190,13 +173,13 @@ class FlatScores:
         return counts
 
     def histograms(
-        self, numbers: Sequence[int], prefixes: Sequence[int], before: int, shift: int, buckets: int
+        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
     ) -> list[Tensor]:
         """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
         to_narrow: dict[int, dict[str, int]] = {}
         narrows = before == LEADING_SHIFT and not self.held
-        for number, prefix in zip(numbers, prefixes, strict=True):
+        for number, prefix in prefixes.items():
             # Zeros have a bucket of their own in the first round.
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
             task = {"low": low, "high": high, "shift": shift}
@@ -208,7 +191,7 @@ class FlatScores:
         for number, counts, removed in self._sweep(to_narrow, buckets, lists=True, packs=True):
             found[number] = counts
             self._narrowed[number].removed = removed
-        return [found[number] for number in numbers]
+        return [found[number] for number in prefixes]
 
     def ties(self, scores: Mapping[int, int], most: int) -> dict[int, Tensor]:
         """Return the flat places of the blocks that have a score, int64 in CPU memory, in no order,
@@ -237,21 +220,22 @@ class FlatScores:
             found[number] = row[:count].long()
         return found
 
-    def masks(self, limits: Mapping[int, Limit]) -> dict[int, FlatMask]:
-        """Return the new masks of shards, by their numbers. One wait for all of them."""
+    @cached_property
+    def masks(self) -> dict[int, FlatMask]:
+        """The new masks of shards, by their numbers. One wait for all of them."""
         words: dict[int, tuple[Tensor, Tensor]] = {}
         removed: list[tuple[int, Tensor]] = []
         to_settle: dict[int, Any] = {}
         to_pack: dict[int, dict[str, int]] = {}
-        for number, (score, upto) in limits.items():
-            shard, narrowed = self._shards[number], self._narrowed.get(number)
+        for number, (score, upto) in self.limits.items():
+            narrowed = self._narrowed.get(number)
             task = {"low": score, "high": score, "last": upto - 1}
             if narrowed is not None and narrowed.low - 1 <= score <= narrowed.high:
                 words[number] = narrowed.kept, narrowed.dirty
                 to_settle[number] = self._on_list(narrowed)._replace(**task, **narrowed.bits())
                 removed.append((number, narrowed.removed))
             else:
-                kept, dirty = words[number] = shard.words(), shard.words()
+                kept, dirty = words[number] = self._words(number), self._words(number)
                 to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
         removed += [(number, count) for number, _, count in self._sweep(to_pack, packs=True)]
         if to_settle:
@@ -261,7 +245,7 @@ class FlatScores:
         removing = {number for (number, _), count in zip(removed, counted, strict=True) if count}
         made = {}
         for number, (kept, dirty) in words.items():
-            whole = slice(self._shards[number].grid.bytes)
+            whole = slice(self._grids[number].bytes)
             kept, dirty = kept.view(torch.uint8)[whole], dirty.view(torch.uint8)[whole]
             made[number] = FlatMask(kept, dirty, number in removing)
         return made
@@ -269,14 +253,19 @@ class FlatScores:
     def _narrow(self, number: int, low: int, high: int, inside: int) -> bool:
         """Prepare a list of the blocks that score from ``low`` to ``high``, ``inside`` in number.
         False, with nothing done, if it would take too much memory."""
-        shard = self._shards[number]
-        if too_large(_LISTED * inside, shard.shard.tensor.nbytes):
+        if too_large(_LISTED * inside, self._weights[number].nbytes):
             return False
         scores = torch.empty(inside, dtype=torch.int32, device=self._device)
-        made = _Narrowed(low, high, scores, torch.empty_like(scores), shard.words(), shard.words())
+        kept, dirty = self._words(number), self._words(number)
+        made = _Narrowed(low, high, scores, torch.empty_like(scores), kept, dirty)
         made.length = self._lengths[number:]
         self._narrowed[number] = made
         return True
+
+    def _words(self, number: int) -> Tensor:
+        """Return memory for a bit of each block, int32, for atomic operations on words."""
+        count = -(-self._grids[number].blocks // 32)
+        return torch.empty(count, dtype=torch.int32, device=self._device)
 
     def _sweep(
         self,
@@ -309,8 +298,7 @@ class FlatScores:
 
     def _on_weights(self, number: int) -> Any:
         """Return a launch's job on the weights of a shard."""
-        shard = self._shards[number]
-        return self._kernels.Job(shard.shard.tensor.data_ptr(), shard.grid.blocks)
+        return self._kernels.Job(self._weights[number].data_ptr(), self._grids[number].blocks)
 
     def _on_held(self, number: int) -> Any:
         scores = self.held[number]

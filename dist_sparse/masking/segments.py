@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -172,11 +172,13 @@ class JointScores:
         bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
         starts: where the scores of each table begin: at whole bytes of flags.
         blocks: how many scores each table has.
+        limits: of the tables, by their number. Set them before reading :attr:`masks`.
     """
 
     bits: Tensor
     starts: list[int]
     blocks: list[int]
+    limits: dict[int, Limit] = field(default_factory=dict)
 
     @cached_property
     def _sizes(self) -> Tensor:
@@ -210,30 +212,31 @@ class JointScores:
         return counts
 
     def histograms(
-        self, numbers: Sequence[int], prefixes: Sequence[int], before: int, shift: int, buckets: int
+        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
     ) -> list[Tensor]:
-        """Return, for each of the given tables, how many of its scores other than 0 that have the
+        """Return, for each table with a prefix, how many of its scores other than 0 that have the
         prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
         ``(buckets,)``."""
         # By table: the prefix (no score has -1), and its row in the result.
         wanted, place = [-1] * len(self.starts), [0] * len(self.starts)
-        for row, (number, prefix) in enumerate(zip(numbers, prefixes, strict=True)):
+        for row, (number, prefix) in enumerate(prefixes.items()):
             wanted[number], place[number] = prefix, row * buckets
         bits = self.bits
         inside = ((bits >> before) == self._of_scores(wanted, torch.int32)) & (bits != 0)
         at = self._of_scores(place) + ((bits >> shift) & (buckets - 1))
-        return [*_bincount(at, len(numbers) * buckets, inside).view(-1, buckets).unbind()]
+        return [*_bincount(at, len(prefixes) * buckets, inside).view(-1, buckets).unbind()]
 
-    def masks(self, limits: Mapping[int, Limit]) -> dict[int, FlatMask]:
-        """Return the new masks of tables, by their numbers."""
+    @cached_property
+    def masks(self) -> dict[int, FlatMask]:
+        """The new masks of tables, by their numbers."""
         unchanged = Limit(0, 0)  # such a table loses nothing
-        of_tables = [limits.get(number, unchanged) for number in range(len(self.starts))]
+        of_tables = [self.limits.get(number, unchanged) for number in range(len(self.starts))]
         ends = [start + limit.upto for start, limit in zip(self.starts, of_tables, strict=True)]
         removes_ties = self._places < self._of_scores(ends)
         gone = self.bits < self._of_scores([limit.bits for limit in of_tables]) + removes_ties
         kept, dirty = pack(~gone & (self.bits != KEPT)), pack(gone & (self.bits != 0))
         found = {}
-        for number in limits:
+        for number in self.limits:
             first = self.starts[number] // 8
             bytes_of = slice(first, first - (-self.blocks[number] // 8))
             found[number] = FlatMask(kept[bytes_of].clone(), dirty[bytes_of], None)

@@ -12,10 +12,10 @@ A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.device import count_within, on_host
 from dist_sparse.masking.flat import FlatScores
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
-from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import (
     HISTOGRAM,
     KEPT,
@@ -185,19 +184,15 @@ def select_smallest(
 
 def _find_scores(searches: list[_ScoreSearch], reduce: Reduce, pool: Pool | None) -> None:
     """Find the score of every threshold. Collective."""
-    if pool is not None:
-        pool.join(searches)
     marked = _reduced(_first_histograms(searches), reduce)
     counts = marked & (_PRESENT - 1)
     _refuse_not_finite(counts, searches)
     for search, row in zip(searches, counts, strict=True):
         search.begin(row)
+    if pool is not None:
+        pool.searches = dict(zip(searches, pool.prices, strict=True))
     _descend(searches, marked, LEADING_SHIFT, pool)
-    for shift, buckets in _ROUNDS:
-        active = [search for search in searches if not search.done]
-        if active:
-            own = _next_histograms(active, shift, buckets)
-            _descend(active, _reduced(own, reduce), shift, pool)
+    _narrow(searches, _ROUNDS, _next_histograms, reduce, pool)
 
 
 def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
@@ -216,11 +211,7 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
     _find_ties([*alone, *over_ranks])
     for searches, reduce in ((alone, _of_this_rank), (over_ranks, group.all_reduce)):
         most = max((ties.scores.table.blocks for ties in searches), default=1)
-        for shift, buckets in _index_rounds(most):
-            active = [search for search in searches if not search.done]
-            if active:
-                own = torch.stack([search.histogram(shift, buckets) for search in active])
-                _descend(active, _reduced(own, reduce), shift)
+        _narrow(searches, _index_rounds(most), _histograms_of_ties, reduce)
         for ties in searches:
             ties.scores.last_index = ties.last
 
@@ -229,9 +220,26 @@ def _of_this_rank(counts: Tensor) -> Tensor:
     return counts
 
 
+def _narrow(
+    searches: Sequence[_Search],
+    rounds: Iterable[tuple[int, int]],
+    count: Callable[[Any, int, int], Tensor],
+    reduce: Reduce,
+    pool: Pool | None = None,
+) -> None:
+    """Run rounds of all searches until all are done, which every rank knows."""
+    for shift, buckets in rounds:
+        active = [search for search in searches if not search.done]
+        if active:
+            _descend(active, _reduced(count(active, shift, buckets), reduce), shift, pool)
+
+
 class _Search:
     """Narrowing of one table: the leading bits of the k-th smallest key found so far, and how many
     of the keys that share them are wanted.
+
+    Of scores, zeros have a bucket of their own in the first round: what was removed before scores
+    0, so a threshold among them needs no further round.
 
     Args:
         left: number of keys wanted.
@@ -257,6 +265,8 @@ class _Search:
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
         """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
+        if buckets == HISTOGRAM:
+            bucket -= 1  # the first is of zeros
         self.left -= below
         self.below += below
         self.inside, self.holders, self.shift = inside, holders, shift
@@ -264,13 +274,14 @@ class _Search:
         # All bits below the prefix set: the whole bucket is removed, as far as is known.
         self.last = ((self.prefix + 1) << shift) - 1
         self.done = self.left == self.inside or shift == 0
+        if self.prefix < 0:
+            # The threshold is 0: there are no bits to find.
+            self.prefix = self.last = 0
+            self.done = True
 
 
 class _ScoreSearch(_Search):
     """Search for the score of a table's threshold.
-
-    Zeros have a bucket of their own in the first round: what was removed before scores 0, so a
-    threshold among them needs no further round.
 
     Attributes:
         counted: the scores that this rank counts.
@@ -295,17 +306,6 @@ class _ScoreSearch(_Search):
             zeros = int(counts[0])
             # A table without any other score knows nothing: its record was lost, or never began.
             self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
-
-    def descend(
-        self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
-    ) -> None:
-        first = buckets == HISTOGRAM
-        # Without the bucket for zeros, the others are numbered by their bits.
-        super().descend(shift, buckets, bucket - first, below, inside, holders)
-        if self.prefix < 0:
-            # The threshold is 0: there are no bits to find.
-            self.prefix = self.last = 0
-            self.done = True
 
     def histograms(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
         """Yield how many of a segment's scores that have the prefix fall into each bucket of the
@@ -377,20 +377,13 @@ class _TieSearch(_Search):
         self.tied: list[tuple[Segment, int, Tensor]] = []
         self.ids: list[Tensor] = []
 
-    def histogram(self, shift: int, buckets: int) -> Tensor:
-        """Return how many indices that have the prefix fall into each bucket of the next bits,
-        int64 ``(buckets,)``."""
-        counts = torch.zeros(buckets, dtype=torch.int64)
-        for ids in self._in_parts():
-            counts += bucket_counts(ids[(ids >> self.shift) == self.prefix], shift, buckets)
-        return counts
-
-    def _in_parts(self) -> Iterator[Tensor]:
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the global indices of the ties, int64 ``(n,)``."""
         yield from self.ids
         for segment, start, flags in self.tied:
-            for at in range(0, flags.numel(), _COUNTED):
-                places = positions(flags[at : at + _COUNTED])
-                yield segment.ids(places + (start + 8 * at))
+            for part in torch.split(flags, _COUNTED):
+                yield segment.ids(positions(part) + start)
+                start += 8 * _COUNTED
 
 
 def _find_ties(searches: Sequence[_TieSearch]) -> None:
@@ -419,15 +412,22 @@ def _find_ties(searches: Sequence[_TieSearch]) -> None:
             search.ids.append(segment.ids(found))
 
 
+def _histograms_of_ties(searches: Sequence[_TieSearch], shift: int, buckets: int) -> Tensor:
+    """Return how many indices that have the prefix fall into each bucket of the next bits, int64
+    ``(searches, buckets)``."""
+    counts = torch.zeros(len(searches), buckets, dtype=torch.int64)
+    for search, row in zip(searches, counts, strict=True):
+        for ids in search.parts():
+            row += bucket_counts(ids[(ids >> search.shift) == search.prefix], shift, buckets)
+    return counts
+
+
 def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
     """Return the histograms of the first round, int64 ``(searches, HISTOGRAM)``."""
-    rows: list[int] = []
-    parts: list[Tensor] = []
+    parts: list[tuple[int, Tensor]] = []
     for row, search in enumerate(searches):
-        for segment in search.counted:
-            rows.append(row)
-            parts.append(segment.histogram)
-    counts = _added(rows, parts, len(searches), HISTOGRAM)
+        parts += [(row, segment.histogram) for segment in search.counted]
+    counts = _added(parts, len(searches), HISTOGRAM)
     # Something else decides about these blocks.
     counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
     return counts
@@ -436,33 +436,31 @@ def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
 def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:
     """Return the histograms of a later round, int64 ``(searches, buckets)``: of scores that tables
     share in one pass."""
-    rows: list[int] = []
-    parts: list[Tensor] = []
+    parts: list[tuple[int, Tensor]] = []
     together: dict[JointScores | FlatScores, dict[int, int]] = {}
     for row, search in enumerate(searches):
         for segment in search.counted:
-            if segment.joint is not None:
-                together.setdefault(segment.joint.scores, {})[row] = segment.joint.number
-                continue
-            for part in search.histograms(segment, shift, buckets):
-                rows.append(row)
-                parts.append(part)
+            if segment.joint is None:
+                parts += [(row, part) for part in search.histograms(segment, shift, buckets)]
+            else:
+                together.setdefault(segment.joint.scores, {})[segment.joint.number] = row
     before = searches[0].shift  # the same for all: they are in the same round
-    for scores, numbers in together.items():
-        prefixes = [searches[row].prefix for row in numbers]
-        rows += numbers
-        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
-    return _added(rows, parts, len(searches), buckets)
+    for scores, rows in together.items():
+        prefixes = {number: searches[row].prefix for number, row in rows.items()}
+        found = scores.histograms(prefixes, before, shift, buckets)
+        parts += zip(rows.values(), found, strict=True)
+    return _added(parts, len(searches), buckets)
 
 
-def _added(rows: list[int], parts: Sequence[Tensor], searches: int, buckets: int) -> Tensor:
-    """Return the sums of the ``parts`` of each row, int64 ``(searches, buckets)`` in CPU memory.
-    One wait for all."""
-    if rows == [*range(searches)]:
-        return torch.stack(on_host(parts))
+def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> Tensor:
+    """Return the sums of the parts of each search, by its number, int64 ``(searches, buckets)`` in
+    CPU memory. One wait for all."""
+    numbers, read = [number for number, _ in parts], on_host([part for _, part in parts])
+    if numbers == [*range(searches)]:
+        return torch.stack(read)
     total = torch.zeros(searches, buckets, dtype=torch.int64)
-    for row, part in zip(rows, on_host(parts), strict=True):
-        total[row] += part
+    for number, part in zip(numbers, read, strict=True):
+        total[number] += part
     return total
 
 
@@ -511,3 +509,70 @@ def _index_rounds(blocks: int) -> list[tuple[int, int]]:
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)
     return [(width * turn, 1 << width) for turn in reversed(range(rounds))]
+
+
+class Pool:
+    """One selection over several tables: they lose ``need`` bytes together, wherever scores are
+    smallest.
+
+    Blocks are removed in the order of (score, table, global index) until the bytes are reached; a
+    table at its own limit is passed over. Tables narrow their histograms side by side, and the pool
+    finds in each round the bucket in which the bytes are reached, the same for all of its tables. A
+    table that reaches its own limit before that bucket leaves the pool and goes on alone.
+
+    Args:
+        need: bytes to remove, at least 1; the last block may exceed it.
+        prices: bytes of a block of each table.
+
+    Attributes:
+        searches: of the tables in the pool, with their prices.
+        bucket: where the bytes were reached in the last round.
+    """
+
+    searches: dict[_Search, int]
+
+    def __init__(self, need: int, prices: Sequence[int]) -> None:
+        self._need, self.prices = need, prices
+        self.bucket = 0
+
+    def limit(self, asked: Sequence[_Search], upto: Tensor, buckets: Tensor) -> None:
+        """Replace the buckets in which tables reach their own limits by the one in which the bytes
+        are reached, if it comes first.
+
+        Args:
+            asked: the tables of this round, of the pool or not.
+            upto: blocks up to and including each bucket, int64 ``(asked, buckets)``.
+            buckets: int64 ``(asked, 1)``; changed in place.
+        """
+        rows = [row for row, search in enumerate(asked) if search in self.searches]
+        if not rows:
+            return
+        prices = torch.tensor([self.searches[asked[row]] for row in rows]).unsqueeze(1)
+        limits = torch.tensor([asked[row].left for row in rows]).unsqueeze(1)
+        # Bytes removed up to and including each bucket; no table gives more than its limit.
+        removed = (torch.minimum(upto[rows], limits) * prices).sum(0)
+        # The last bucket if all tables together don't reach the bytes.
+        self.bucket = min(int((removed < self._need).sum()), removed.numel() - 1)
+        if self.bucket:
+            self._need -= int(removed[self.bucket - 1])
+        for row, bucket in zip(rows, buckets[rows].flatten().tolist(), strict=True):
+            if bucket < self.bucket:
+                del self.searches[asked[row]]
+        buckets[rows] = buckets[rows].clamp(max=self.bucket)
+
+    def share(self, last: bool) -> None:
+        """Take what is still needed from the blocks inside the bucket, after each round: from all,
+        or in the ``last`` round, when their scores are equal, from the first tables."""
+        most = {search: min(search.left, search.inside) for search in self.searches}
+        total = sum(blocks * self.searches[search] for search, blocks in most.items())
+        if not last and total > self._need:
+            # Another round must tell them apart, even for a table that loses all of its own.
+            for search in self.searches:
+                search.done = False
+            return
+        for search, price in self.searches.items():
+            # Rounded up: the last block may exceed the bytes. Nothing once they are reached.
+            search.left = max(min(most[search], -(-self._need // price)), 0)
+            self._need -= search.left * price
+            search.done = last or search.left == search.inside
+        self.searches = {}

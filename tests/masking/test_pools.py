@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import Segment
-from dist_sparse.masking.selection import Candidates, select_smallest
+from dist_sparse.masking.selection import Candidates, Pool, select_smallest
 
 
 def together(tables: list[Tensor], most: list[int], prices: list[int], need: int) -> list[Tensor]:
