@@ -127,9 +127,8 @@ class ScoredTable:
 
     def kept_scores(self, rect: Rect) -> KeptScores | None:
         """Return the kept scores of a shard, if any; of cut blocks none are kept."""
-        if self.goal.keeping is None or self.cuts is not None:
-            return None
-        return self.goal.keeping.scores.get(rect)
+        keeping = self.goal.keeping if self.cuts is None else None
+        return None if keeping is None else keeping.scores.get(rect)
 
 
 def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
@@ -227,16 +226,26 @@ def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
     scores = FlatScores(shards, blocks, tables[0].goal.measure == "L1")
-    segments = []
-    for i, (table, shard) in enumerate(zip(tables, shards, strict=True)):
-        # For what kernels leave to torch: ties in great numbers.
-        segment = _add_segment(table, shard, reads=not scores.held)
-        if scores.held:
-            segment.add(scores.held[i].view(-1, len(segment.columns)))
-        segment.joint = JointPart(scores, i)
-        segments.append(segment)
+    segments = _joint_segments(tables, scores, scores.held or [None] * len(tables))
     counts = scores.first_histograms()
     yield _Counted(segments, counts, counts.new_empty(0), scores)
+
+
+def _joint_segments(
+    tables: Sequence[ScoredTable],
+    scores: FlatScores | JointScores,
+    held: Sequence[Tensor | None],
+) -> list[Segment]:
+    """Return the segments of tables that are scored together, with the scores that are held."""
+    segments = []
+    for i, (table, bits) in enumerate(zip(tables, held, strict=True)):
+        # Scored again for what kernels leave to torch: ties that they have not listed.
+        segment = _add_segment(table, table.goal.data.shards[0], reads=bits is None)
+        if bits is not None:
+            segment.add(bits.view(-1, len(segment.columns)))
+        segment.joint = JointPart(scores, i)
+        segments.append(segment)
+    return segments
 
 
 def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
@@ -262,15 +271,10 @@ def _score_together(tables: Sequence[ScoredTable]) -> _Counted:
     bits = scores.view(torch.int32)
     extremes = torch.stack(bits.aminmax())
     cols = bits.shape[1]
-    starts = [row * cols for row in rows]
-    joint = JointScores(bits.view(-1), starts, [shard.rect.rows * cols for shard in shards])
+    starts, blocks = [row * cols for row in rows], [shard.rect.rows * cols for shard in shards]
+    joint = JointScores(bits.view(-1), starts, blocks)
     joint.mark_gaps()
-    segments = []
-    for i, (table, shard) in enumerate(zip(tables, shards, strict=True)):
-        segment = _add_segment(table, shard)
-        segment.add(bits[rows[i] : rows[i] + shard.rect.rows])
-        segment.joint = JointPart(joint, i)
-        segments.append(segment)
+    segments = _joint_segments(tables, joint, joint.parts())
     return _Counted(segments, joint.first_histograms(), extremes.long())
 
 

@@ -33,6 +33,9 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 # Places in a list are int32, and a program looks at some behind the last.
 _MOST = (1 << 31) - (1 << 20)
 
+# Behind all places in a list.
+NO_PLACE = (1 << 31) - 1
+
 # Elements of a block that kernels add up in torch's order.
 _WIDTHS = {1, 2, 4, 8, *range(16, 4097, 16)}
 
@@ -120,10 +123,6 @@ class _Narrowed:
         lists = {"scores": self.scores, "places": self.places, "length": self.length}
         return {name: tensor.data_ptr() for name, tensor in lists.items()} | self.bits()
 
-    def holds(self, low: int, high: int) -> bool:
-        """Whether all blocks that score from ``low`` to ``high`` are listed."""
-        return self.low <= low and high <= self.high
-
 
 class FlatScores:
     """The scores of several shards of one dtype and block width, which share each launch.
@@ -193,32 +192,14 @@ class FlatScores:
             self._narrowed[number].removed = removed
         return [found[number] for number in prefixes]
 
-    def ties(self, scores: Mapping[int, int], most: int) -> dict[int, Tensor]:
-        """Return the flat places of the blocks that have a score, int64 in CPU memory, in no order,
-        by the number of the shard. One wait for all shards.
-
-        Args:
-            scores: the bits of the score, by the number of the shard.
-            most: no shard has more such blocks.
-        """
-        places = torch.empty(len(scores), most, dtype=torch.int32, device=self._device)
-        unread = torch.empty_like(places)
-        lengths = torch.zeros(len(scores), dtype=torch.int32, device=self._device)
-        tasks: dict[int, dict[str, int]] = {}
-        for row, (number, bits) in enumerate(scores.items()):
-            tasks[number] = {
-                "low": bits,
-                "high": bits,
-                "scores": unread[row].data_ptr(),
-                "places": places[row].data_ptr(),
-                "length": lengths[row:].data_ptr(),
-            }
-        self._sweep(tasks, lists=True)
-        counts, listed = on_host([lengths, places])
-        found = {}
-        for number, count, row in zip(scores, counts.tolist(), listed, strict=True):
-            found[number] = row[:count].long()
-        return found
+    def listed(self, number: int, score: int, most: int) -> Tensor | None:
+        """Return the flat places of the blocks that have a score, int32 ``(n,)``, the first
+        ``most`` in ascending order, and then NO_PLACE; None where they are not listed."""
+        narrowed = self._narrowed.get(number)
+        if narrowed is None or not narrowed.low <= score <= narrowed.high:
+            return None
+        places = narrowed.places.masked_fill(narrowed.scores != score, NO_PLACE)
+        return places.sort().values[:most]
 
     @cached_property
     def masks(self) -> dict[int, FlatMask]:
@@ -280,13 +261,10 @@ class FlatScores:
         on_scores: dict[int, Any] = {}
         on_weights: dict[int, Any] = {}
         for number, task in tasks.items():
-            narrowed = self._narrowed.get(number)
-            if self.held:
-                on_scores[number] = self._on_held(number)._replace(**task)
-            elif narrowed is not None and not packs and narrowed.holds(task["low"], task["high"]):
-                on_scores[number] = self._on_list(narrowed)._replace(**task)
-            else:
-                on_weights[number] = self._on_weights(number)._replace(**task)
+            # Packing is about all blocks.
+            low, high = (-1, -1) if packs else (task["low"], task["high"])
+            reads_weights, job = self._source(number, low, high)
+            (on_weights if reads_weights else on_scores)[number] = job._replace(**task)
         found: list[tuple[int, Tensor, Tensor]] = []
         for jobs, scoring in ((on_scores, self._kernels.SCORES), (on_weights, self._scoring)):
             if jobs:
@@ -300,9 +278,16 @@ class FlatScores:
         """Return a launch's job on the weights of a shard."""
         return self._kernels.Job(self._weights[number].data_ptr(), self._grids[number].blocks)
 
-    def _on_held(self, number: int) -> Any:
-        scores = self.held[number]
-        return self._kernels.Job(scores.data_ptr(), scores.numel())
+    def _source(self, number: int, low: int, high: int) -> tuple[bool, Any]:
+        """Return whether a launch reads weights, for what scores from ``low`` to ``high``, and its
+        job on the shard."""
+        if self.held:
+            scores = self.held[number]
+            return False, self._kernels.Job(scores.data_ptr(), scores.numel())
+        narrowed = self._narrowed.get(number)
+        if narrowed is not None and narrowed.low <= low <= high <= narrowed.high:
+            return False, self._on_list(narrowed)
+        return True, self._on_weights(number)
 
     def _on_list(self, narrowed: _Narrowed) -> Any:
         scores, places = narrowed.scores, narrowed.places

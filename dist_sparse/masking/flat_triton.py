@@ -56,6 +56,10 @@ class Scoring(NamedTuple):
     width: int
     absolute: bool
 
+    def constants(self) -> dict[str, Any]:
+        """Return what a kernel that scores is compiled for."""
+        return {"TYPE": _TYPES[self.dtype], "WIDTH": self.width, "ABSOLUTE": self.absolute}
+
 
 # Scores are read.
 SCORES: Final = Scoring(torch.float32, 0, False)
@@ -121,9 +125,8 @@ def score(
         hold: whether scores are written.
     """
     counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
-    _launch(
-        _score, jobs, scoring, device, [counts], BUCKETS=buckets, HOLD=hold, LEADING=LEADING_SHIFT
-    )
+    constants = {"BUCKETS": buckets, "HOLD": hold, "LEADING": LEADING_SHIFT, **scoring.constants()}
+    _launch(_score, jobs, scoring.width, device, counts, **constants)
     return counts
 
 
@@ -145,8 +148,8 @@ def sweep(
         packs: whether the bits of kept and of dirty blocks are written, and removed ones counted.
     """
     counts = torch.zeros(len(jobs), buckets + 1, dtype=torch.int64, device=device)
-    flags = {"LIST": lists, "PACK": packs, "LISTED": jobs[0].listed != 0}
-    _launch(_sweep, jobs, scoring, device, [counts], BUCKETS=buckets, **flags)
+    constants = {"BUCKETS": buckets, "LIST": lists, "PACK": packs, **scoring.constants()}
+    _launch(_sweep, jobs, scoring.width, device, counts, **constants)
     return counts[:, :buckets], counts[:, buckets]
 
 
@@ -159,7 +162,7 @@ def settle(jobs: Sequence[Job], device: torch.device) -> Tensor:
         jobs: with lists at ``source``.
     """
     removed = torch.zeros(len(jobs), dtype=torch.int64, device=device)
-    _launch(_settle, jobs, SCORES, device, [removed])
+    _launch(_settle, jobs, 1, device, removed)
     return removed
 
 
@@ -171,35 +174,23 @@ def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) 
         width: elements of a block.
         size: bytes of an element.
     """
-    _launch(
-        _prune,
-        jobs,
-        Scoring(torch.float32, width, False),
-        device,
-        [],
-        WORD=_WORDS[size],
-        CHANGED=jobs[0].before != 0,
-    )
+    constants = {"WORD": _WORDS[size], "WIDTH": width, "CHANGED": jobs[0].before != 0}
+    _launch(_prune, jobs, width, device, **constants)
 
 
 def _launch(
     kernel: Any,
     jobs: Sequence[Job] | Sequence[Pruning],
-    scoring: Scoring,
+    width: int,
     device: torch.device,
-    outputs: Sequence[Tensor],
+    *outputs: Tensor,
     **constants: Any,
 ) -> None:
     """Launch a kernel on the current stream: as many programs for each shard as for the largest."""
-    lanes = min(max(1, scoring.width), _LANES)
+    lanes = min(max(1, width), _LANES)
     # A byte of bits is of one program.
     at_once = max(8, TILE // lanes)
     constants |= {"FIELDS": len(jobs[0]), "BLOCKS": at_once, "LANES": lanes}
-    if kernel in (_score, _sweep):
-        constants["TYPE"] = _TYPES[scoring.dtype]
-        constants["ABSOLUTE"] = scoring.absolute
-    if kernel in (_score, _sweep, _prune):
-        constants["WIDTH"] = scoring.width
     tiles = -(-max(job.blocks for job in jobs) // at_once)
     programs = min(tiles, -(-_PROGRAMS // len(jobs)))
     table = sent([field for job in jobs for field in job], device)
@@ -365,7 +356,6 @@ def _sweep(
     BUCKETS: tl.constexpr,
     LIST: tl.constexpr,
     PACK: tl.constexpr,
-    LISTED: tl.constexpr,
 ) -> None:
     """Compare the scores of one shard with its limits."""
     job = jobs + tl.program_id(1) * FIELDS
@@ -395,11 +385,7 @@ def _sweep(
             listed = tl.load(job + 6).to(tl.pointer_type(tl.int32))
             places = tl.load(job + 7).to(tl.pointer_type(tl.int32))
             tl.store(listed + at, bits, mask=within)
-            found_at = place.to(tl.int32)
-            if LISTED:
-                of_list = tl.load(job + 11).to(tl.pointer_type(tl.int32))
-                found_at = tl.load(of_list + place, mask=within, other=0)
-            tl.store(places + at, found_at, mask=within)
+            tl.store(places + at, place.to(tl.int32), mask=within)
         if PACK:
             gone = inside & ((bits < low) | (within & (place <= last)))
             _pack(tl.load(job + 9), first, blocks, inside & ~gone, BLOCKS)

@@ -308,7 +308,6 @@ class BlockMask:
                 (bits like the mask's own; None is none). Written are blocks that ``before`` kept
                 and the dirty ones.
         """
-        _learn_removes([mask for mask, *_ in changes])
         _apply_on_devices([change for change in changes if not change[1].is_cpu])
         gone: list[tuple[Tensor, Tensor]] = []
         for mask, tensor, before, dirty in changes:
@@ -441,23 +440,20 @@ class BlockMask:
         return self.bits.view(-1, size).amax(1) == 0
 
 
-def _learn_removes(masks: Sequence[BlockMask]) -> None:
-    """Read :attr:`BlockMask.removes` of all masks on an accelerator, with one wait."""
-    away = [mask for mask in masks if not mask.bits.is_cpu and "removes" not in vars(mask)]
-    flags = [mask._any_removed().view(1) for mask in away]
-    for mask, removes in zip(away, on_host(flags), strict=True):
-        mask.learn_removes(bool(removes))
-
-
 def _apply_on_devices(
     changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
 ) -> None:
-    """:meth:`BlockMask.apply_all_changed_` of shards on accelerators: one launch for many."""
+    """:meth:`BlockMask.apply_all_changed_` of shards on accelerators: one wait to learn which masks
+    remove anything, and one launch for many."""
+    unknown = [mask for mask, *_ in changes if "removes" not in vars(mask)]
+    found = on_host([mask._any_removed().view(1) for mask in unknown])
+    for mask, removes in zip(unknown, found, strict=True):
+        mask.learn_removes(bool(removes))
     removing = [change for change in changes if change[0].removes and change[0] is not change[2]]
     shards = []
     for mask, tensor, before, dirty in removing:
-        known = dirty is not None and before.block == mask.block
-        changed = (before.bits, dirty) if known and dirty is not None else None
+        alike = before.block == mask.block
+        changed = (before.bits, dirty) if alike and dirty is not None else None
         shards.append(Pruned(Shard(mask.rect, tensor), mask.block, mask.bits, changed))
     for i in prune(shards):
         # To find what is to be written would wait for the device.

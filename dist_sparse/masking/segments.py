@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
+from operator import add
 from typing import Final, NamedTuple
 
 import torch
@@ -65,7 +67,7 @@ class Segment:
     Attributes:
         joint: where the scores are stored if they are counted with those of other tables.
         count: counts scores without a pass over all of them, as
-            :meth:`~dist_sparse.masking.cached.indexed.IndexedScores.counts`.
+            :meth:`~dist_sparse.masking.cached.kept_scores.IndexedScores.counts`.
     """
 
     joint: JointPart | None = None
@@ -141,6 +143,12 @@ class Segment:
     def histogram(self, counts: Tensor) -> None:
         self._histogram = counts
 
+    def listed(self, score: int, most: int) -> Tensor | None:
+        """As :meth:`~dist_sparse.masking.flat.FlatScores.listed`."""
+        if self.joint is None or not isinstance(self.joint.scores, FlatScores):
+            return None
+        return self.joint.scores.listed(self.joint.number, score, most)
+
     def ids(self, places: Tensor) -> Tensor:
         """Return the global block indices of flat ``places``, int64, same shape."""
         cols = len(self.columns)
@@ -192,8 +200,12 @@ class JointScores:
 
     def mark_gaps(self) -> None:
         """Write KEPT between the tables."""
-        ends = [start + blocks for start, blocks in zip(self.starts, self.blocks, strict=True)]
+        ends = list(map(add, self.starts, self.blocks))
         self.bits.masked_fill_(self._places >= self._of_scores(ends), KEPT)
+
+    def parts(self) -> list[Tensor]:
+        """Return the scores of each table."""
+        return list(map(self.bits.narrow, repeat(0), self.starts, self.blocks))
 
     def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return for each score the value of its table. Not kept: it is as large as the scores."""
@@ -229,11 +241,11 @@ class JointScores:
     @cached_property
     def masks(self) -> dict[int, FlatMask]:
         """The new masks of tables, by their numbers."""
-        unchanged = Limit(0, 0)  # such a table loses nothing
-        of_tables = [self.limits.get(number, unchanged) for number in range(len(self.starts))]
-        ends = [start + limit.upto for start, limit in zip(self.starts, of_tables, strict=True)]
+        bits, ends = [0] * len(self.starts), [0] * len(self.starts)
+        for number, limit in self.limits.items():
+            bits[number], ends[number] = limit.bits, self.starts[number] + limit.upto
         removes_ties = self._places < self._of_scores(ends)
-        gone = self.bits < self._of_scores([limit.bits for limit in of_tables]) + removes_ties
+        gone = self.bits < self._of_scores(bits) + removes_ties
         kept, dirty = pack(~gone & (self.bits != KEPT)), pack(gone & (self.bits != 0))
         found = {}
         for number in self.limits:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.device import count_within, on_host
-from dist_sparse.masking.flat import FlatScores
+from dist_sparse.masking.flat import NO_PLACE, FlatScores
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.segments import (
     HISTOGRAM,
@@ -42,7 +42,7 @@ _ROUNDS = ((10, 1024), (0, 1024))
 # (2**44 blocks, 2**19 ranks fit).
 _PRESENT = 1 << 44
 
-# Up to so many scores are stored again, or listed by a kernel.
+# Up to so many scores are stored again.
 _CHUNK = 1 << 19
 
 # Bytes of flags of tied blocks whose indices are counted at a time.
@@ -387,29 +387,26 @@ class _TieSearch(_Search):
 
 
 def _find_ties(searches: Sequence[_TieSearch]) -> None:
-    """Find the blocks that score exactly the thresholds. Waits once for those on a device, and once
-    for each launch of kernels."""
-    by_kernels: dict[FlatScores, dict[int, tuple[_TieSearch, Segment]]] = {}
-    places: list[tuple[_TieSearch, Segment, int]] = []
-    packed: list[Tensor] = []
+    """Find the blocks that score exactly the thresholds. Waits once for those that kernels have
+    listed, and once for others on a device."""
+    listed: list[tuple[_TieSearch, Segment, Tensor]] = []
+    packed: list[tuple[_TieSearch, Segment, int, Tensor]] = []
     for search in searches:
+        score = search.scores.last
         for segment in search.segments:
-            joint = segment.joint
-            if joint and isinstance(joint.scores, FlatScores) and search.scores.inside <= _CHUNK:
-                by_kernels.setdefault(joint.scores, {})[joint.number] = search, segment
+            found = segment.listed(score, search.scores.inside)
+            if found is not None:
+                listed.append((search, segment, found))
                 continue
             # A bit for each block: any number of them may tie.
             for start, bits in segment.chunks():
-                places.append((search, segment, start))
-                packed.append(pack(bits == search.scores.last))
-    for (search, segment, start), flags in zip(places, on_host(packed), strict=True):
+                packed.append((search, segment, start, pack(bits == score)))
+    all_places = on_host([places for *_, places in listed])
+    for (search, segment, _), places in zip(listed, all_places, strict=True):
+        search.ids.append(segment.ids(places[places < NO_PLACE].long()))
+    all_flags = on_host([flags for *_, flags in packed])
+    for (search, segment, start, _), flags in zip(packed, all_flags, strict=True):
         search.tied.append((segment, start, flags))
-    for scores, asked in by_kernels.items():
-        wanted = {number: search.scores.last for number, (search, _) in asked.items()}
-        most = max(search.scores.inside for search, _ in asked.values())
-        for number, found in scores.ties(wanted, most).items():
-            search, segment = asked[number]
-            search.ids.append(segment.ids(found))
 
 
 def _histograms_of_ties(searches: Sequence[_TieSearch], shift: int, buckets: int) -> Tensor:
