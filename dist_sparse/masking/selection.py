@@ -166,13 +166,14 @@ def select_smallest(
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
     """
-    thresholds: list[Threshold] = []
+    thresholds = [NOTHING] * len(candidates)
     searches: dict[int, _ScoreSearch] = {}
     for i, table in enumerate(candidates):
-        thresholds.append(NOTHING if table.k <= 0 else replace(EVERYTHING, removed=table.k))
         # Only a pool can keep blocks of a table that it may remove as a whole.
         if table.k > 0 and (pool or table.only_zeros or table.k < table.blocks):
             searches[i] = _ScoreSearch(table)
+        elif table.k > 0:
+            thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds
     _find_scores(list(searches.values()), partial(group.all_reduce, rider=rider), pool)
