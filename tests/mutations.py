@@ -48,7 +48,7 @@ MUTATIONS = [
     M("masking/scores.py", "-rect.col % width)", "rect.col % width)", "tests/dist/test_sharded_tensors.py"),
     M("masking/scores.py", "blocks.argsort(dim=-1, stable=True)", "blocks.argsort(dim=-1, descending=True, stable=True)", "tests/dist/test_sharded_tensors.py"),
     M("masking/masks.py", "bits[-1] = (1 << grid.blocks % 8) - 1", "pass", "tests/masking/test_masks.py"),
-    M("masking/masks.py", "start + len(rows) for start, (rows, _)", "start + 8 * len(bits) for start, (_, bits)", "tests/masking/test_masks.py"),
+    M("masking/masks.py", "start + len(rows) for start, (rows, _)", "start + 8 * len(bits[0]) for start, (_, bits)", "tests/masking/test_masks.py"),
     M("masking/masks.py", "                mask.apply_(tensor)\n                continue", "                continue", "tests/dist/test_record.py -k another_block"),
     M("masking/masks.py", "max(8, most // max(1, self.grid.cols) // 8 * 8)", "max(8, most // max(1, self.grid.cols))", "tests/masking/test_masks.py -k chunks"),
     M("masking/masks.py", "@dataclass(frozen=True, eq=False)", "@dataclass(eq=False)", "tests/masking/test_masks.py -k frozen"),

@@ -309,22 +309,20 @@ class BlockMask:
                 and the dirty ones.
         """
         _apply_on_devices([change for change in changes if not change[1].is_cpu])
-        gone: list[tuple[Tensor, Tensor]] = []
+        together: list[tuple[Tensor, _Bits]] = []
         for mask, tensor, before, dirty in changes:
             if not tensor.is_cpu or (mask is before and dirty is None):
                 continue
             if mask.block != before.block:
                 mask.apply_(tensor)
                 continue
-            bits = before.bits & ~mask.bits
-            if dirty is not None:
-                bits |= dirty
+            written = torch.zeros_like(mask.bits) if dirty is None else dirty
             rows = mask._rows_of_blocks(tensor.data)
             if rows is None:
-                mask._zero(tensor.data, bits)
+                mask._zero(tensor.data, before.bits & ~mask.bits | written)
             else:
-                gone.append((rows, bits))
-        _zero_rows(gone)
+                together.append((rows, (mask.bits, before.bits, written)))
+        _zero_rows(together)
 
     def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
         """``live`` as a matrix with a block in each row; None where its blocks are not
@@ -342,7 +340,7 @@ class BlockMask:
         see that: a forward may be waiting for its backward."""
         by_rows = self._rows_of_blocks(live) if live.is_cpu else None
         if by_rows is not None:
-            _zero_rows([(by_rows, gone)])
+            _zero_rows([(by_rows, (~gone, gone, gone))])
             return
         others = BlockMask(self.rect, self.block, ~gone)
         for rows, kept in others.element_chunks(only_removing=live.is_cpu):
@@ -461,26 +459,37 @@ def _apply_on_devices(
         mask.apply_(tensor)
 
 
-def _zero_rows(gone: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write zero to the rows of matrices whose bits are set: large ones part by part, many small
-    ones after one search for all bits."""
-    together: list[tuple[Tensor, Tensor]] = []
+# What is kept, what was kept before, and what is written besides the difference.
+_Bits = tuple[Tensor, Tensor, Tensor]
+
+
+def _zero_rows(changed: Sequence[tuple[Tensor, _Bits]]) -> None:
+    """Write zero to the rows of matrices by their bits: large ones part by part, many small ones
+    after one search for all bits."""
+    together: list[tuple[Tensor, _Bits]] = []
     size = 0
-    for rows, bits in gone:
-        for first, part in enumerate(torch.split(bits, _WRITTEN)):
-            size += part.numel()
+    for rows, bits in changed:
+        # As they are if small: an operation on each costs more than the search.
+        parts = zip(*map(_in_parts, bits), strict=True) if len(bits[0]) > _WRITTEN else [bits]
+        for first, part in enumerate(parts):
+            size += part[0].numel()
             if size > _WRITTEN:
                 _zero_found(together)
-                together, size = [], part.numel()
-            together.append((rows[8 * _WRITTEN * first :], part))
+                together, size = [], part[0].numel()
+            together.append((rows[8 * _WRITTEN * first :] if first else rows, part))
     _zero_found(together)
 
 
-def _zero_found(together: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _in_parts(bits: Tensor) -> Sequence[Tensor]:
+    return torch.split(bits, _WRITTEN)
+
+
+def _zero_found(together: Sequence[tuple[Tensor, _Bits]]) -> None:
     if not together:
         return
-    found = positions(torch.cat([bits for _, bits in together]))
-    starts = list(accumulate((8 * bits.numel() for _, bits in together), initial=0))
+    kept, before, written = map(torch.cat, zip(*(bits for _, bits in together), strict=True))
+    found = positions(before & ~kept | written)
+    starts = list(accumulate((8 * bits[0].numel() for _, bits in together), initial=0))
     # Without the bits behind the last row, which may be set.
     ends = [start + len(rows) for start, (rows, _) in zip(starts, together, strict=False)]
     ranges = torch.searchsorted(found, torch.tensor([starts[:-1], ends])).T.tolist()
