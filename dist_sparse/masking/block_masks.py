@@ -7,25 +7,30 @@ or to old masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
-from dist_sparse.masking.block_scores import ScoredTable
-from dist_sparse.masking.cuts import Decision, Owned, exchange_partials, return_decisions
-from dist_sparse.masking.device import sent
-from dist_sparse.masking.flat import FlatScores, Limit
-from dist_sparse.masking.masks import BitWriter, BlockMask, pack
-from dist_sparse.masking.pools import Pool
+from dist_sparse.masking.block_scores import Goal, ScoredTable
+from dist_sparse.masking.cuts import (
+    CutTable,
+    Decision,
+    Owned,
+    exchange_partials,
+    return_decisions,
+)
+from dist_sparse.masking.flat import Limit
+from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import element_scores, row_chunks, smallest_in_blocks
-from dist_sparse.masking.segments import KEPT, REMOVED, REMOVED_CLEAN, JointScores, Segment
+from dist_sparse.masking.segments import KEPT, REMOVED, Segment
 from dist_sparse.masking.selection import (
     Candidates,
     DirtyRule,
     NewMask,
+    Pool,
     Threshold,
     mask_of_blocks,
     select_smallest,
@@ -63,43 +68,28 @@ def new_masks(
     """
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
     # rank that owns it.
-    owned = _score_cut_blocks(scored, group)
+    cut = [table.cuts for table in scored if table.cuts is not None]
+    device = _device_of(scored)
+    exchange_partials(cut, group, device)
 
     # 2. Select: the exact threshold of every table.
     pool = _pool_of(scored) if pooled else None
-    candidates = []
-    for i, table in enumerate(scored):
-        segments = [*table.segments.values()]
-        if i in owned:
-            segments += owned[i].segments
-        goal = table.goal
-        k = goal.k if pool is None else goal.most
-        spread = spread_replicas(goal.data)
-        candidates.append(
-            Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
-        )
+    candidates = [_candidates(table, pooled=pool is not None) for table in scored]
     thresholds = select_smallest(candidates, group, rider, pool)
+    for table, threshold in zip(scored, thresholds, strict=True):
+        table.threshold = threshold
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
-    decisions = _decide_cut_blocks(scored, owned, thresholds, group)
-    joint = _masks_of_joint_tables(scored, thresholds)
+    for table in scored:
+        _set_limits(table)
+    return_decisions(cut, group, device)
     made = []
-    for i, (table, threshold) in enumerate(zip(scored, thresholds, strict=True)):
-        goal = table.goal
-        if i in joint:
-            masks = [joint[i]]
-        else:
-            decided = decisions.get(i, {})
-            masks = [
-                _new_mask(table, shard, threshold, decided.get(shard.rect))
-                for shard in goal.data.shards
-            ]
-        if goal.by_element:
-            made.append(MadeMasks(masks, (1, 1), threshold))
-        else:
-            removed = candidates[i].k if threshold.removed is None else threshold.removed
-            made.append(MadeMasks(masks, goal.block, threshold, removed))
+    for table in scored:
+        goal, threshold = table.goal, table.threshold
+        masks = [_new_mask(table, shard) for shard in goal.data.shards]
+        removed = None if goal.by_element else threshold.removed
+        made.append(MadeMasks(masks, goal.mask_block, threshold, removed))
     return made
 
 
@@ -110,47 +100,22 @@ def _pool_of(scored: Sequence[ScoredTable]) -> Pool | None:
     return Pool(need, prices) if need else None
 
 
+def _candidates(table: ScoredTable, pooled: bool) -> Candidates:
+    goal, segments = table.goal, [*table.segments.values()]
+    if table.cuts is not None:
+        segments += table.cuts.owned.segments
+    k = goal.most if pooled else goal.k
+    spread = spread_replicas(goal.data)
+    return Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
+
+
 def _device_of(scored: Sequence[ScoredTable]) -> torch.device:
-    for table in scored:
-        for shard in table.goal.data.shards:
-            return shard.tensor.device
-    return torch.device("cpu")
+    devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
+    return next(devices, torch.device("cpu"))
 
 
-def _score_cut_blocks(scored: Sequence[ScoredTable], group: Group) -> dict[int, Owned]:
-    """Return the cut blocks that this rank owns, by the place of their table. Collective over
-    ``group`` if there are any."""
-    # Metadata: the same tables on every rank.
-    cut = {i: table.cuts for i, table in enumerate(scored) if table.cuts is not None}
-    if not cut:
-        return {}
-    parts = [(cuts, scored[i].partials) for i, cuts in cut.items()]
-    return dict(zip(cut, exchange_partials(parts, group, _device_of(scored)), strict=True))
-
-
-def _decide_cut_blocks(
-    scored: Sequence[ScoredTable],
-    owned: dict[int, Owned],
-    thresholds: Sequence[Threshold],
-    group: Group,
-) -> dict[int, dict[Rect, Decision]]:
-    """Return the decisions on the cut blocks of this rank's shards, by the place of their table.
-    Collective over ``group`` if there are any."""
-    if not owned:
-        return {}
-    tables, decided = [], []
-    for i, own in owned.items():
-        cuts = scored[i].cuts
-        assert cuts is not None
-        tables.append(cuts)
-        decided.append(_decide(scored[i], own, thresholds[i]))
-    returned = return_decisions(tables, decided, group, _device_of(scored))
-    return dict(zip(owned, returned, strict=True))
-
-
-def _decide(table: ScoredTable, own: Owned, threshold: Threshold) -> Decision:
+def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:
     """Return the removed flags of the cut blocks that this rank owns."""
-    goal = table.goal
     slabs: dict[int, Tensor] = {}
     for i, (segment, elements) in own.slabs.items():
         gone = _removed(threshold, segment)
@@ -167,111 +132,48 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-class _JointShard(NamedTuple):
-    """The only shard of a table that was scored together with others.
-
-    Args:
-        place: of the table.
-        number: of the table among the scores that it shares.
-    """
-
-    place: int
-    number: int
-    rect: Rect
-    block: Block
-    segment: Segment
-    threshold: Threshold
+def _set_limits(table: ScoredTable) -> None:
+    """Decide about blocks whose scores are not in this table's own segments alone."""
+    threshold = table.threshold
+    if table.cuts is not None:
+        table.cuts.decision = _decide(table.goal, threshold, table.cuts.owned)
+    for segment in table.segments.values():
+        if segment.joint is not None:
+            limit = Limit(threshold.bits, segment.places_upto(threshold.last))
+            segment.joint.scores.limits[segment.joint.number] = limit
 
 
-def _masks_of_joint_tables(
-    scored: Sequence[ScoredTable], thresholds: Sequence[Threshold]
-) -> dict[int, NewMask]:
-    """Return the new masks of shards that were scored together, by the place of their table."""
-    joints: dict[JointScores | FlatScores, list[_JointShard]] = {}
-    for i, table in enumerate(scored):
-        for rect, segment in table.segments.items():
-            if segment.joint is not None:
-                scores, number = segment.joint
-                shard = _JointShard(i, number, rect, table.goal.block, segment, thresholds[i])
-                joints.setdefault(scores, []).append(shard)
-    found: dict[int, NewMask] = {}
-    for joint, shards in joints.items():
-        if isinstance(joint, FlatScores):
-            found |= _flat_masks(joint, shards)
-        else:
-            found |= _joint_masks(joint, shards)
-    return found
-
-
-def _flat_masks(joint: FlatScores, shards: Sequence[_JointShard]) -> dict[int, NewMask]:
-    """Return the new masks of shards that kernels scored, by the place of their table."""
-    limits = {}
-    for shard in shards:
-        limits[shard.number] = Limit(shard.threshold.bits, shard.threshold.last)
-    flat = joint.masks(limits)
-    made = {}
-    for shard in shards:
-        kept, dirty, removes = flat[shard.number]
-        mask = BlockMask(shard.rect, shard.block, kept)
-        mask.learn_removes(removes)
-        made[shard.place] = NewMask(mask, dirty)
-    return made
-
-
-def _joint_masks(joint: JointScores, shards: Sequence[_JointShard]) -> dict[int, NewMask]:
-    """Return the new masks of shards that were scored together, by the place of their table."""
-    limits = [-1] * len(joint.starts)  # below every score: such a table loses nothing
-    for shard in shards:
-        if shard.threshold.last != -1:
-            limits[shard.number] = shard.threshold.bits
-    of_tables = sent(limits, joint.bits.device, torch.int32)
-    gone = joint.bits <= of_tables[joint.tables()]
-    starts = joint.starts
-    for shard in shards:
-        threshold, segment = shard.threshold, shard.segment
-        if threshold.last is not None and threshold.last >= 0:
-            # Only some of the blocks at the threshold are removed.
-            [(_, bits)] = segment.chunks()
-            start = starts[shard.number]
-            gone[start : start + segment.blocks] = threshold.removes(segment, 0, bits)
-    kept, dirty = pack(~gone & (joint.bits != KEPT)), pack(gone & (joint.bits != 0))
-    made = {}
-    for shard in shards:
-        # Each shard starts at a whole byte.
-        first = starts[shard.number] // 8
-        bytes_of = slice(first, first - (-shard.segment.blocks // 8))
-        mask = BlockMask(shard.rect, shard.block, kept[bytes_of].clone())
-        made[shard.place] = NewMask(mask, dirty[bytes_of])
-    return made
-
-
-def _new_mask(
-    table: ScoredTable, shard: Shard, threshold: Threshold, decision: Decision | None
-) -> NewMask:
+def _new_mask(table: ScoredTable, shard: Shard) -> NewMask:
     """Return the new mask of one shard, from its scores and the decision on its cut blocks."""
-    goal, segment = table.goal, table.segments[shard.rect]
-    if decision is not None:
-        _note_decision(table, shard, decision)
+    goal, rect, threshold = table.goal, shard.rect, table.threshold
+    segment = table.segments[rect]
+    if segment.joint is not None:
+        kept, dirty, removes = segment.joint.scores.masks[segment.joint.number]
+        mask = BlockMask(rect, goal.block, kept)
+        if removes is not None:
+            mask.learn_removes(removes)
+        return NewMask(mask, dirty)
+    slabs: dict[int, Tensor] = {}
+    if table.cuts is not None:
+        slabs = table.cuts.decisions[rect].slabs
+        _note_decision(table.cuts, segment, rect)
     if goal.by_element:
-        return _mask_of_elements(table, shard, threshold, decision)
-    rule = _dirty_rule(table, threshold)
-    scores = table.kept_scores(shard.rect)
+        return _mask_of_elements(table, shard, slabs)
+    rule = _dirty_rule(table, shard.tensor)
+    scores = table.kept_scores(rect)
     if scores is not None:
-        return scores.new_mask(shard.rect, goal.block, segment, threshold, rule)
-    return mask_of_blocks(shard.rect, goal.block, segment, threshold, rule)
+        return scores.new_mask(rect, goal.block, segment, threshold, rule)
+    return mask_of_blocks(rect, goal.block, segment, threshold, rule)
 
 
-def _dirty_rule(table: ScoredTable, threshold: Threshold) -> DirtyRule | None:
+def _dirty_rule(table: ScoredTable, live: Tensor) -> DirtyRule | None:
     """Return how to find removed blocks that are not zero yet; None if there are none."""
-    if _device_of([table]).type != "cpu":
+    if not live.is_cpu:
         return None  # all that is removed is written there, in one pass
     if not table.goal.shows_zeros:
         return _any_removed
-    if table.cuts is not None:
-        # Their scores are of the whole block; the marks tell whether this shard's part is zero.
-        return _not_marked_clean
     # At a threshold of 0 all that is removed scores 0.
-    return None if threshold.bits == 0 else _not_zero
+    return None if table.threshold.bits == 0 else _not_zero
 
 
 def _any_removed(removed: Tensor, bits: Tensor) -> Tensor:
@@ -282,47 +184,41 @@ def _not_zero(removed: Tensor, bits: Tensor) -> Tensor:
     return removed & bits.to(torch.bool)
 
 
-def _not_marked_clean(removed: Tensor, bits: Tensor) -> Tensor:
-    return _not_zero(removed, bits) & (bits != REMOVED_CLEAN)
-
-
-def _note_decision(table: ScoredTable, shard: Shard, decision: Decision) -> None:
+def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
     """Put the decision on cut blocks in the place of their scores."""
-    goal, known = table.goal, table.partials[shard.rect]
-    segment = table.segments[shard.rect]
-    # Cut columns; whether this shard's part was zero is lost with its score, so marks keep it.
-    marks = torch.full_like(known.clean, REMOVED, dtype=torch.int32)
-    if goal.shows_zeros:
-        marks[known.clean] = REMOVED_CLEAN
+    known, decision = cuts.partials[rect], cuts.decisions[rect]
+    # Cut columns. What this shard has of a block may be zero although others have more: as a score
+    # of 0, which is always removed too.
+    marks = torch.where(known.clean, 0, REMOVED).to(torch.int32)
     columns = torch.where(decision.columns, marks, KEPT)
     if known.cuts_all:
         segment.add(columns)
     for first, bits in segment.pieces():
         bits[:, known.cols] = columns[first : first + len(bits)]
         # Masks by element take the slabs as they are.
-        for i, flags in () if goal.by_element else decision.slabs.items():
+        for i, flags in () if cuts.by_element else decision.slabs.items():
             at = i - known.grid.row - first
             if 0 <= at < len(bits):
                 bits[at] = torch.where(flags, REMOVED, KEPT).to(torch.int32)
 
 
-def _mask_of_elements(
-    table: ScoredTable, shard: Shard, threshold: Threshold, decision: Decision | None
-) -> NewMask:
-    """Return the new mask of a shard whose blocks lose only their smallest elements."""
+def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tensor]) -> NewMask:
+    """Return the new mask of a shard whose blocks lose only their smallest elements.
+
+    Args:
+        slabs: removed flags in cut block rows, decided by the ranks that own them.
+    """
     goal, segment, rect = table.goal, table.segments[shard.rect], shard.rect
     height, grid = goal.block[0], grid_of(shard.rect, goal.block)
-    slabs = {} if decision is None else decision.slabs
     kept = BitWriter(rect.numel, shard.tensor.device)
     for start, stop in row_chunks(rect, goal.block, shard.tensor.device):
         first = (rect.row + start) // height - grid.row
         bits = segment.rows(first, first - (start - stop) // height)
-        chosen = threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
+        chosen = table.threshold.removes(segment, first * grid.cols, bits.flatten()).view_as(bits)
         offset = rect.row + start, rect.col
         scores = element_scores(shard.tensor[start:stop], goal.measure, offset)
         gone = smallest_in_blocks(scores.to(torch.float32), chosen, goal.block, goal.zeros)
         for i, flags in slabs.items():
-            # Cut block rows are chunks of their own: decided by the rank that owns them.
             top = max(i * height, rect.row) - rect.row - start
             if 0 <= top < stop - start:
                 gone[top : top + flags.shape[0]] = flags

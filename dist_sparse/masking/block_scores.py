@@ -7,9 +7,10 @@ update. Nothing is communicated or changed, so an error found here stops all ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,27 +18,27 @@ from torch import Tensor
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.cuts import CutTable, Partials
 from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.flat import FlatScores, FlatShard, flat_width, kernels_on, too_large
+from dist_sparse.masking.flat import FlatScores, flat_width, kernels_on, too_large
 from dist_sparse.masking.scores import (
     BATCH,
     SMALL,
-    Batch,
     Measure,
     WeightedSquares,
     block_sums,
     block_widths,
     element_scores,
+    score_batch,
     to_scores,
 )
 from dist_sparse.masking.segments import (
     HISTOGRAM,
-    KEPT,
     NOT_FINITE,
     JointPart,
     JointScores,
     Segment,
     first_histogram,
 )
+from dist_sparse.masking.selection import NOTHING, Threshold
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
@@ -97,6 +98,11 @@ class Goal:
         return self.measure in ("L1", "L2") or isinstance(self.measure, WeightedSquares)
 
     @property
+    def mask_block(self) -> Block:
+        """What one bit of the masks stands for."""
+        return (1, 1) if self.by_element else self.block
+
+    @property
     def by_element(self) -> bool:
         """Whether the masks are not constant on blocks."""
         return self.zeros < self.block[0] * self.block[1]
@@ -104,104 +110,214 @@ class Goal:
 
 @dataclass
 class ScoredTable:
-    """One table between scoring and masks: scores by shard, and what this rank knows of cut
-    blocks."""
+    """One table between scoring and masks.
+
+    Args:
+        cuts: its cut blocks, if there are any.
+        owned: the shards whose scores this rank counts.
+        segments: the scores of this rank's shards.
+        threshold: once it is selected.
+    """
 
     goal: Goal
     cuts: CutTable | None
+    owned: Collection[Rect]
     segments: dict[Rect, Segment] = field(default_factory=dict)
-    partials: dict[Rect, Partials] = field(default_factory=dict)
+    threshold: Threshold = NOTHING
 
     def kept_scores(self, rect: Rect) -> KeptScores | None:
         """Return the kept scores of a shard, if any; of cut blocks none are kept."""
-        if self.goal.keeping is None or self.cuts is not None:
-            return None
-        return self.goal.keeping.scores.get(rect)
+        keeping = self.goal.keeping if self.cuts is None else None
+        return None if keeping is None else keeping.scores.get(rect)
 
 
 def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTable]:
-    """:func:`score_table` of many tables, each with this rank in its group; small ones are scored
-    together."""
-    scored: dict[int, ScoredTable] = {}
-    unread: list[_Unread] = []
-    for places in _flat_groups(goals):
-        flat = _score_flat([goals[i] for i in places], [ranks[i] for i in places], unread)
-        scored.update(zip(places, flat, strict=True))
-    for places in _batches(goals, scored):
-        if len(places) == 1:
-            continue  # nothing to share a pass with
-        tables = _score_together([goals[i] for i in places], [ranks[i] for i in places], unread)
-        scored.update(zip(places, tables, strict=True))
-    for i, goal in enumerate(goals):
-        # In the order of the tables, as an error names the first.
-        if i not in scored:
-            scored[i] = _score_table(goal, ranks[i], unread)
-    # One wait for the scores of all tables on an accelerator.
-    for each, counts in zip(unread, on_host([each.counts for each in unread]), strict=True):
-        each.read(counts)
-    return [scored[i] for i in range(len(goals))]
-
-
-def score_table(goal: Goal, rank: int) -> ScoredTable:
-    """Score this rank's shards of one table. Local: sends nothing.
+    """Score this rank's shards of many tables. Local: sends nothing. Tables that are alike share
+    launches, and small ones a pass.
 
     Args:
-        goal: the same on every rank, but for the live views in it.
-        rank: this rank in the table's group.
+        goals: the same on every rank, but for the live views in them.
+        ranks: this rank in the group of each table.
 
     Raises:
         ValueError: a score is not finite or is negative, or a block that loses only some elements
             is cut by a column border.
     """
-    [table] = score_tables([goal], [rank])
-    return table
+    tables = []
+    groups: dict[tuple[Any, ...], list[ScoredTable]] = {}
+    for goal, rank in zip(goals, ranks, strict=True):
+        table = ScoredTable(goal, cuts_of(goal), goal.data.owned(rank))
+        tables.append(table)
+        groups.setdefault(_way_to_score(table), []).append(table)
+    counted: list[_Counted] = []
+    for (score, *_), alike in groups.items():
+        counted += score(alike)
+    if not _read(counted):
+        # One of them raises, with the name of its table.
+        for goal in goals:
+            _find_refused(goal)
+    return tables
 
 
-@dataclass(frozen=True, eq=False)
-class _Unread:
-    """Counts of scores that the host has not read yet.
+class _Counted(NamedTuple):
+    """Scores that are counted on their device, where the host has not read the counts yet.
 
     Args:
-        counts: int64, of any shape, on any device.
-        read: takes them once they are in CPU memory; raises for scores that are refused.
+        segments: of the scores.
+        histograms: int64 ``(segments, HISTOGRAM)``.
+        extremes: some least and largest scores, int64 ``(n,)``. Histograms do not show negative
+            ones.
+        flat: where kernels have counted.
     """
 
-    counts: Tensor
-    read: Callable[[Tensor], None]
+    segments: Sequence[Segment]
+    histograms: Tensor
+    extremes: Tensor
+    flat: FlatScores | None = None
 
 
-def _score_table(goal: Goal, rank: int, unread: list[_Unread]) -> ScoredTable:
-    table = ScoredTable(goal, cuts_of(goal))
-    mine = set(goal.data.owned(rank))
-    for shard in goal.data.shards:
-        # A rank may hold two replicas of a shard.
-        if shard.rect not in table.segments:
-            counts = shard.rect in mine
-            table.segments[shard.rect] = _score_shard(table, shard, counts, unread)
-    return table
+def _read(counted: Sequence[_Counted]) -> bool:
+    """Bring the histograms of all segments to the host, with one wait. Return whether all scores
+    are finite and not negative."""
+    waiting = [each.histograms for each in counted] + [each.extremes for each in counted]
+    read = on_host(waiting)
+    all_extremes = read[len(counted) :]
+    fine = True
+    for (segments, *_, flat), counts, extremes in zip(counted, read, all_extremes, strict=False):
+        histograms = counts.view(-1, HISTOGRAM)
+        too_high = bool(histograms[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
+        fine = fine and not too_high and not _refused(extremes)
+        for segment, histogram in zip(segments, histograms, strict=True):
+            segment.histogram = histogram
+        if flat is not None:
+            flat.counts = histograms
+    return fine
 
 
-def _score_shard(table: ScoredTable, shard: Shard, counts: bool, unread: list[_Unread]) -> Segment:
-    """Return the scores of a shard, and note in ``table`` what is known of its cut blocks."""
-    goal, cuts = table.goal, table.cuts
-    if goal.block == (1, 1) or (cuts is None and _takes_much_memory(goal, shard)):
-        # Scored again in each pass.
-        segment = _segment(goal, shard, counts, partial(_bits_again, goal, shard))
-        _count_again(goal, shard, segment, unread)
-        return segment
-    segment = _segment(goal, shard, counts)
-    kept = table.kept_scores(shard.rect)
+def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
+    """Return the function that scores a table, and what it has in common with others that the
+    function scores together."""
+    goal, data = table.goal, table.goal.data
+    # Only of one shard, of whole blocks that no border cuts, by a norm.
+    if len(data.shards) != 1 or table.cuts is not None or goal.by_element or callable(goal.measure):
+        return (_score_alone,)
+    [(rect, tensor)] = data.shards
+    common = data.ranks, tensor.device, data.dtype
+    width = _width_for_kernels(goal, rect, tensor)
+    if width is not None:
+        return _score_flat, *common, width, goal.measure
+    # Single elements are scored without a copy; taller blocks may reach into the next shard.
+    if goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= SMALL:
+        measure = WeightedSquares if isinstance(goal.measure, WeightedSquares) else goal.measure
+        return _score_small, *common, data.shape[1], rect.col, rect.cols, goal.block, measure
+    return (_score_alone,)
+
+
+def _width_for_kernels(goal: Goal, rect: Rect, tensor: Tensor) -> int | None:
+    """Return the block width of a shard that kernels can score, else None."""
+    # Products of two float64 are rounded, by kernels and CPUs in different places.
+    if goal.measure not in ("L1", "L2") or tensor.dtype == torch.float64:
+        return None
+    return None if kernels_on(tensor.device) is None else flat_width(rect, goal.block, tensor)
+
+
+def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+    """Score tables by kernels."""
+    shards = [table.goal.data.shards[0] for table in tables]
+    blocks = [table.goal.block for table in tables]
+    scores = FlatScores(shards, blocks, tables[0].goal.measure == "L1")
+    segments = _joint_segments(tables, scores, scores.held or [None] * len(tables))
+    counts = scores.first_histograms()
+    yield _Counted(segments, counts, counts.new_empty(0), scores)
+
+
+def _joint_segments(
+    tables: Sequence[ScoredTable],
+    scores: FlatScores | JointScores,
+    held: Sequence[Tensor | None],
+) -> list[Segment]:
+    """Return the segments of tables that are scored together, with the scores that are held."""
+    segments = []
+    for i, (table, bits) in enumerate(zip(tables, held, strict=True)):
+        # Scored again for what kernels leave to torch: ties that they have not listed.
+        segment = _add_segment(table, table.goal.data.shards[0], reads=bits is None)
+        if bits is not None:
+            segment.add(bits.view(-1, len(segment.columns)))
+        segment.joint = JointPart(scores, i)
+        segments.append(segment)
+    return segments
+
+
+def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+    """Score small tables, in as many passes as memory asks for."""
+    batch: list[ScoredTable] = []
+    elements = 0
+    for table in tables:
+        numel = table.goal.data.shards[0].rect.numel
+        if elements + numel > BATCH:
+            yield _score_together(batch)
+            batch, elements = [], 0
+        batch.append(table)
+        elements += numel
+    yield _score_together(batch)
+
+
+def _score_together(tables: Sequence[ScoredTable]) -> _Counted:
+    """Score small tables in one pass."""
+    goals = [table.goal for table in tables]
+    shards = [goal.data.shards[0] for goal in goals]
+    width, block = goals[0].data.shape[1], goals[0].block
+    scores, rows = score_batch(shards, width, block, [goal.measure for goal in goals])
+    bits = scores.view(torch.int32)
+    extremes = torch.stack(bits.aminmax())
+    cols = bits.shape[1]
+    starts, blocks = [row * cols for row in rows], [shard.rect.rows * cols for shard in shards]
+    joint = JointScores(bits.view(-1), starts, blocks)
+    joint.mark_gaps()
+    segments = _joint_segments(tables, joint, joint.parts())
+    return _Counted(segments, joint.first_histograms(), extremes.long())
+
+
+def _score_alone(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+    """Score each shard of some tables in a pass of its own."""
+    for table in tables:
+        for shard in table.goal.data.shards:
+            # A rank may hold two replicas of a shard.
+            if shard.rect not in table.segments:
+                yield from _score_shard(table, shard)
+
+
+def _score_shard(table: ScoredTable, shard: Shard) -> Iterator[_Counted]:
+    """Score a shard, and note in ``table`` what is known of its cut blocks."""
+    goal, kept = table.goal, table.kept_scores(shard.rect)
     if kept is not None and goal.keeping is not None:
         score_all = partial(_score_all, goal, shard)
         kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
-        kept.fill(segment)
-    elif cuts is None:
-        _score_blocks(goal, shard, segment, None, unread)
+        kept.fill(_add_segment(table, shard))
+        return
+    again = goal.block == (1, 1) or (table.cuts is None and _takes_much_memory(goal, shard))
+    segment = _add_segment(table, shard, reads=again)
+    if table.cuts is None:
+        histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
     else:
-        known = cuts.partials(shard.rect, shard.tensor.device)
-        table.partials[shard.rect] = known
-        _score_blocks(goal, shard, segment, known, unread)
-        _score_slabs(goal, shard, known)
+        cut = table.cuts.add_shard(shard.rect, shard.tensor.device)
+        histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
+        _score_slabs(goal, shard, cut)
+    yield _Counted([segment], histogram, extremes)
+
+
+def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segment:
+    """Return the segment for the scores of a shard; with ``reads``, they are computed again in each
+    pass."""
+    goal, grid = table.goal, grid_of(shard.rect, table.goal.block)
+    segment = table.segments[shard.rect] = Segment(
+        grid.row,
+        range(grid.col, grid.col + grid.cols),
+        goal.grid.cols,
+        shard.tensor.device,
+        read=partial(_bits_again, goal, shard) if reads else None,
+        counts=shard.rect in table.owned,
+    )
     return segment
 
 
@@ -236,236 +352,34 @@ def _cut_by_columns(goal: Goal) -> str:
     )
 
 
-def _segment(
-    goal: Goal,
-    shard: Shard,
-    counts: bool,
-    read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
-) -> Segment:
-    """Return an empty segment for the scores of a shard."""
-    grid = grid_of(shard.rect, goal.block)
-    columns = torch.arange(grid.col, grid.col + grid.cols, device=shard.tensor.device)
-    return Segment(grid.row, columns, goal.grid.cols, read=read, counts=counts)
-
-
-def _flat_groups(goals: Sequence[Goal]) -> list[list[int]]:
-    """Return the places of tables that kernels can score, by what their shards have in common."""
-    groups: dict[Hashable, list[int]] = {}
-    for i, goal in enumerate(goals):
-        width = _flat_width(goal)
-        if width is not None:
-            tensor = goal.data.shards[0].tensor
-            key = (goal.data.ranks, tensor.device, tensor.dtype, width, goal.measure)
-            groups.setdefault(key, []).append(i)
-    return [*groups.values()]
-
-
-def _flat_width(goal: Goal) -> int | None:
-    """Return the block width of a table that kernels can score: it has one shard here, whose blocks
-    no border cuts, and a norm for a score. None for other tables."""
-    data = goal.data
-    if len(data.shards) != 1 or goal.measure not in ("L1", "L2") or goal.by_element:
-        return None
-    [(rect, tensor)] = data.shards
-    # Products of two float64 are rounded, by kernels and CPUs in different places.
-    if tensor.is_cpu or tensor.dtype == torch.float64 or kernels_on(tensor.device) is None:
-        return None
-    if cuts_of(goal) is not None:
-        return None
-    return flat_width(rect, goal.block, tensor)
-
-
-def _score_flat(
-    goals: Sequence[Goal], ranks: Sequence[int], unread: list[_Unread]
-) -> list[ScoredTable]:
-    """Score tables that :func:`_flat_groups` found alike."""
-    shards = [goal.data.shards[0] for goal in goals]
-    flat = [
-        FlatShard(shard, goal.block, goal.grid.cols)
-        for goal, shard in zip(goals, shards, strict=True)
-    ]
-    scores = FlatScores(flat, goals[0].measure == "L1")
-    tables: list[ScoredTable] = []
-    columns: dict[tuple[int, int], Tensor] = {}
-    for i, (goal, shard) in enumerate(zip(goals, shards, strict=True)):
-        grid = flat[i].grid
-        if (grid.col, grid.cols) not in columns:
-            columns[grid.col, grid.cols] = _segment(goal, shard, True).col_ids
-        segment = Segment(
-            grid.row,
-            columns[grid.col, grid.cols],
-            goal.grid.cols,
-            # For what kernels leave to torch: ties in great numbers.
-            read=None if scores.held else partial(_bits_again, goal, shard),
-            counts=shard.rect in goal.data.owned(ranks[i]),
-        )
-        if scores.held:
-            segment.add(scores.held[i].view(grid.rows, grid.cols))
-        segment.joint = JointPart(scores, i)
-        tables.append(ScoredTable(goal, None, {shard.rect: segment}))
-
-    def read(counts: Tensor) -> None:
-        if bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any()):
-            for goal, shard in zip(goals, shards, strict=True):
-                _find_refused(goal, shard)
-        scores.counts = counts
-        for table, histogram in zip(tables, counts, strict=True):
-            [segment] = table.segments.values()
-            segment.first_histogram = histogram
-
-    unread.append(_Unread(scores.first_histograms(), read))
-    return tables
-
-
-def _batches(goals: Sequence[Goal], scored: Collection[int]) -> Iterator[list[int]]:
-    """Yield the places of other tables that can be scored together."""
-    groups: dict[Hashable, list[int]] = {}
-    for i, goal in enumerate(goals):
-        if i not in scored and _fits_batch(goal):
-            groups.setdefault(_batch_key(goal), []).append(i)
-    for group in groups.values():
-        batch: list[int] = []
-        elements = 0
-        for i in group:
-            numel = goals[i].data.shards[0].rect.numel
-            if elements + numel > BATCH:
-                yield batch
-                batch, elements = [], 0
-            batch.append(i)
-            elements += numel
-        yield batch
-
-
-def _fits_batch(goal: Goal) -> bool:
-    """Whether a table has one small shard here, of blocks that know nothing of their neighbours."""
-    if len(goal.data.shards) != 1 or goal.by_element or callable(goal.measure):
-        return False
-    # Single elements are scored without a copy; taller blocks may reach into the next shard.
-    if goal.block[0] != 1 or goal.block[1] == 1:
-        return False
-    return 0 < goal.data.shards[0].rect.numel <= SMALL and cuts_of(goal) is None
-
-
-def _batch_key(goal: Goal) -> Hashable:
-    """What the tables of a batch have in common."""
-    data, [shard] = goal.data, goal.data.shards
-    weighted = isinstance(goal.measure, WeightedSquares)
-    return (
-        data.ranks,
-        data.shape[1],
-        shard.rect.col,
-        shard.rect.cols,
-        shard.tensor.device,
-        data.dtype,
-        goal.block,
-        "weighted" if weighted else goal.measure,
-    )
-
-
-def _score_together(
-    goals: Sequence[Goal], ranks: Sequence[int], unread: list[_Unread]
-) -> list[ScoredTable]:
-    shards = [goal.data.shards[0] for goal in goals]
-    width, block = goals[0].data.shape[1], goals[0].block
-    batch = Batch.of(shards, width, block, [goal.measure for goal in goals])
-    bits = batch.scores.view(torch.int32)
-    extremes = _extremes(bits)
-    # Rows between the shards are no blocks of any table.
-    bits.index_fill_(0, batch.gaps, KEPT)
-    joint = JointScores(bits.view(-1), [start * bits.shape[1] for start in batch.starts])
-    # The same for all: they are on the same columns.
-    columns = _segment(goals[0], shards[0], True).col_ids
-    tables = []
-    for i, (goal, shard) in enumerate(zip(goals, shards, strict=True)):
-        counts = shard.rect in goal.data.owned(ranks[i])
-        segment = Segment(shard.rect.row, columns, goal.grid.cols, counts=counts)
-        segment.add(bits[batch.starts[i] : batch.starts[i] + batch.rows[i]])
-        segment.joint = JointPart(joint, i)
-        tables.append(ScoredTable(goal, None, {shard.rect: segment}))
-
-    def read(counts: Tensor) -> None:
-        if _refused(extremes=counts[-2:]):
-            # One of them raises, with the name of its table.
-            for goal, shard in zip(goals, shards, strict=True):
-                _find_refused(goal, shard)
-        histograms = counts[:-2].view(-1, HISTOGRAM)
-        for table, histogram in zip(tables, histograms, strict=True):
-            [segment] = table.segments.values()
-            segment.first_histogram = histogram
-
-    unread.append(_Unread(torch.cat([joint.first_histograms().flatten(), extremes]), read))
-    return tables
-
-
-class _CounterOnCpu:
-    """Checks and counts the scores of a shard while they are in the cache."""
-
-    def __init__(self, goal: Goal, shard: Shard) -> None:
-        self._goal, self._shard = goal, shard
-        self._histogram = torch.zeros(HISTOGRAM, dtype=torch.int64)
-        self._scratch = torch.empty(0, dtype=torch.int32)
-
-    def check(self, scores: Tensor, first: int) -> None:
-        """Refuse scores that are not finite or negative, float32 ``(block rows, block columns)``
-        from the shard's block row ``first`` on."""
-        _check(self._goal, self._shard, scores, first)
-
-    def count(self, bits: Tensor) -> None:
-        """Count scores, int32 ``(n,)``."""
-        # Reused: most pieces are as large as the first.
-        if self._scratch.numel() < bits.numel():
-            self._scratch = torch.empty_like(bits)
-        self._histogram += first_histogram(bits, self._scratch)
-
-    def close(self, segment: Segment, unread: list[_Unread]) -> None:
-        """Note what was counted."""
-        segment.first_histogram = self._histogram
-
-
-class _CounterOnAccelerator:
-    """A :class:`_CounterOnCpu` that does not wait for the device: what it finds is left unread."""
-
-    def __init__(self, goal: Goal, shard: Shard) -> None:
-        self._goal, self._shard = goal, shard
-        device = shard.tensor.device
-        self._histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
-        self._extremes: list[Tensor] = []
-
-    def check(self, scores: Tensor, first: int) -> None:
-        self._extremes.append(_extremes(scores.view(torch.int32)))
-
-    def count(self, bits: Tensor) -> None:
-        self._histogram += first_histogram(bits)
-
-    def close(self, segment: Segment, unread: list[_Unread]) -> None:
-        def read(counts: Tensor) -> None:
-            if _refused(extremes=counts[HISTOGRAM:]):
-                _find_refused(self._goal, self._shard)
-            segment.first_histogram = counts[:HISTOGRAM]
-
-        unread.append(_Unread(torch.cat([self._histogram, *self._extremes]), read))
-
-
-def _counter(goal: Goal, shard: Shard) -> _CounterOnCpu | _CounterOnAccelerator:
-    return (_CounterOnCpu if shard.tensor.is_cpu else _CounterOnAccelerator)(goal, shard)
-
-
 def _score_blocks(
-    goal: Goal, shard: Shard, segment: Segment, cut: Partials | None, unread: list[_Unread]
-) -> None:
-    """Fill ``segment`` with the scores of whole blocks, KEPT in the place of cut ones, and ``cut``
-    with the partial sums of those."""
-    counter = _counter(goal, shard)
-    for first, piece in _score_pieces(goal, shard, segment.col_ids, cut):
-        counter.check(piece, first)
-        bits = piece.view(torch.int32)
+    goal: Goal, shard: Shard, hold: Callable[[Tensor], None] | None, cut: Partials | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the histogram and the extremes of the scores of a shard's whole blocks, and fill
+    ``cut`` with the partial sums of others.
+
+    Args:
+        hold: takes pieces of the scores, with KEPT in the place of cut blocks.
+    """
+    device = shard.tensor.device
+    histogram = torch.zeros(HISTOGRAM, dtype=torch.int64, device=device)
+    extremes = [torch.empty(0, dtype=torch.int32, device=device)]
+    # Memory to work in: tensors between those that are kept would leave holes in the heap.
+    scratch = torch.empty(0, dtype=torch.int32)
+    for first, bits in _score_pieces(goal, shard, cut):
+        extremes.append(torch.stack(bits.aminmax()))
+        if bits.is_cpu and _refused(extremes[-1]):
+            _find_refused(goal)  # negative numbers can't be counted
         if cut is not None:
             if cut.cuts_all:
-                continue  # the segment stays empty until the decision
+                continue  # nothing is held until the decision
             cut.mark(bits, first)
-        counter.count(bits.view(-1))
-        segment.add(bits)
-    counter.close(segment, unread)
+        histogram += first_histogram(bits.view(-1), scratch)
+        if hold is not None:
+            hold(bits)
+    if cut is not None:
+        histogram[-1].zero_()  # of KEPT
+    return histogram, torch.cat(extremes).long()
 
 
 def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
@@ -479,14 +393,15 @@ def _score_slabs(goal: Goal, shard: Shard, cut: Partials) -> None:
 
 
 def _score_pieces(
-    goal: Goal, shard: Shard, columns: Tensor, cut: Partials | None
+    goal: Goal, shard: Shard, cut: Partials | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the first block row, counted from the shard's own first, and the scores of pieces that
-    are worth the calls on them; float32 ``(block rows, block columns)``."""
-    grid, shape = grid_of(shard.rect, goal.block), goal.data.shape
+    are worth the calls on them; int32 ``(block rows, block columns)``."""
+    grid, shape, device = grid_of(shard.rect, goal.block), goal.data.shape, shard.tensor.device
+    columns = torch.arange(grid.col, grid.col + grid.cols, device=device)
     widths = block_widths(shape, goal.block, columns)
     waiting: list[Tensor] = []
-    least = pieces_on(shard.tensor.device).scores
+    least = pieces_on(device).scores
     start = 0
     for first, sums in block_sums(shard.tensor, shard.rect, goal.block, goal.measure):
         last = first + sums.shape[0]
@@ -494,15 +409,16 @@ def _score_pieces(
             cut.note(first, sums)
         waiting.append(to_scores(sums, grid.row + first, widths, shape, goal.block))
         if (last - start) * grid.cols >= least or last == grid.rows:
-            yield start, waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            scores = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            yield start, scores.view(torch.int32)
             waiting, start = [], last
 
 
 def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     """Return the scores of a shard that no border cuts, in one piece, and their histogram."""
-    segment = _segment(goal, shard, True)
-    _score_blocks(goal, shard, segment, None, [])  # on a CPU, where nothing is left to be read
-    return torch.cat([bits for _, bits in segment.pieces()]), segment.histogram()
+    pieces: list[Tensor] = []
+    histogram, _ = _score_blocks(goal, shard, pieces.append)
+    return torch.cat(pieces), histogram
 
 
 def _takes_much_memory(goal: Goal, shard: Shard) -> bool:
@@ -514,57 +430,27 @@ def _takes_much_memory(goal: Goal, shard: Shard) -> bool:
 
 def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(start, scores)`` of a shard that no border cuts, int32, flat."""
-    if goal.block == (1, 1):
-        # An element is its own mean.
-        for first, sums in block_sums(shard.tensor, shard.rect, (1, 1), goal.measure):
-            yield first * shard.rect.cols, sums.to(torch.float32).view(torch.int32).flatten()
-        return
-    columns = _segment(goal, shard, True).col_ids
-    for first, scores in _score_pieces(goal, shard, columns, None):
-        yield first * columns.numel(), scores.view(torch.int32).view(-1)
-
-
-def _count_again(goal: Goal, shard: Shard, segment: Segment, unread: list[_Unread]) -> None:
-    """Check and count scores that are computed again in each pass."""
-    counter = _counter(goal, shard)
-    cols = segment.col_ids.numel()
-    for start, bits in segment.chunks():
-        counter.check(bits.view(torch.float32).view(-1, cols), start // cols)
-        counter.count(bits)
-    counter.close(segment, unread)
-
-
-def _extremes(bits: Tensor) -> Tensor:
-    """Return the least and the largest of some scores as integers, int64 ``(2,)``."""
-    return torch.stack(bits.aminmax()).to(torch.int64)
+    for first, bits in _score_pieces(goal, shard):
+        yield first * bits.shape[1], bits.view(-1)
 
 
 def _refused(extremes: Tensor) -> bool:
-    """Return whether a score is negative or not finite."""
+    """Return whether a score is negative or not finite, from the least and the largest."""
     return bool(((extremes < 0) | (extremes >= NOT_FINITE)).any())
 
 
-def _find_refused(goal: Goal, shard: Shard) -> None:
-    """Score a shard again, to name the first score that is refused."""
-    columns = _segment(goal, shard, True).col_ids
-    for first, scores in _score_pieces(goal, shard, columns, None):
-        _check(goal, shard, scores, first)
-
-
-def _check(goal: Goal, shard: Shard, scores: Tensor, first: int) -> None:
-    """Refuse scores that are not finite or negative; ``scores`` ``(block rows, block columns)``
-    from the shard's block row ``first`` on."""
-    if _fine(scores):
-        return
-    i, j = (~((scores >= 0) & (scores < torch.inf))).nonzero()[0].tolist()
-    grid = grid_of(shard.rect, goal.block)
-    row, col = (grid.row + first + i) * goal.block[0], (grid.col + j) * goal.block[1]
-    raise ValueError(
-        f"Table {goal.data.name!r}: the block at row {row}, column {col} scores"
-        f" {float(scores[i, j])}; scores must be finite and not negative, so no mask was changed."
-    )
-
-
-def _fine(scores: Tensor) -> bool:
-    low, high = torch.aminmax(scores)  # NaN passes through to both
-    return bool((low >= 0) & (high < torch.inf))
+def _find_refused(goal: Goal) -> None:
+    """Score a table again, to name the first score that is refused."""
+    for shard in goal.data.shards:
+        grid = grid_of(shard.rect, goal.block)
+        for first, bits in _score_pieces(goal, shard):
+            found = ((bits < 0) | (bits >= NOT_FINITE)).nonzero().tolist()
+            if not found:
+                continue
+            i, j = found[0]
+            row, col = (grid.row + first + i) * goal.block[0], (grid.col + j) * goal.block[1]
+            raise ValueError(
+                f"Table {goal.data.name!r}: the block at row {row}, column {col} scores"
+                f" {float(bits.view(torch.float32)[i, j])}; scores must be finite and not negative,"
+                " so no mask was changed."
+            )

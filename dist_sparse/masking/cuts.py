@@ -78,21 +78,32 @@ class Partials:
         self.elements = {}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CutTable:
-    """The cut blocks of one table, known from metadata: the same on every rank.
+    """The cut blocks of one table in a mask update.
 
     Args:
         rows: cut block rows; all of their blocks are cut.
         cols: cut block columns, in the other block rows.
         by_element: masks are not constant on blocks.
+
+    Attributes:
+        partials: what this rank's shards know of them; released once it is sent.
+        owned: those that this rank decides about, from :func:`exchange_partials` on.
+        decision: on these. Set it before :func:`return_decisions`.
+        decisions: on those of this rank's shards.
     """
 
+    # Metadata: the same on every rank.
     data: ShardedData
     block: Block
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     by_element: bool
+    partials: dict[Rect, Partials] = field(init=False, default_factory=dict)
+    owned: Owned = field(init=False)
+    decision: Decision = field(init=False)
+    decisions: dict[Rect, Decision] = field(init=False, default_factory=dict)
 
     @property
     def grid(self) -> Grid:
@@ -116,29 +127,36 @@ class CutTable:
         """Return the cut block columns within a shard's grid."""
         return self.cols[self.places(grid)]
 
-    def local_cols(self, grid: Grid) -> slice | list[int]:
-        """Return an index of the cut columns of a shard's grid, counted from its first."""
-        cols = [j - grid.col for j in self.cols_in(grid)]
-        if cols and cols[-1] - cols[0] == len(cols) - 1:
-            return slice(cols[0], cols[-1] + 1)  # quicker than a list
-        return cols
-
-    def partials(self, rect: Rect, device: torch.device) -> Partials:
+    def add_shard(self, rect: Rect, device: torch.device) -> Partials:
         """Return what a shard knows of its cut blocks before it is scored: nothing."""
         grid = grid_of(rect, self.block)
+        found = [j - grid.col for j in self.cols_in(grid)]
+        cols: slice | list[int] = found
+        if found and found[-1] - found[0] == len(found) - 1:
+            cols = slice(found[0], found[-1] + 1)  # quicker than a list
         shape = grid.rows, len(self.cols_in(grid))
-        return Partials(
+        made = self.partials[rect] = Partials(
             grid,
             self.rows_in(range(grid.row, grid.row + grid.rows)),
-            self.local_cols(grid),
+            cols,
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.zeros(shape, dtype=torch.bool, device=device),
         )
+        return made
 
     def slab(self, row: int) -> Rect:
         """Return the elements of a whole block row."""
         top = row * self.block[0]
         return Rect(top, 0, min(self.block[0], self.data.shape[0] - top), self.data.shape[1])
+
+    def part_of_slab(self, rect: Rect, row: int) -> tuple[slice, ...]:
+        """Return what of the decision on a block row concerns the shard ``rect``."""
+        if not self.by_element:
+            grid = grid_of(rect, self.block)
+            return (slice(grid.col, grid.col + grid.cols),)
+        inner = _common(rect, self.slab(row))
+        top = inner.row - row * self.block[0]
+        return slice(top, top + inner.rows), slice(rect.col, rect.col_end)
 
     def sends(self, sender: int, owner: int, size: int) -> Iterator[tuple[Rect, range]]:
         """Yield what ``sender`` sends to ``owner``: its rectangles and the common block rows."""
@@ -183,54 +201,43 @@ class Decision:
     slabs: dict[int, Tensor]
 
 
-def exchange_partials(
-    tables: Sequence[tuple[CutTable, dict[Rect, Partials]]], group: Group, device: torch.device
-) -> list[Owned]:
+def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:
     """Bring the parts of every cut block to its owner. Collective over ``group``: every rank must
     call it; one all-to-all.
 
     Args:
-        tables: the cut tables, the same ones in the same order on every rank, with the partials of
-            this rank's shards, whose sums and element scores are released.
+        tables: the same ones in the same order on every rank.
         device: of the owner's part.
     """
+    if not tables:
+        return
     parcels = Parcels(group)
     # All ranks loop over the same tables, ranks and rectangles, so parcels need no names.
-    for table, known in tables:
-        _send_partials(parcels, table, known, group)
-    arrivals = [_expect_partials(parcels, table, group) for table, _ in tables]
+    for table in tables:
+        _send_partials(parcels, table, group)
+    arrivals = [_expect_partials(parcels, table, group) for table in tables]
     parcels.exchange(device)
-    owned = []
-    for (table, _), arriving in zip(tables, arrivals, strict=True):
+    for table, arriving in zip(tables, arrivals, strict=True):
         # In ascending column offset: a sum does not depend on the ranks it comes from.
         arriving.sort(key=lambda part: (part.rect.col, part.rect.row))
-        owned.append(_score_owned(table, arriving, group, device))
-    return owned
+        table.owned = _score_owned(table, arriving, group, device)
 
 
-def return_decisions(
-    tables: Sequence[CutTable], decided: Sequence[Decision], group: Group, device: torch.device
-) -> list[dict[Rect, Decision]]:
+def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:
     """Bring the owners' decisions to every holder, replicas included. Collective over ``group``;
-    one all-to-all of packed bits.
-
-    Args:
-        tables: the cut tables, in the order of :func:`exchange_partials`.
-        decided: for each table the decision on what this rank owns.
-
-    Returns:
-        For each table the decisions on this rank's shards.
-    """
+    one all-to-all of packed bits."""
+    if not tables:
+        return
     parcels = Parcels(group)
-    for table, decision in zip(tables, decided, strict=True):
-        _send_decision(parcels, table, decision, group)
+    for table in tables:
+        _send_decision(parcels, table, group)
     arriving: list[_Flags] = []
-    results = [_expect_decisions(parcels, table, group, device, arriving) for table in tables]
+    for table in tables:
+        arriving += _expect_decisions(parcels, table, group, device)
     parcels.exchange(device)
     for flags in arriving:
         unpacked = unpack(flags.read(), flags.place.numel())
         flags.place.copy_(unpacked.view_as(flags.place))
-    return results
 
 
 @dataclass
@@ -257,17 +264,16 @@ class _Flags:
     read: Callable[[], Tensor]
 
 
-def _send_partials(
-    parcels: Parcels, table: CutTable, known: dict[Rect, Partials], group: Group
-) -> None:
+def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
     for owner in range(group.size):
         for rect, rows in table.sends(group.rank, owner, group.size):
-            first = rows.start - grid_of(rect, table.block).row
-            parcels.send(owner, known[rect].sums[first : first + len(rows)])
+            known = table.partials[rect]
+            first = rows.start - known.grid.row
+            parcels.send(owner, known.sums[first : first + len(rows)])
             for i in table.rows_in(rows):
-                parcels.send(owner, known[rect].elements[i])
-    for partials in known.values():
-        partials.release()
+                parcels.send(owner, known.elements[i])
+    for known in table.partials.values():
+        known.release()
 
 
 def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_Arrival]:
@@ -279,8 +285,7 @@ def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_A
             sums = parcels.expect(sender, shape, torch.float64)
             elements = {}
             for i in table.rows_in(rows):
-                inner = _common(rect, table.slab(i))
-                shape = inner.rows, inner.cols
+                shape = _common(rect, table.slab(i))[2:]
                 elements[i] = parcels.expect(sender, shape, torch.float64)
             arriving.append(_Arrival(rect, rows, sums, elements))
     return arriving
@@ -295,8 +300,7 @@ def _score_owned(
     sums = torch.zeros(len(owned), len(table.cols), dtype=torch.float64, device=device)
     slabs: dict[int, Tensor] = {}
     for i in table.rows_in(owned):
-        slab = table.slab(i)
-        slabs[i] = torch.zeros(slab.rows, slab.cols, dtype=torch.float64, device=device)
+        slabs[i] = torch.zeros(table.slab(i)[2:], dtype=torch.float64, device=device)
     for part in arriving:
         # Elements go to their place in the slab; sums are added.
         for i, read in part.elements.items():
@@ -305,29 +309,29 @@ def _score_owned(
             slabs[i][top : top + inner.rows, inner.col : inner.col_end] = read()
         rows = slice(part.rows.start - owned.start, part.rows.stop - owned.start)
         sums[rows, table.places(grid_of(part.rect, table.block))] += part.sums()
-    cut = torch.tensor(table.cols, dtype=torch.int64, device=device)
-    scores = _scores(table, sums, owned.start, cut)
+    scores = _scores(table, sums, owned.start, table.cols)
     # The slabs decide about the rows that are cut as well.
     scores[[i - owned.start for i in slabs]] = KEPT
-    result = Owned(Segment(owned.start, cut, table.grid.cols), {})
+    result = Owned(Segment(owned.start, table.cols, table.grid.cols, device), {})
     result.columns.add(scores)
-    every = torch.arange(table.grid.cols, device=device)
+    every = range(table.grid.cols)
     for i, slab_scores in slabs.items():
         # One block row, so one chunk: summed as if it had never been cut.
         _, folded = next(block_sums(slab_scores, table.slab(i), table.block, "given"))
-        segment = Segment(i, every, table.grid.cols)
+        segment = Segment(i, every, table.grid.cols, device)
         segment.add(_scores(table, folded, i, every))
         result.slabs[i] = segment, slab_scores
     return result
 
 
-def _scores(table: CutTable, sums: Tensor, first: int, columns: Tensor) -> Tensor:
+def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -> Tensor:
     """Return the scores of blocks as int32, from their sums, which are overwritten."""
-    widths = block_widths(table.data.shape, table.block, columns)
+    at = torch.tensor(columns, dtype=torch.int64, device=sums.device)
+    widths = block_widths(table.data.shape, table.block, at)
     return to_scores(sums, first, widths, table.data.shape, table.block).view(torch.int32)
 
 
-def _send_decision(parcels: Parcels, table: CutTable, decision: Decision, group: Group) -> None:
+def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
     owned = table.owned_rows(group.rank, group.size)
     for holder in range(group.size):
         # Replicas too: each holder masks its own copy.
@@ -336,45 +340,33 @@ def _send_decision(parcels: Parcels, table: CutTable, decision: Decision, group:
             rows = _overlap(grid, owned)
             if rows and table.cols_in(grid):
                 inner = slice(rows.start - owned.start, rows.stop - owned.start)
-                flags = decision.columns[inner, table.places(grid)]
+                flags = table.decision.columns[inner, table.places(grid)]
                 parcels.send(holder, pack(flags.flatten()))
             for i in table.rows_in(rows):
-                flags = decision.slabs[i]
-                # The part of the slab that concerns this shard.
-                if table.by_element:
-                    inner_rect = _common(rect, table.slab(i))
-                    top = inner_rect.row - table.slab(i).row
-                    flags = flags[top : top + inner_rect.rows, rect.col : rect.col_end]
-                else:
-                    flags = flags[grid.col : grid.col + grid.cols]
+                flags = table.decision.slabs[i][table.part_of_slab(rect, i)]
                 parcels.send(holder, pack(flags.flatten()))
 
 
 def _expect_decisions(
-    parcels: Parcels, table: CutTable, group: Group, device: torch.device, arriving: list[_Flags]
-) -> dict[Rect, Decision]:
-    """Return the decisions on this rank's shards, which hold once ``arriving`` has been read."""
-    decided: dict[Rect, Decision] = {}
+    parcels: Parcels, table: CutTable, group: Group, device: torch.device
+) -> Iterator[_Flags]:
+    """Note the decisions on this rank's shards, which hold once all that is yielded is read."""
     for rect in dict.fromkeys(table.data.tiling[group.rank]):
         grid = grid_of(rect, table.block)
         shape = grid.rows, len(table.cols_in(grid))
-        columns = torch.zeros(shape, dtype=torch.bool, device=device)
-        slabs: dict[int, Tensor] = {}
+        decision = Decision(torch.zeros(shape, dtype=torch.bool, device=device), {})
+        table.decisions[rect] = decision
         for owner in range(group.size):
             rows = _overlap(grid, table.owned_rows(owner, group.size))
             # Views: what arrives is written through them, in the order of _send_decision().
-            places = [columns[rows.start - grid.row : rows.stop - grid.row]]
+            places = [decision.columns[rows.start - grid.row : rows.stop - grid.row]]
             for i in table.rows_in(rows):
-                held = _common(rect, table.slab(i))
-                size = (held.rows, rect.cols) if table.by_element else (grid.cols,)
-                slabs[i] = torch.empty(size, dtype=torch.bool, device=device)
-                places.append(slabs[i])
+                size = [part.stop - part.start for part in table.part_of_slab(rect, i)]
+                decision.slabs[i] = torch.empty(size, dtype=torch.bool, device=device)
+                places.append(decision.slabs[i])
             for place in places:
                 if place.numel():
-                    packed = parcels.expect(owner, (-(-place.numel() // 8),))
-                    arriving.append(_Flags(place, packed))
-        decided[rect] = Decision(columns, slabs)
-    return decided
+                    yield _Flags(place, parcels.expect(owner, (-(-place.numel() // 8),)))
 
 
 def _overlap(grid: Grid, owned: range) -> range:

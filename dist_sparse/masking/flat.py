@@ -19,8 +19,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,16 @@ from torch import Tensor
 
 from dist_sparse.masking.device import on_host
 from dist_sparse.records import LEADING_SHIFT
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 # Places in a list are int32, and a program looks at some behind the last.
 _MOST = (1 << 31) - (1 << 20)
+
+# Behind all places in a list.
+NO_PLACE = (1 << 31) - 1
+
+# Elements of a block that kernels add up in torch's order.
+_WIDTHS = {1, 2, 4, 8, *range(16, 4097, 16)}
 
 # Bytes of a listed block: its score and its place.
 _LISTED = 8
@@ -49,13 +55,13 @@ def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
     None."""
     grid = grid_of(rect, block)
     width = rect.cols if grid.cols == 1 else block[1]
-    if block[0] != 1 or not tensor.is_contiguous() or not 0 < grid.blocks < _MOST:
-        return None
-    if rect.cols != grid.cols * width or (grid.cols > 1 and rect.col % width):
+    equal = block[0] == 1 and rect.cols == grid.cols * width
+    uncut = grid.cols == 1 or rect.col % width == 0
+    if not (equal and uncut and tensor.is_contiguous() and 0 < grid.blocks < _MOST):
         return None
     # Neighbours are added in pairs, or 16 sums are taken beside each other. Of wider blocks torch
     # adds up parts first.
-    return width if width in (1, 2, 4, 8) or (width % 16 == 0 and width <= 4096) else None
+    return width if width in _WIDTHS else None
 
 
 def too_large(nbytes: int, weights: int) -> bool:
@@ -64,51 +70,12 @@ def too_large(nbytes: int, weights: int) -> bool:
     return nbytes * 20 > weights
 
 
-@dataclass(frozen=True, eq=False)
-class FlatShard:
-    """A shard that the kernels can take.
-
-    Args:
-        shard: live.
-        block: the sparse block, within a row.
-        table_cols: block columns of the whole table.
-    """
-
-    shard: Shard
-    block: Block
-    table_cols: int
-
-    @cached_property
-    def grid(self) -> Grid:
-        return grid_of(self.shard.rect, self.block)
-
-    def ids(self, places: Tensor) -> Tensor:
-        """Return the global indices of the blocks at flat ``places``, int64 ``(n,)``."""
-        rows, cols = places // self.grid.cols, places % self.grid.cols
-        return (rows + self.grid.row) * self.table_cols + cols + self.grid.col
-
-    def last_place(self, last: int | None) -> int:
-        """Return the place of the last block whose global index is at most ``last`` (None: any);
-        -1 if there is none."""
-        if last is None:
-            return self.grid.blocks
-        row, col = last // self.table_cols - self.grid.row, last % self.table_cols - self.grid.col
-        if row < 0:
-            return -1
-        return row * self.grid.cols + min(max(col, -1), self.grid.cols - 1)
-
-    def words(self) -> Tensor:
-        """Return memory for a bit of each block, int32, for atomic operations on words."""
-        count = -(-self.grid.blocks // 32)
-        return torch.empty(count, dtype=torch.int32, device=self.shard.tensor.device)
-
-
 class Limit(NamedTuple):
-    """Blocks that score less than ``bits`` are removed, and those that score as much up to the
-    global index ``last`` (None: all)."""
+    """Blocks that score less than ``bits`` are removed, and those that score as much before the
+    flat place ``upto``."""
 
     bits: int
-    last: int | None
+    upto: int
 
 
 class FlatMask(NamedTuple):
@@ -117,12 +84,12 @@ class FlatMask(NamedTuple):
     Args:
         kept: its bits, uint8, 1 = kept.
         dirty: bits of the removed blocks that do not score 0, uint8.
-        removes: whether anything is removed.
+        removes: whether anything is removed; None if it is not known.
     """
 
     kept: Tensor
     dirty: Tensor
-    removes: bool
+    removes: bool | None
 
 
 @dataclass(eq=False)
@@ -134,7 +101,8 @@ class _Narrowed:
         places: of the listed blocks, int32.
         kept: bits, as words of 32; listed blocks are still kept.
         dirty: bits of the same form.
-        removed: number of blocks removed so far, int64 ``()``; None before the launch.
+        length: how many are listed, int32.
+        removed: number of blocks removed so far, int64 ``()``, once it is launched.
     """
 
     low: int
@@ -143,11 +111,17 @@ class _Narrowed:
     places: Tensor
     kept: Tensor
     dirty: Tensor
-    removed: Tensor | None = None
+    length: Tensor = field(init=False)
+    removed: Tensor = field(init=False)
 
-    def holds(self, low: int, high: int) -> bool:
-        """Whether all blocks that score from ``low`` to ``high`` are listed."""
-        return self.low <= low and high <= self.high
+    def bits(self) -> dict[str, int]:
+        """Return the addresses of the bits, as fields of a job."""
+        return {"kept": self.kept.data_ptr(), "dirty": self.dirty.data_ptr()}
+
+    def addresses(self) -> dict[str, int]:
+        """Return where all of it is written, as fields of a job."""
+        lists = {"scores": self.scores, "places": self.places, "length": self.length}
+        return {name: tensor.data_ptr() for name, tensor in lists.items()} | self.bits()
 
 
 class FlatScores:
@@ -155,9 +129,11 @@ class FlatScores:
 
     Args:
         shards: on one device that has the kernels.
+        blocks: the sparse block of each, within a row.
         absolute: whether a block scores the mean of absolute values, not of squares.
 
     Attributes:
+        limits: of the shards, by their number. Set them before reading :attr:`masks`.
         held: the scores of each shard, int32 ``(blocks,)``; empty where they are computed again.
         counts: what :meth:`first_histograms` returned, in CPU memory. Set it before calling
             :meth:`histograms`.
@@ -165,25 +141,29 @@ class FlatScores:
 
     counts: Tensor
 
-    def __init__(self, shards: Sequence[FlatShard], absolute: bool) -> None:
-        self._shards = list(shards)
-        rect, tensor = shards[0].shard
+    def __init__(self, shards: Sequence[Shard], blocks: Sequence[Block], absolute: bool) -> None:
+        self._weights = [tensor for _, tensor in shards]
+        rects = [rect for rect, _ in shards]
+        self._grids = list(map(grid_of, rects, blocks))
+        self.limits: dict[int, Limit] = {}
+        tensor = self._weights[0]
         self._device = tensor.device
         self._kernels = kernels_on(self._device)
-        width = flat_width(rect, shards[0].block, tensor)
+        width = flat_width(rects[0], blocks[0], tensor)
         assert width is not None
         self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute)
         self._narrowed: dict[int, _Narrowed] = {}
         self.held: list[Tensor] = []
-        if not too_large(4, width * tensor.element_size()):
-            for shard in shards:
-                scores = torch.empty(shard.grid.blocks, dtype=torch.int32, device=self._device)
-                self.held.append(scores)
+        ints = partial(torch.empty, dtype=torch.int32, device=self._device)
+        if too_large(4, width * tensor.element_size()):
+            self._lengths = ints(len(shards)).zero_()
+        else:
+            self.held = [ints(grid.blocks) for grid in self._grids]
 
     def first_histograms(self) -> Tensor:
         """Score all blocks. Return :func:`~dist_sparse.masking.segments.first_histogram` of each
         shard, int64 ``(shards, HISTOGRAM)``."""
-        jobs = [self._on_weights(number) for number in range(len(self._shards))]
+        jobs = [self._on_weights(number) for number in range(len(self._grids))]
         for i, scores in enumerate(self.held):
             jobs[i] = jobs[i]._replace(scores=scores.data_ptr())
         buckets = 1 << 31 - LEADING_SHIFT
@@ -192,115 +172,81 @@ class FlatScores:
         return counts
 
     def histograms(
-        self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
+        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
     ) -> list[Tensor]:
         """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
         to_narrow: dict[int, dict[str, int]] = {}
-        lengths: Tensor | None = None
-        if before == LEADING_SHIFT and not self.held:
-            lengths = torch.zeros(len(numbers), dtype=torch.int32, device=self._device)
-        for number, prefix in zip(numbers, prefixes, strict=True):
+        narrows = before == LEADING_SHIFT and not self.held
+        for number, prefix in prefixes.items():
             # Zeros have a bucket of their own in the first round.
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
             task = {"low": low, "high": high, "shift": shift}
-            if lengths is not None:
-                length = lengths[len(to_narrow) :].data_ptr()
-                inside = int(self.counts[number, 1 + prefix])
-                task |= self._narrow(number, low, high, inside, length)
-            (to_narrow if "kept" in task else to_count)[number] = task
+            if narrows and self._narrow(number, low, high, int(self.counts[number, 1 + prefix])):
+                to_narrow[number] = task | self._narrowed[number].addresses()
+            else:
+                to_count[number] = task
         found = {number: counts for number, counts, _ in self._sweep(to_count, buckets)}
         for number, counts, removed in self._sweep(to_narrow, buckets, lists=True, packs=True):
             found[number] = counts
             self._narrowed[number].removed = removed
-        return [found[number] for number in numbers]
+        return [found[number] for number in prefixes]
 
-    def ties(self, scores: Mapping[int, int], most: int) -> dict[int, Tensor]:
-        """Return the global indices of the blocks that have a score, int64, ascending, in CPU
-        memory, by the number of the shard. One wait for all shards.
+    def listed(self, number: int, score: int, most: int) -> Tensor | None:
+        """Return the flat places of the blocks that have a score, int32 ``(n,)``, the first
+        ``most`` in ascending order, and then NO_PLACE; None where they are not listed."""
+        narrowed = self._narrowed.get(number)
+        if narrowed is None or not narrowed.low <= score <= narrowed.high:
+            return None
+        places = narrowed.places.masked_fill(narrowed.scores != score, NO_PLACE)
+        return places.sort().values[:most]
 
-        Args:
-            scores: the bits of the score, by the number of the shard.
-            most: no shard has more such blocks.
-        """
-        places = torch.empty(len(scores), most, dtype=torch.int32, device=self._device)
-        unread = torch.empty_like(places)
-        lengths = torch.zeros(len(scores), dtype=torch.int32, device=self._device)
-        tasks: dict[int, dict[str, int]] = {}
-        for row, (number, bits) in enumerate(scores.items()):
-            tasks[number] = {
-                "low": bits,
-                "high": bits,
-                "scores": unread[row].data_ptr(),
-                "places": places[row].data_ptr(),
-                "length": lengths[row:].data_ptr(),
-            }
-        self._sweep(tasks, lists=True)
-        counts, listed = on_host([lengths, places])
-        found = {}
-        for number, count, row in zip(scores, counts.tolist(), listed, strict=True):
-            found[number] = self._shards[number].ids(row[:count].long().sort().values)
-        return found
-
-    def masks(self, limits: Mapping[int, Limit]) -> dict[int, FlatMask]:
-        """Return the new masks of shards, by their numbers. One wait for all of them."""
-        bits: dict[int, tuple[Tensor, Tensor]] = {}
-        removed: dict[int, list[Tensor]] = {}
+    @cached_property
+    def masks(self) -> dict[int, FlatMask]:
+        """The new masks of shards, by their numbers. One wait for all of them."""
+        words: dict[int, tuple[Tensor, Tensor]] = {}
+        removed: list[tuple[int, Tensor]] = []
         to_settle: dict[int, Any] = {}
         to_pack: dict[int, dict[str, int]] = {}
-        for number, (score, last) in limits.items():
-            shard, narrowed = self._shards[number], self._narrowed.get(number)
-            task = {"low": score, "high": score, "last": shard.last_place(last)}
-            if narrowed is None or not narrowed.low - 1 <= score <= narrowed.high:
-                kept, dirty = shard.words(), shard.words()
-                to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
-                removed[number] = []
+        for number, (score, upto) in self.limits.items():
+            narrowed = self._narrowed.get(number)
+            task = {"low": score, "high": score, "last": upto - 1}
+            if narrowed is not None and narrowed.low - 1 <= score <= narrowed.high:
+                words[number] = narrowed.kept, narrowed.dirty
+                to_settle[number] = self._on_list(narrowed)._replace(**task, **narrowed.bits())
+                removed.append((number, narrowed.removed))
             else:
-                kept, dirty = narrowed.kept, narrowed.dirty
-                task |= {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
-                to_settle[number] = self._on_list(narrowed)._replace(**task)
-                assert narrowed.removed is not None
-                removed[number] = [narrowed.removed]
-            bits[number] = kept, dirty
-        for number, _, count in self._sweep(to_pack, packs=True):
-            removed[number].append(count)
+                kept, dirty = words[number] = self._words(number), self._words(number)
+                to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
+        removed += [(number, count) for number, _, count in self._sweep(to_pack, packs=True)]
         if to_settle:
             counts = self._kernels.settle([*to_settle.values()], self._device)
-            for number, count in zip(to_settle, counts.unbind(), strict=True):
-                removed[number].append(count)
-        return self._read_masks(bits, removed)
-
-    def _read_masks(
-        self, bits: Mapping[int, tuple[Tensor, Tensor]], removed: Mapping[int, list[Tensor]]
-    ) -> dict[int, FlatMask]:
-        parts = [part.view(1) for number in bits for part in removed[number]]
-        counts = iter(on_host(parts))
+            removed += zip(to_settle, counts.unbind(), strict=True)
+        counted = on_host([count.view(1) for _, count in removed])
+        removing = {number for (number, _), count in zip(removed, counted, strict=True) if count}
         made = {}
-        for number, words in bits.items():
-            total = sum(int(next(counts)) for _ in removed[number])
-            size = self._shards[number].grid.bytes
-            kept, dirty = (each.view(torch.uint8)[:size] for each in words)
-            made[number] = FlatMask(kept, dirty, total > 0)
+        for number, (kept, dirty) in words.items():
+            whole = slice(self._grids[number].bytes)
+            kept, dirty = kept.view(torch.uint8)[whole], dirty.view(torch.uint8)[whole]
+            made[number] = FlatMask(kept, dirty, number in removing)
         return made
 
-    def _narrow(self, number: int, low: int, high: int, inside: int, length: int) -> dict[str, int]:
+    def _narrow(self, number: int, low: int, high: int, inside: int) -> bool:
         """Prepare a list of the blocks that score from ``low`` to ``high``, ``inside`` in number.
-        Return where it is written, with its ``length``; nothing if it would take too much
-        memory."""
-        shard = self._shards[number]
-        if too_large(_LISTED * inside, shard.shard.tensor.nbytes):
-            return {}
+        False, with nothing done, if it would take too much memory."""
+        if too_large(_LISTED * inside, self._weights[number].nbytes):
+            return False
         scores = torch.empty(inside, dtype=torch.int32, device=self._device)
-        places = torch.empty_like(scores)
-        made = _Narrowed(low, high, scores, places, shard.words(), shard.words())
+        kept, dirty = self._words(number), self._words(number)
+        made = _Narrowed(low, high, scores, torch.empty_like(scores), kept, dirty)
+        made.length = self._lengths[number:]
         self._narrowed[number] = made
-        return {
-            "scores": scores.data_ptr(),
-            "length": length,
-            "places": places.data_ptr(),
-            "kept": made.kept.data_ptr(),
-            "dirty": made.dirty.data_ptr(),
-        }
+        return True
+
+    def _words(self, number: int) -> Tensor:
+        """Return memory for a bit of each block, int32, for atomic operations on words."""
+        count = -(-self._grids[number].blocks // 32)
+        return torch.empty(count, dtype=torch.int32, device=self._device)
 
     def _sweep(
         self,
@@ -315,16 +261,12 @@ class FlatScores:
         on_scores: dict[int, Any] = {}
         on_weights: dict[int, Any] = {}
         for number, task in tasks.items():
-            narrowed = self._narrowed.get(number)
-            if self.held:
-                on_scores[number] = self._on_held(number)._replace(**task)
-            elif not packs and narrowed is not None and narrowed.holds(task["low"], task["high"]):
-                on_scores[number] = self._on_list(narrowed)._replace(**task)
-            else:
-                on_weights[number] = self._on_weights(number)._replace(**task)
+            # Packing is about all blocks.
+            low, high = (-1, -1) if packs else (task["low"], task["high"])
+            reads_weights, job = self._source(number, low, high)
+            (on_weights if reads_weights else on_scores)[number] = job._replace(**task)
         found: list[tuple[int, Tensor, Tensor]] = []
-        sources = ((on_scores, self._kernels.SCORES), (on_weights, self._scoring))
-        for jobs, scoring in sources:
+        for jobs, scoring in ((on_scores, self._kernels.SCORES), (on_weights, self._scoring)):
             if jobs:
                 counts, removed = self._kernels.sweep(
                     [*jobs.values()], scoring, self._device, buckets, lists=lists, packs=packs
@@ -334,20 +276,25 @@ class FlatScores:
 
     def _on_weights(self, number: int) -> Any:
         """Return a launch's job on the weights of a shard."""
-        shard = self._shards[number]
-        return self._kernels.Job(shard.shard.tensor.data_ptr(), shard.grid.blocks)
+        return self._kernels.Job(self._weights[number].data_ptr(), self._grids[number].blocks)
 
-    def _on_held(self, number: int) -> Any:
-        scores = self.held[number]
-        return self._kernels.Job(scores.data_ptr(), scores.numel())
+    def _source(self, number: int, low: int, high: int) -> tuple[bool, Any]:
+        """Return whether a launch reads weights, for what scores from ``low`` to ``high``, and its
+        job on the shard."""
+        if self.held:
+            scores = self.held[number]
+            return False, self._kernels.Job(scores.data_ptr(), scores.numel())
+        narrowed = self._narrowed.get(number)
+        if narrowed is not None and narrowed.low <= low <= high <= narrowed.high:
+            return False, self._on_list(narrowed)
+        return True, self._on_weights(number)
 
     def _on_list(self, narrowed: _Narrowed) -> Any:
         scores, places = narrowed.scores, narrowed.places
         return self._kernels.Job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
 
 
-@dataclass(frozen=True, eq=False)
-class Pruned:
+class Pruned(NamedTuple):
     """What is to be zeroed in a shard.
 
     Args:
@@ -356,51 +303,30 @@ class Pruned:
         kept: bits, uint8.
         changed: bits of the blocks that were kept before, and of those that may not be zero; None
             is all blocks.
-        flags: uint8 ``(rows,)``, 0 where all that is removed is zero already; None is all rows.
     """
 
     shard: Shard
     block: Block
     kept: Tensor
     changed: tuple[Tensor, Tensor] | None = None
-    flags: Tensor | None = None
-
-    @cached_property
-    def alike(self) -> tuple[object, ...] | None:
-        """What all shards of a launch have in common; None if the kernels can't take this one."""
-        rect, tensor = self.shard
-        width = flat_width(rect, self.block, tensor)
-        if width is None or kernels_on(tensor.device) is None:
-            return None
-        size = tensor.element_size()
-        return tensor.device, width, size, self.changed is None, self.flags is None
 
 
 def prune(shards: Sequence[Pruned]) -> list[int]:
     """Write zero to what is removed, in one launch for all shards that are alike. Return the places
     of the shards that the kernels can't take."""
     left: list[int] = []
-    launches: dict[tuple[object, ...], list[Pruned]] = {}
-    for i, each in enumerate(shards):
-        if each.alike is None:
+    launches: dict[tuple[Any, ...], list[Any]] = {}
+    for i, (shard, block, kept, changed) in enumerate(shards):
+        rect, tensor = shard
+        kernels, width = kernels_on(tensor.device), flat_width(rect, block, tensor)
+        if kernels is None or width is None:
             left.append(i)
-        else:
-            launches.setdefault(each.alike, []).append(each)
-    for together in launches.values():
-        rect, tensor = together[0].shard
-        width = flat_width(rect, together[0].block, tensor)
-        kernels = kernels_on(tensor.device)
-        jobs = [_job_to_prune(each, kernels) for each in together]
-        kernels.prune(jobs, width, tensor.element_size(), tensor.device)
+            continue
+        addresses = [bits.data_ptr() for bits in changed or ()]
+        job = kernels.Pruning(tensor.data_ptr(), grid_of(rect, block).blocks, kept.data_ptr())
+        job = job._replace(**dict(zip(("before", "dirty"), addresses, strict=False)))
+        alike = kernels, width, tensor.element_size(), tensor.device, changed is None
+        launches.setdefault(alike, []).append(job)
+    for (kernels, *how, _), jobs in launches.items():
+        kernels.prune(jobs, *how)
     return left
-
-
-def _job_to_prune(each: Pruned, kernels: Any) -> Any:
-    grid = grid_of(each.shard.rect, each.block)
-    job = kernels.Pruning(each.shard.tensor.data_ptr(), grid.blocks, each.kept.data_ptr())
-    if each.changed is not None:
-        before, dirty = each.changed
-        job = job._replace(before=before.data_ptr(), dirty=dirty.data_ptr())
-    if each.flags is not None:
-        job = job._replace(flags=each.flags.data_ptr(), of_row=grid.cols)
-    return job

@@ -11,7 +11,7 @@ or without a fused multiply-add, and sums are taken in the order of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor
 from dist_sparse.masking.device import sent
 from dist_sparse.records import LEADING_SHIFT
 
+# Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES: Final = 16
-"""Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2."""
 
 _TYPES: Final = {
     torch.float16: tl.float16,
@@ -31,15 +31,15 @@ _TYPES: Final = {
     torch.float32: tl.float32,
 }
 
+# By bytes of an element: zero has the same bits in every type of a size.
 _WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
-"""By bytes of an element: zero has the same bits in every type of a size."""
 
+# Of a launch, about so many at most: 8 for each multiprocessor of an H200.
 _PROGRAMS: Final = 1024
-"""Of a launch, about so many at most: 8 for each multiprocessor of an H200."""
 
+# Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
+# in tests: the interpreter takes as long for a tile of any size.
 TILE = 2048
-"""Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
-in tests: the interpreter takes as long for a tile of any size."""
 
 
 class Scoring(NamedTuple):
@@ -56,9 +56,13 @@ class Scoring(NamedTuple):
     width: int
     absolute: bool
 
+    def constants(self) -> dict[str, Any]:
+        """Return what a kernel that scores is compiled for."""
+        return {"TYPE": _TYPES[self.dtype], "WIDTH": self.width, "ABSOLUTE": self.absolute}
 
+
+# Scores are read.
 SCORES: Final = Scoring(torch.float32, 0, False)
-"""Scores are read."""
 
 
 class Job(NamedTuple):
@@ -102,8 +106,6 @@ class Pruning(NamedTuple):
         kept: address of the bits of kept blocks.
         before: address of the bits of blocks that were kept before.
         dirty: address of the bits of blocks that may not be zero.
-        flags: address of a byte for each row, 0 where all that is removed is zero already.
-        of_row: blocks of a row.
     """
 
     weights: int
@@ -111,8 +113,6 @@ class Pruning(NamedTuple):
     kept: int
     before: int = 0
     dirty: int = 0
-    flags: int = 0
-    of_row: int = 1
 
 
 def score(
@@ -125,9 +125,8 @@ def score(
         hold: whether scores are written.
     """
     counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
-    _launch(
-        _score, jobs, scoring, device, [counts], BUCKETS=buckets, HOLD=hold, LEADING=LEADING_SHIFT
-    )
+    constants = {"BUCKETS": buckets, "HOLD": hold, "LEADING": LEADING_SHIFT, **scoring.constants()}
+    _launch(_score, jobs, scoring.width, device, counts, **constants)
     return counts
 
 
@@ -149,8 +148,8 @@ def sweep(
         packs: whether the bits of kept and of dirty blocks are written, and removed ones counted.
     """
     counts = torch.zeros(len(jobs), buckets + 1, dtype=torch.int64, device=device)
-    flags = {"LIST": lists, "PACK": packs, "LISTED": jobs[0].listed != 0}
-    _launch(_sweep, jobs, scoring, device, [counts], BUCKETS=buckets, **flags)
+    constants = {"BUCKETS": buckets, "LIST": lists, "PACK": packs, **scoring.constants()}
+    _launch(_sweep, jobs, scoring.width, device, counts, **constants)
     return counts[:, :buckets], counts[:, buckets]
 
 
@@ -163,49 +162,35 @@ def settle(jobs: Sequence[Job], device: torch.device) -> Tensor:
         jobs: with lists at ``source``.
     """
     removed = torch.zeros(len(jobs), dtype=torch.int64, device=device)
-    _launch(_settle, jobs, SCORES, device, [removed])
+    _launch(_settle, jobs, 1, device, removed)
     return removed
 
 
 def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) -> None:
-    """Write zero to removed blocks: to all, or to those that were kept before or are dirty, and in
-    rows with a flag only.
+    """Write zero to removed blocks: to all, or to those that were kept before or are dirty.
 
     Args:
         jobs: alike in the addresses that they use.
         width: elements of a block.
         size: bytes of an element.
     """
-    _launch(
-        _prune,
-        jobs,
-        Scoring(torch.float32, width, False),
-        device,
-        [],
-        WORD=_WORDS[size],
-        CHANGED=jobs[0].before != 0,
-        FLAGGED=jobs[0].flags != 0,
-    )
+    constants = {"WORD": _WORDS[size], "WIDTH": width, "CHANGED": jobs[0].before != 0}
+    _launch(_prune, jobs, width, device, **constants)
 
 
 def _launch(
     kernel: Any,
     jobs: Sequence[Job] | Sequence[Pruning],
-    scoring: Scoring,
+    width: int,
     device: torch.device,
-    outputs: Sequence[Tensor],
+    *outputs: Tensor,
     **constants: Any,
 ) -> None:
     """Launch a kernel on the current stream: as many programs for each shard as for the largest."""
-    lanes = min(max(1, scoring.width), _LANES)
+    lanes = min(max(1, width), _LANES)
     # A byte of bits is of one program.
     at_once = max(8, TILE // lanes)
     constants |= {"FIELDS": len(jobs[0]), "BLOCKS": at_once, "LANES": lanes}
-    if kernel in (_score, _sweep):
-        constants["TYPE"] = _TYPES[scoring.dtype]
-        constants["ABSOLUTE"] = scoring.absolute
-    if kernel in (_score, _sweep, _prune):
-        constants["WIDTH"] = scoring.width
     tiles = -(-max(job.blocks for job in jobs) // at_once)
     programs = min(tiles, -(-_PROGRAMS // len(jobs)))
     table = sent([field for job in jobs for field in job], device)
@@ -214,7 +199,12 @@ def _launch(
         kernel[(programs, len(jobs))](table, *outputs, **constants, num_warps=4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+def _kernel(function: Callable[..., Any]) -> Any:
+    """:func:`triton.jit`, with a type."""
+    return triton.jit(function)
+
+
+@_kernel
 def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
     """Return the sums of COUNT neighbouring fours, each first to last."""
     # (0, 1, 2, 3) as ((0, 1), (2, 3)): the last dimension is split twice.
@@ -224,7 +214,7 @@ def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
     return ((first + second) + third) + fourth
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _element(
     weights: tl.tensor, at: tl.tensor, inside: tl.tensor, ABSOLUTE: tl.constexpr
 ) -> tl.tensor:
@@ -234,7 +224,7 @@ def _element(
     return tl.abs(value) if ABSOLUTE else value * value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _scores(
     weights: tl.tensor,
     first: tl.tensor,
@@ -279,7 +269,7 @@ def _scores(
     return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _tally(
     buckets: tl.tensor, counted: tl.tensor, BUCKETS: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tl.tensor:
@@ -290,7 +280,7 @@ def _tally(
     return tally - tl.where(tl.arange(0, BUCKETS) == 0, missing, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _pack(
     address: tl.tensor,
     first: tl.tensor,
@@ -305,7 +295,7 @@ def _pack(
     tl.store(address.to(tl.pointer_type(tl.uint8)) + byte, packed, mask=byte * 8 < blocks)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _unpacked(
     address: tl.tensor, first: tl.tensor, blocks: tl.tensor, BLOCKS: tl.constexpr
 ) -> tl.tensor:
@@ -315,7 +305,7 @@ def _unpacked(
     return tl.reshape((read.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1, [BLOCKS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _score(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -353,7 +343,7 @@ def _score(
     tl.atomic_add(counts + 1 + bucket, tally.to(tl.int64), mask=tally > 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _sweep(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -366,7 +356,6 @@ def _sweep(
     BUCKETS: tl.constexpr,
     LIST: tl.constexpr,
     PACK: tl.constexpr,
-    LISTED: tl.constexpr,
 ) -> None:
     """Compare the scores of one shard with its limits."""
     job = jobs + tl.program_id(1) * FIELDS
@@ -396,11 +385,7 @@ def _sweep(
             listed = tl.load(job + 6).to(tl.pointer_type(tl.int32))
             places = tl.load(job + 7).to(tl.pointer_type(tl.int32))
             tl.store(listed + at, bits, mask=within)
-            found_at = place.to(tl.int32)
-            if LISTED:
-                of_list = tl.load(job + 11).to(tl.pointer_type(tl.int32))
-                found_at = tl.load(of_list + place, mask=within, other=0)
-            tl.store(places + at, found_at, mask=within)
+            tl.store(places + at, place.to(tl.int32), mask=within)
         if PACK:
             gone = inside & ((bits < low) | (within & (place <= last)))
             _pack(tl.load(job + 9), first, blocks, inside & ~gone, BLOCKS)
@@ -414,7 +399,7 @@ def _sweep(
         tl.atomic_add(counts + BUCKETS, removed)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _settle(
     jobs: tl.tensor,
     counts: tl.tensor,
@@ -444,7 +429,7 @@ def _settle(
     tl.atomic_add(counts + tl.program_id(1), removed)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def _prune(
     jobs: tl.tensor,
     FIELDS: tl.constexpr,
@@ -453,7 +438,6 @@ def _prune(
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     CHANGED: tl.constexpr,
-    FLAGGED: tl.constexpr,
 ) -> None:
     """Zero removed blocks of one shard. The numbers added to ``job`` are the places of the fields
     of :class:`Pruning`."""
@@ -467,9 +451,6 @@ def _prune(
         if CHANGED:
             before = _unpacked(tl.load(job + 3), first, blocks, BLOCKS)
             gone &= (before | _unpacked(tl.load(job + 4), first, blocks, BLOCKS)) != 0
-        if FLAGGED:
-            flags = tl.load(job + 5).to(tl.pointer_type(tl.uint8))
-            gone &= tl.load(flags + place // tl.load(job + 6), mask=gone, other=0) != 0
         block = (weights + place * WIDTH)[:, None]
         for column in range(0, WIDTH, LANES):
             words = block + column + tl.arange(0, LANES)[None, :]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,9 +26,6 @@ _FEW = 1 << 8
 
 # Bytes of bits whose blocks are written at a time: their positions take up to 200 times as much.
 _WRITTEN = 1 << 15
-
-# Bytes of a mask whose blocks are looked up together with those of others.
-_SMALL = 1 << 11
 
 # Integers of the size of an element, for masking bit by bit: NaN becomes zero too.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -236,8 +234,6 @@ class BlockMask:
         if self.blocks == 0:
             return
         if self.grid.rows == 1:
-            if only_removing and bool((self.bits == 0xFF).all()):
-                return
             # Every row is the same, however many there are.
             kept = self._over_columns(self.flags())
             step = max(1, self._at_once // self.rect.cols)
@@ -272,15 +268,13 @@ class BlockMask:
         """Write zero to the removed elements of the live shard ``tensor``
         ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
         live = tensor.data
-        word = WORDS.get(live.element_size())
-        if not self.in_one_pass or word is None:
-            self._zero(tensor, ~self.bits)
+        if not self.in_one_pass:
+            self._zero(live, ~self.bits)
             return
+        word = WORDS[live.element_size()]
         if self.grid.rows == 1:
-            one_row = BlockMask(self.rect._replace(rows=1), self.block, self.bits)
-            [(_, kept)] = one_row.element_chunks()
             # 1 becomes -1: all bits of the word.
-            live.view(word).bitwise_and_(kept.to(word).neg_())
+            live.view(word).bitwise_and_(self._over_columns(self.flags()).to(word).neg_())
             return
         cols = self.grid.cols
         width = 1 if cols == 1 else self.block[1]
@@ -302,48 +296,33 @@ class BlockMask:
         uncut = self.rect.cols == self.grid.cols * self.block[1]
         return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0)
 
-    def apply_changed_(self, tensor: Tensor, before: BlockMask, dirty: Tensor | None) -> None:
-        """Write zero to what this mask removes and is not known to be zero already: what
-        ``before``, of the same shard, kept, and the ``dirty`` blocks (bits like the mask's own, 1 =
-        write; None is none)."""
-        if before is self and dirty is None:
-            return
-        if before.block != self.block:
-            self.apply_(tensor)
-        else:
-            new = before.bits & ~self.bits
-            self._zero(tensor, new if dirty is None else new | dirty)
-
     @staticmethod
     def apply_all_changed_(
         changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
     ) -> None:
-        """:meth:`apply_changed_` of many masks: ``(mask, tensor, before, dirty)`` each. Many small
-        masks are looked up at once."""
-        _learn_removes([mask for mask, *_ in changes])
-        _apply_on_devices([change for change in changes if not change[1].is_cpu])
-        together: list[tuple[BlockMask, Tensor, BlockMask, Tensor | None]] = []
-        size = 0
-        for change in changes:
-            mask, tensor, before, dirty = change
-            if not tensor.is_cpu:
-                continue
-            if not mask._is_small(tensor, before):
-                mask.apply_changed_(tensor, before, dirty)
-                continue
-            size += mask.bits.numel()
-            if together and (size > _WRITTEN or together[0][0].bits.device != mask.bits.device):
-                _apply_together(together)
-                together, size = [], mask.bits.numel()
-            together.append(change)
-        if together:
-            _apply_together(together)
+        """Write zero to what each mask removes and is not known to be zero already. Many small
+        masks are looked up at once.
 
-    def _is_small(self, tensor: Tensor, before: BlockMask) -> bool:
-        """Whether the mask is small enough to be looked up together with others."""
-        if self.bits.numel() > _SMALL or before.block != self.block:
-            return False
-        return self._rows_of_blocks(tensor.data) is not None
+        Args:
+            changes: the new mask, the live shard, the mask ``before``, and the ``dirty`` blocks
+                (bits like the mask's own; None is none). Written are blocks that ``before`` kept
+                and the dirty ones.
+        """
+        _apply_on_devices([change for change in changes if not change[1].is_cpu])
+        together: list[tuple[Tensor, _Bits]] = []
+        for mask, tensor, before, dirty in changes:
+            if not tensor.is_cpu or (mask is before and dirty is None):
+                continue
+            if mask.block != before.block:
+                mask.apply_(tensor)
+                continue
+            written = torch.zeros_like(mask.bits) if dirty is None else dirty
+            rows = mask._rows_of_blocks(tensor.data)
+            if rows is None:
+                mask._zero(tensor.data, before.bits & ~mask.bits | written)
+            else:
+                together.append((rows, (mask.bits, before.bits, written)))
+        _zero_rows(together)
 
     def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
         """``live`` as a matrix with a block in each row; None where its blocks are not
@@ -356,23 +335,16 @@ class BlockMask:
         cut = self.rect.col % width or self.rect.cols % width
         return None if cut else live.view(-1, width)
 
-    def _zero(self, tensor: Tensor, gone: Tensor) -> None:
-        """Write zero to the blocks whose bit is set in ``gone``."""
-        # Autograd must not see the writes: a forward may be waiting for its backward.
-        live = tensor.data
+    def _zero(self, live: Tensor, gone: Tensor) -> None:
+        """Write zero to the blocks of a live shard whose bit is set in ``gone``. Autograd must not
+        see that: a forward may be waiting for its backward."""
         by_rows = self._rows_of_blocks(live) if live.is_cpu else None
-        if by_rows is None:
-            others = BlockMask(self.rect, self.block, ~gone)
-            for rows, kept in others.element_chunks(only_removing=live.is_cpu):
-                live[rows].masked_fill_(~kept, 0)
+        if by_rows is not None:
+            _zero_rows([(by_rows, (~gone, gone, gone))])
             return
-        by_block = wide(by_rows)
-        for start in range(0, gone.numel(), _WRITTEN):
-            blocks = positions(gone[start : start + _WRITTEN])
-            if blocks.numel():
-                blocks += start * 8
-                # Bits behind the last block may be set.
-                by_block.index_fill_(0, blocks[blocks < self.blocks], 0)
+        others = BlockMask(self.rect, self.block, ~gone)
+        for rows, kept in others.element_chunks(only_removing=live.is_cpu):
+            live[rows].masked_fill_(~kept, 0)
 
     def keeps(self, places: Tensor) -> Tensor:
         """Return kept flags, bool ``(n,)``, of the blocks at flat ``places``, integers ``(n,)``."""
@@ -460,29 +432,26 @@ class BlockMask:
         # Rows of blocks begin at bytes, which need not be unpacked; as words they are compared at
         # once.
         size = self.grid.cols // 8
-        word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+        word = WORDS.get(size)
         if word is not None:
             return self.bits.view(word) == 0
         return self.bits.view(-1, size).amax(1) == 0
 
 
-def _learn_removes(masks: Sequence[BlockMask]) -> None:
-    """Read :attr:`BlockMask.removes` of all masks on an accelerator, with one wait."""
-    away = [mask for mask in masks if not mask.bits.is_cpu and "removes" not in vars(mask)]
-    flags = [mask._any_removed().view(1) for mask in away]
-    for mask, removes in zip(away, on_host(flags), strict=True):
-        mask.learn_removes(bool(removes))
-
-
 def _apply_on_devices(
     changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
 ) -> None:
-    """:meth:`BlockMask.apply_changed_` of masks on accelerators: one launch for many masks."""
+    """:meth:`BlockMask.apply_all_changed_` of shards on accelerators: one wait to learn which masks
+    remove anything, and one launch for many."""
+    unknown = [mask for mask, *_ in changes if "removes" not in vars(mask)]
+    found = on_host([mask._any_removed().view(1) for mask in unknown])
+    for mask, removes in zip(unknown, found, strict=True):
+        mask.learn_removes(bool(removes))
     removing = [change for change in changes if change[0].removes and change[0] is not change[2]]
     shards = []
     for mask, tensor, before, dirty in removing:
-        known = dirty is not None and before.block == mask.block
-        changed = (before.bits, dirty) if known and dirty is not None else None
+        alike = before.block == mask.block
+        changed = (before.bits, dirty) if alike and dirty is not None else None
         shards.append(Pruned(Shard(mask.rect, tensor), mask.block, mask.bits, changed))
     for i in prune(shards):
         # To find what is to be written would wait for the device.
@@ -490,24 +459,40 @@ def _apply_on_devices(
         mask.apply_(tensor)
 
 
-def _apply_together(changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]]) -> None:
-    """:meth:`BlockMask.apply_changed_` of small masks: one search for all bits."""
-    kept, kept_before, not_clean = [], [], []
-    ranges: list[tuple[int, int]] = []
-    start = 0
-    for mask, _, before, dirty in changes:
-        kept.append(mask.bits)
-        kept_before.append(before.bits)
-        not_clean.append(torch.zeros_like(mask.bits) if dirty is None else dirty)
-        # Without the bits behind the last block, which may be set.
-        ranges.append((start, start + mask.blocks))
-        start += 8 * mask.bits.numel()
-    found = positions(~torch.cat(kept) & torch.cat(kept_before) | torch.cat(not_clean))
-    places = torch.searchsorted(found, torch.tensor(ranges, device=found.device)).tolist()
-    for (mask, tensor, _, _), (start, _), (first, last) in zip(
-        changes, ranges, places, strict=True
-    ):
+# What is kept, what was kept before, and what is written besides the difference.
+_Bits = tuple[Tensor, Tensor, Tensor]
+
+
+def _zero_rows(changed: Sequence[tuple[Tensor, _Bits]]) -> None:
+    """Write zero to the rows of matrices by their bits: large ones part by part, many small ones
+    after one search for all bits."""
+    together: list[tuple[Tensor, _Bits]] = []
+    size = 0
+    for rows, bits in changed:
+        # As they are if small: an operation on each costs more than the search.
+        parts = zip(*map(_in_parts, bits), strict=True) if len(bits[0]) > _WRITTEN else [bits]
+        for first, part in enumerate(parts):
+            size += part[0].numel()
+            if size > _WRITTEN:
+                _zero_found(together)
+                together, size = [], part[0].numel()
+            together.append((rows[8 * _WRITTEN * first :] if first else rows, part))
+    _zero_found(together)
+
+
+def _in_parts(bits: Tensor) -> Sequence[Tensor]:
+    return torch.split(bits, _WRITTEN)
+
+
+def _zero_found(together: Sequence[tuple[Tensor, _Bits]]) -> None:
+    if not together:
+        return
+    kept, before, written = map(torch.cat, zip(*(bits for _, bits in together), strict=True))
+    found = positions(before & ~kept | written)
+    starts = list(accumulate((8 * bits[0].numel() for _, bits in together), initial=0))
+    # Without the bits behind the last row, which may be set.
+    ends = [start + len(rows) for start, (rows, _) in zip(starts, together, strict=False)]
+    ranges = torch.searchsorted(found, torch.tensor([starts[:-1], ends])).T.tolist()
+    for (rows, _), start, (first, last) in zip(together, starts, ranges, strict=False):
         if first < last:
-            rows = mask._rows_of_blocks(tensor.data)
-            assert rows is not None
-            wide(rows).index_fill_(0, found[first:last] - start, 0)
+            wide(rows).index_fill_(0, found[first:last].sub_(start), 0)

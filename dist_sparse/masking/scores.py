@@ -6,8 +6,8 @@ root: the order is the same) or a user's function. Sums are taken in float64 ove
 an order that depends on neither the chunks nor the sharding, so that a block has the same score on
 every sharding.
 
-Small tables are scored together (:class:`Batch`): a call of torch costs as much as the work on a
-few kilobytes. Tables of one width, block and measure are laid one below the other; blocks of one
+Small tables are scored together (:func:`score_batch`): a call of torch costs as much as the work on
+a few kilobytes. Tables of one width, block and measure are laid one below the other; blocks of one
 row know nothing of their neighbours.
 """
 
@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import pieces_on, sent
+from dist_sparse.masking.device import pieces_on
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
 
@@ -82,7 +82,7 @@ def element_scores(
 
 
 def block_sums(
-    tensor: Tensor, rect: Rect, block: Block, measure: Measure, of: Tensor | None = None
+    tensor: Tensor, rect: Rect, block: Block, measure: Measure
 ) -> Iterator[tuple[int, Tensor]]:
     """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
 
@@ -91,7 +91,6 @@ def block_sums(
         rect: of the shard.
         block: the sparse block.
         measure: how elements are scored.
-        of: the rows of ``tensor`` that ``rect`` stands for, int64 ``(rect.rows,)``; None is all.
 
     Yields:
         ``(first, sums)``: the first block row of the chunk, counted from the shard's own first, and
@@ -111,8 +110,7 @@ def block_sums(
         for first in range(start, stop, step):
             last = min(first + step, stop)
             offset = rect.row + first, rect.col
-            chunk = tensor[first:last] if of is None else tensor.index_select(0, of[first:last])
-            scored = element_scores(chunk, measure, offset, out=buffer[: last - first])
+            scored = element_scores(tensor[first:last], measure, offset, buffer[: last - first])
             rows = _fold_columns(scored, rect, block[1], folded[: last - first])
             sums = _fold(rows.view(-1, min(height, last - first), grid.cols).transpose(1, 2))
             total = sums if total is None else total.add_(sums)
@@ -159,6 +157,8 @@ def to_scores(
         widths: elements in a row of each block column, from :func:`block_widths`.
         shape: of the whole table; its last block row may be lower.
     """
+    if block == (1, 1):
+        return sums.to(torch.float32)  # an element is its own mean
     whole = shape[0] // block[0] - first
     sums[:whole].div_(widths * block[0])
     if shape[0] % block[0] and whole < sums.shape[0]:
@@ -259,57 +259,37 @@ SMALL = 1 << 14
 BATCH = 1 << 20
 
 
-@dataclass(eq=False)
-class Batch:
-    """Scores of several shards, one below the other.
+def score_batch(
+    shards: Sequence[Shard], width: int, block: Block, measures: Sequence[Measure]
+) -> tuple[Tensor, list[int]]:
+    """Score shards of tables of ``width`` columns, alike in all but their rows, one below the
+    other; a measure for each.
 
-    Args:
-        scores: float32 ``(rows, block columns)``; rows between two shards are no block.
-        starts: the first row of each shard; it fills whole bytes of flags.
-        rows: number of rows of each shard.
-        gaps: the rows between shards, int64.
+    Returns:
+        Scores, float32 ``(rows, block columns)``, and the first row of each shard. It fills whole
+        bytes of flags, as its mask is cut from those of the batch: rows between two shards are no
+        block.
     """
-
-    scores: Tensor
-    starts: list[int]
-    rows: list[int]
-    gaps: Tensor
-
-    @staticmethod
-    def of(shards: Sequence[Shard], width: int, block: Block, measures: Sequence[Measure]) -> Batch:
-        """Score shards of tables of ``width`` columns, alike in all but their rows; a measure for
-        each."""
-        first = shards[0]
-        grid = grid_of(first.rect, block)
-        device = first.tensor.device
-        # Each shard starts at a whole byte of flags: its mask is cut from those of the batch.
-        align = 8 // math.gcd(8, grid.cols)
-        filling = first.tensor.new_zeros(align, first.rect.cols)
-        parts: list[Tensor] = []
-        starts: list[int] = []
-        gaps: list[int] = []
-        at = 0
-        for shard in shards:
-            starts.append(at)
-            rest = -shard.rect.rows % align
-            parts += [shard.tensor, filling[:rest]]
-            at += shard.rect.rows + rest
-            gaps += range(at - rest, at)
-        everything = torch.cat(parts)
-        measure = _of_batch(shards, measures, starts, at)
-        rect = Rect(0, first.rect.col, at, first.rect.cols)
-        columns = torch.arange(grid.col, grid.col + grid.cols, device=device)
-        widths = block_widths((at, width), block, columns)
-        scores = []
-        for start, sums in block_sums(everything, rect, block, measure):
-            scores.append(to_scores(sums, start, widths, (at, width), block))
-        together = scores[0] if len(scores) == 1 else torch.cat(scores)
-        heights = [shard.rect.rows for shard in shards]
-        return Batch(together, starts, heights, sent(gaps, device))
-
-    def part(self, i: int) -> Tensor:
-        """Return the scores of one shard, a view ``(rows, block columns)``."""
-        return self.scores[self.starts[i] : self.starts[i] + self.rows[i]]
+    first = shards[0]
+    grid = grid_of(first.rect, block)
+    align = 8 // math.gcd(8, grid.cols)
+    filling = first.tensor.new_zeros(align, first.rect.cols)
+    parts: list[Tensor] = []
+    starts: list[int] = []
+    rows = 0
+    for shard in shards:
+        starts.append(rows)
+        rest = -shard.rect.rows % align
+        parts += [shard.tensor, filling[:rest]]
+        rows += shard.rect.rows + rest
+    measure = _of_batch(shards, measures, starts, rows)
+    rect = Rect(0, first.rect.col, rows, first.rect.cols)
+    columns = torch.arange(grid.col, grid.col + grid.cols, device=first.tensor.device)
+    widths = block_widths((rows, width), block, columns)
+    scores = []
+    for start, sums in block_sums(torch.cat(parts), rect, block, measure):
+        scores.append(to_scores(sums, start, widths, (rows, width), block))
+    return scores[0] if len(scores) == 1 else torch.cat(scores), starts
 
 
 def _of_batch(

@@ -7,17 +7,19 @@ that no finite score has mark blocks about which something else decides.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import repeat
+from operator import add
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import count_each, sent
-from dist_sparse.masking.flat import FlatScores
-from dist_sparse.masking.masks import pack, positions
+from dist_sparse.masking.flat import FlatMask, FlatScores, Limit
+from dist_sparse.masking.masks import pack
 from dist_sparse.records import LEADING_SHIFT
 
 # The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
@@ -29,9 +31,6 @@ KEPT = 0x7FFFFFFF
 # In the place of the score of a cut block that its owner removes: always below the threshold.
 REMOVED = -1
 
-# As REMOVED, where this shard's part of the block is zero already.
-REMOVED_CLEAN = -2
-
 # The leading 11 of the 31 bits that a score has.
 LEADING_BUCKETS = 2048
 
@@ -39,12 +38,7 @@ LEADING_BUCKETS = 2048
 HISTOGRAM = 1 + LEADING_BUCKETS
 
 
-class Index(Protocol):
-    """See :class:`~dist_sparse.masking.cached.indexed.IndexedScores`."""
-
-    def counts(self, prefix: int, before: int, shift: int, buckets: int) -> Tensor | None: ...
-
-    def within(self, least: int, most: int) -> Tensor | None: ...
+CPU: Final = torch.device("cpu")
 
 
 class JointPart(NamedTuple):
@@ -62,38 +56,36 @@ class Segment:
 
     Args:
         first_row: global block row of the first row; the others follow.
-        col_ids: global block column of each column, int64 ``(cols,)``.
+        columns: global block column of each column, ascending.
         grid_cols: block columns of the whole table; the global index of a block is
-            ``row * grid_cols + col_id``.
+            ``row * grid_cols + column``.
+        device: of the scores.
         read: makes an iterator over ``(start, bits)`` chunks, used instead of pieces; called once
             per pass.
         counts: whether this rank owns these blocks; replicas are thresholded, not counted.
 
     Attributes:
-        first_histogram: the histogram of the scores, if the scorer has summed it.
         joint: where the scores are stored if they are counted with those of other tables.
-        index: finds some of the scores without a pass over them.
-        tied: flat positions of scores at the threshold, int64, ascending, once found; None if they
-            were not looked for or are too many to store.
-        tied_ids: their global indices in CPU memory, where kernels have found them.
+        count: counts scores without a pass over all of them, as
+            :meth:`~dist_sparse.masking.cached.kept_scores.IndexedScores.counts`.
     """
+
+    joint: JointPart | None = None
+    count: Callable[[int, int, int, int], Tensor | None] | None = None
+    _histogram: Tensor | None = None
 
     def __init__(
         self,
         first_row: int,
-        col_ids: Tensor,
+        columns: Sequence[int],
         grid_cols: int,
+        device: torch.device = CPU,
         *,
         read: Callable[[], Iterator[tuple[int, Tensor]]] | None = None,
         counts: bool = True,
     ) -> None:
-        self.first_row, self.col_ids, self.grid_cols = first_row, col_ids, grid_cols
-        self.counts = counts
-        self.first_histogram: Tensor | None = None
-        self.tied: Tensor | None = None
-        self.tied_ids: Tensor | None = None
-        self.joint: JointPart | None = None
-        self.index: Index | None = None
+        self.first_row, self.columns, self.grid_cols = first_row, columns, grid_cols
+        self.device, self.counts = device, counts
         self._read = read
         self._pieces: list[Tensor] = []
         self._starts: list[int] = []
@@ -114,12 +106,12 @@ class Segment:
     @property
     def on_cpu(self) -> bool:
         """Whether the host reads scores without waiting for a device."""
-        return self.col_ids.is_cpu
+        return self.device.type == "cpu"
 
     @property
     def blocks(self) -> int:
         """Number of scores added."""
-        return self._rows * self.col_ids.numel()
+        return self._rows * len(self.columns)
 
     def rows(self, first: int, last: int) -> Tensor:
         """Return rows ``[first, last)``, a view ``(last - first, cols)``; they must be in one
@@ -135,46 +127,48 @@ class Segment:
             # Computed again; nothing is added to such a segment.
             yield from self._read()
         for first, bits in self.pieces():
-            yield first * self.col_ids.numel(), bits.view(-1)
+            yield first * len(self.columns), bits.view(-1)
 
+    @property
     def histogram(self) -> Tensor:
-        """Return :func:`first_histogram` of all scores."""
-        if self.first_histogram is not None:
-            return self.first_histogram
-        counts = torch.zeros(HISTOGRAM, dtype=torch.int64, device=self.col_ids.device)
-        for _, bits in self.chunks():
-            counts += first_histogram(bits)
-        return counts
+        """:func:`first_histogram` of all scores. A scorer that has counted them sets it."""
+        if self._histogram is None:
+            counts = torch.zeros(HISTOGRAM, dtype=torch.int64, device=self.device)
+            for _, bits in self.chunks():
+                counts += first_histogram(bits)
+            self._histogram = counts
+        return self._histogram
 
-    def ids(self, positions: Tensor) -> Tensor:
-        """Global block indices of flat ``positions``, int64, same shape."""
-        cols = self.col_ids.numel()
-        rows = positions // cols + self.first_row
-        return rows * self.grid_cols + self.col_ids[positions % cols]
+    @histogram.setter
+    def histogram(self, counts: Tensor) -> None:
+        self._histogram = counts
 
-    def ids_from(self, start: int, count: int) -> Tensor:
-        """Global block indices of ``count`` blocks from a flat position on, int64 ``(count,)``."""
-        return self.ids(torch.arange(start, start + count, device=self.col_ids.device))
+    def listed(self, score: int, most: int) -> Tensor | None:
+        """As :meth:`~dist_sparse.masking.flat.FlatScores.listed`."""
+        if self.joint is None or not isinstance(self.joint.scores, FlatScores):
+            return None
+        return self.joint.scores.listed(self.joint.number, score, most)
 
-    def find_tied(self, threshold: int) -> None:
-        """Set ``tied`` to the positions of the scores that are exactly ``threshold``."""
-        near = None if self.index is None else self.index.within(threshold, threshold)
-        if near is not None:
-            self.tied = near.long().sort().values
-            return
-        # Packed first: positions() skips bytes without a tie.
-        found = [positions(pack(bits == threshold)) + start for start, bits in self.chunks()]
-        self.tied = torch.cat([self.col_ids.new_zeros(0), *found])
+    def ids(self, places: Tensor) -> Tensor:
+        """Return the global block indices of flat ``places``, int64, same shape."""
+        cols = len(self.columns)
+        rows, at = places // cols + self.first_row, places % cols
+        if isinstance(self.columns, range):
+            return rows * self.grid_cols + (at + self.columns.start)
+        return rows * self.grid_cols + sent(self.columns, places.device)[at]
 
-    def tied_within(self, start: int, bits: Tensor, threshold: int) -> Tensor:
-        """Return the places in the chunk ``bits``, which starts at ``start``, of the scores that
-        are exactly ``threshold``, int64, ascending."""
-        if self.tied is None:
-            return (bits == threshold).nonzero().flatten()
-        ends = torch.tensor([start, start + bits.numel()], device=bits.device)
-        # They ascend, so the chunk has a run of them.
-        first, end = torch.searchsorted(self.tied, ends).tolist()
-        return self.tied[first:end] - start
+    def places_upto(self, last: int | None) -> int:
+        """Return before which flat place the blocks are whose global index is at most ``last``
+        (None: all): places and indices ascend together."""
+        if last is None:
+            return _ALL
+        row, column = divmod(last, self.grid_cols)
+        inside = max(row - self.first_row, 0) * len(self.columns)
+        return inside + bisect_right(self.columns, column) if row >= self.first_row else 0
+
+
+# More places than a segment has.
+_ALL: Final = 1 << 62
 
 
 @dataclass(eq=False)
@@ -184,53 +178,81 @@ class JointScores:
 
     Args:
         bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
-        starts: where the scores of each table begin.
+        starts: where the scores of each table begin: at whole bytes of flags.
+        blocks: how many scores each table has.
+        limits: of the tables, by their number. Set them before reading :attr:`masks`.
     """
 
     bits: Tensor
     starts: list[int]
+    blocks: list[int]
+    limits: dict[int, Limit] = field(default_factory=dict)
 
     @cached_property
     def _sizes(self) -> Tensor:
-        """Number of scores of each table, int64 ``(tables,)``."""
-        ends = [*self.starts[1:], self.bits.numel()]
-        sizes = [end - start for start, end in zip(self.starts, ends, strict=True)]
-        return sent(sizes, self.bits.device)
+        """Number of scores up to the next table, int64 ``(tables,)``."""
+        starts = sent([*self.starts, self.bits.numel()], self.bits.device)
+        return starts.diff()
 
-    def tables(self) -> Tensor:
-        """The number of the table of each score, int64 ``(scores,)``. Not kept: it is twice as
-        large as the scores."""
-        numbers = torch.arange(len(self.starts), device=self.bits.device)
-        return numbers.repeat_interleave(self._sizes, output_size=self.bits.numel())
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.arange(self.bits.numel(), device=self.bits.device)
+
+    def mark_gaps(self) -> None:
+        """Write KEPT between the tables."""
+        ends = list(map(add, self.starts, self.blocks))
+        self.bits.masked_fill_(self._places >= self._of_scores(ends), KEPT)
+
+    def parts(self) -> list[Tensor]:
+        """Return the scores of each table."""
+        return list(map(self.bits.narrow, repeat(0), self.starts, self.blocks))
+
+    def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return for each score the value of its table. Not kept: it is as large as the scores."""
+        values = sent(of_tables, self.bits.device, dtype)
+        return values.repeat_interleave(self._sizes, output_size=self.bits.numel())
 
     def first_histograms(self) -> Tensor:
         """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
         # Bucket 0 for zeros, 1 + leading bits for others.
         leading = torch.bitwise_right_shift(self.bits, LEADING_SHIFT).add_(1).mul_(self.bits != 0)
         leading.clamp_(min=0)  # a score that is refused later must count somewhere
-        at = self.tables().mul_(HISTOGRAM).add_(leading)
-        counts = _bincount(at, len(self.starts) * HISTOGRAM).view(-1, HISTOGRAM)
-        counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
+        tables = len(self.starts)
+        at = self._of_scores(range(0, tables * HISTOGRAM, HISTOGRAM)).add_(leading)
+        counts = _bincount(at, tables * HISTOGRAM).view(-1, HISTOGRAM)
+        counts[:, -1] = 0  # of KEPT
         return counts
 
     def histograms(
-        self, numbers: list[int], prefixes: list[int], before: int, shift: int, buckets: int
+        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
     ) -> list[Tensor]:
-        """Return, for each of the given tables, how many of its scores other than 0 that have the
+        """Return, for each table with a prefix, how many of its scores other than 0 that have the
         prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
         ``(buckets,)``."""
-        device = self.bits.device
         # By table: the prefix (no score has -1), and its row in the result.
         wanted, place = [-1] * len(self.starts), [0] * len(self.starts)
-        for row, (number, prefix) in enumerate(zip(numbers, prefixes, strict=True)):
-            wanted[number], place[number] = prefix, row
-        tables, bits = self.tables(), self.bits
-        inside = ((bits >> before) == sent(wanted, device, torch.int32)[tables]) & (bits != 0)
-        if bits.is_cpu:
-            tables, bits = tables[inside], bits[inside]
-        at = sent(place, device)[tables] * buckets + ((bits >> shift) & (buckets - 1))
-        wanted_here = None if bits.is_cpu else inside
-        return [*_bincount(at, len(numbers) * buckets, wanted_here).view(-1, buckets).unbind()]
+        for row, (number, prefix) in enumerate(prefixes.items()):
+            wanted[number], place[number] = prefix, row * buckets
+        bits = self.bits
+        inside = ((bits >> before) == self._of_scores(wanted, torch.int32)) & (bits != 0)
+        at = self._of_scores(place) + ((bits >> shift) & (buckets - 1))
+        return [*_bincount(at, len(prefixes) * buckets, inside).view(-1, buckets).unbind()]
+
+    @cached_property
+    def masks(self) -> dict[int, FlatMask]:
+        """The new masks of tables, by their numbers."""
+        bits, ends = [0] * len(self.starts), [0] * len(self.starts)
+        for number, limit in self.limits.items():
+            bits[number], ends[number] = limit.bits, self.starts[number] + limit.upto
+        removes_ties = self._places < self._of_scores(ends)
+        gone = self.bits < self._of_scores(bits) + removes_ties
+        kept, dirty = pack(~gone & (self.bits != KEPT)), pack(gone & (self.bits != 0))
+        found = {}
+        for number in self.limits:
+            first = self.starts[number] // 8
+            bytes_of = slice(first, first - (-self.blocks[number] // 8))
+            found[number] = FlatMask(kept[bytes_of].clone(), dirty[bytes_of], None)
+        return found
 
 
 def _bincount(at: Tensor, buckets: int, wanted: Tensor | None = None) -> Tensor:
@@ -256,13 +278,12 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
 
     Args:
         bits: int32 ``(n,)``.
-        scratch: int32, at least ``(n,)``, to work in: a tensor of its own between those that are
-            kept would leave holes in the heap.
+        scratch: int32, resized to work in.
     """
     if not bits.is_cpu:
         leading = (bits >> LEADING_SHIFT).bitwise_and_(LEADING_BUCKETS - 1).add_(bits != 0)
         return count_each(leading, HISTOGRAM)
-    out = None if scratch is None else scratch[: bits.numel()]
+    out = None if scratch is None else scratch.resize_(bits.numel())
     leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
     copies = 1
     if bits.numel() % 64 == 0:

@@ -13,25 +13,21 @@ A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group, Rider
 from dist_sparse.masking.device import count_within, on_host
-from dist_sparse.masking.flat import FlatScores
-from dist_sparse.masking.masks import BitWriter, BlockMask
-from dist_sparse.masking.pools import Pool
+from dist_sparse.masking.flat import NO_PLACE, FlatScores
+from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.segments import (
     HISTOGRAM,
     KEPT,
-    LEADING_BUCKETS,
     NOT_FINITE,
-    Index,
-    JointPart,
     JointScores,
     Segment,
     bucket_counts,
@@ -39,15 +35,18 @@ from dist_sparse.masking.segments import (
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, grid_of
 
-# (shift, buckets): 11 + 10 + 10 bits make the 31 of a score.
-_ROUNDS = ((LEADING_SHIFT, LEADING_BUCKETS), (10, 1024), (0, 1024))
+# (shift, buckets) after the first round: 11 + 10 + 10 bits make the 31 of a score.
+_ROUNDS = ((10, 1024), (0, 1024))
 
 # Added to a bucket by each rank that has something in it: tells whether all ties are on one rank
 # (2**44 blocks, 2**19 ranks fit).
 _PRESENT = 1 << 44
 
-# Up to so many tied scores are stored by their places.
+# Up to so many scores are stored again.
 _CHUNK = 1 << 19
+
+# Bytes of flags of tied blocks whose indices are counted at a time.
+_COUNTED = 1 << 15
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -66,13 +65,13 @@ class Threshold:
         last: None is any index.
         histogram: the scores of all ranks, int64 ``(HISTOGRAM,)``: zeros first, then by leading
             bits. None where nothing or everything is removed.
-        removed: number of removed blocks; None where nothing or everything is removed.
+        removed: number of removed blocks over all ranks.
     """
 
     bits: int
     last: int | None
     histogram: Tensor | None = field(default=None, compare=False, repr=False)
-    removed: int | None = field(default=None, compare=False)
+    removed: int = field(default=0, compare=False)
 
     @property
     def score(self) -> float | None:
@@ -84,23 +83,15 @@ class Threshold:
     def removes(self, segment: Segment, start: int, bits: Tensor) -> Tensor:
         """Return removed flags, bool, of the chunk ``bits`` that starts at ``start`` of
         ``segment``."""
-        if not segment.on_cpu and self.last is not None:
-            # To look for ties would wait for the device.
-            ids = segment.ids_from(start, bits.numel())
-            return (bits < self.bits) | ((bits == self.bits) & (ids <= self.last))
-        removed = bits <= self.bits
-        if self.last is not None:
-            # Few blocks tie, so only their indices are compared.
-            tied = segment.tied_within(start, bits, self.bits)
-            removed[tied[segment.ids(tied + start) > self.last]] = False
-        return removed
+        ties = max(segment.places_upto(self.last) - start, 0)
+        if ties >= bits.numel():
+            return bits <= self.bits
+        return torch.cat([bits[:ties] <= self.bits, bits[ties:] < self.bits])
 
     def removes_at(self, segment: Segment, places: Tensor, bits: Tensor) -> Tensor:
         """As :meth:`removes`, of the scores ``bits`` at flat ``places`` of ``segment``."""
-        removed = bits <= self.bits
-        if self.last is not None:
-            removed &= (bits < self.bits) | (segment.ids(places.long()) <= self.last)
-        return removed
+        # As int64: a limit beyond int32 would wrap around.
+        return bits < self.bits + (places.long() < segment.places_upto(self.last))
 
 
 NOTHING: Final = Threshold(bits=0, last=-1)
@@ -124,7 +115,7 @@ def mask_of_blocks(
         segment: the scores of all blocks of the shard.
         dirty: None if the shard has no dirty blocks.
     """
-    count, device = grid_of(rect, block).blocks, segment.col_ids.device
+    count, device = grid_of(rect, block).blocks, segment.device
     kept, unclean = BitWriter(count, device), BitWriter(count, device)
     # Packed chunk by chunk: flags take eight times as much memory as the mask.
     for start, bits in segment.chunks():
@@ -175,13 +166,14 @@ def select_smallest(
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
     """
-    thresholds: list[Threshold] = []
+    thresholds = [NOTHING] * len(candidates)
     searches: dict[int, _ScoreSearch] = {}
     for i, table in enumerate(candidates):
-        thresholds.append(NOTHING if table.k <= 0 else EVERYTHING)
         # Only a pool can keep blocks of a table that it may remove as a whole.
         if table.k > 0 and (pool or table.only_zeros or table.k < table.blocks):
             searches[i] = _ScoreSearch(table)
+        elif table.k > 0:
+            thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds
     _find_scores(list(searches.values()), partial(group.all_reduce, rider=rider), pool)
@@ -193,71 +185,65 @@ def select_smallest(
 
 def _find_scores(searches: list[_ScoreSearch], reduce: Reduce, pool: Pool | None) -> None:
     """Find the score of every threshold. Collective."""
-    if pool is not None:
-        pool.join(searches)
-    first, *others = _ROUNDS
-    counts = _run_round(searches, *first, reduce, pool)
+    marked = _reduced(_first_histograms(searches), reduce)
+    counts = marked & (_PRESENT - 1)
     _refuse_not_finite(counts, searches)
     for search, row in zip(searches, counts, strict=True):
-        search.first_counts = row
-    _narrow(searches, others, reduce, pool)
+        search.begin(row)
+    if pool is not None:
+        pool.searches = dict(zip(searches, pool.prices, strict=True))
+    _descend(searches, marked, LEADING_SHIFT, pool)
+    _narrow(searches, _ROUNDS, _next_histograms, reduce, pool)
 
 
 def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
     not all. Collective over ``group`` where ties are on several ranks."""
-    _find_ties_by_kernels(split)
     alone: list[_TieSearch] = []
     over_ranks: list[_TieSearch] = []
     for search in split:
-        table, bits = search.table, search.last
-        if search.inside <= _CHUNK:
-            # Once, for up to three rounds and for the masks.
-            for segment in table.segments:
-                if segment.on_cpu:
-                    segment.find_tied(bits)
+        table = search.table
         if search.holders > 1 or table.spread_replicas:
-            counted = [segment for segment in table.segments if segment.counts]
-            over_ranks.append(_TieSearch(search, counted))
+            over_ranks.append(_TieSearch(search, search.counted))
         else:
             # One rank owns all that tie. It, and any replica of it, sees them all and finds the
             # order alone; the others see none, and remove none.
             alone.append(_TieSearch(search, table.segments))
+    _find_ties([*alone, *over_ranks])
     for searches, reduce in ((alone, _of_this_rank), (over_ranks, group.all_reduce)):
         most = max((ties.scores.table.blocks for ties in searches), default=1)
-        _narrow(searches, _index_rounds(most), reduce)
-    for ties in [*alone, *over_ranks]:
-        ties.scores.last_index = ties.last
-
-
-def _find_ties_by_kernels(split: Sequence[_ScoreSearch]) -> None:
-    """Set the ``tied_ids`` of segments whose ties kernels can find."""
-    places: dict[FlatScores, dict[int, int]] = {}
-    found: dict[tuple[FlatScores, int], Segment] = {}
-    for search in split:
-        for segment in search.table.segments:
-            joint = segment.joint
-            if joint is None or not isinstance(joint.scores, FlatScores) or search.inside > _CHUNK:
-                continue
-            places.setdefault(joint.scores, {})[joint.number] = search.last
-            found[joint.scores, joint.number] = segment
-    most = max((search.inside for search in split if search.inside <= _CHUNK), default=0)
-    for scores, thresholds in places.items():
-        for number, ids in scores.ties(thresholds, most).items():
-            found[scores, number].tied_ids = ids
+        _narrow(searches, _index_rounds(most), _histograms_of_ties, reduce)
+        for ties in searches:
+            ties.scores.last_index = ties.last
 
 
 def _of_this_rank(counts: Tensor) -> Tensor:
     return counts
 
 
+def _narrow(
+    searches: Sequence[_Search],
+    rounds: Iterable[tuple[int, int]],
+    count: Callable[[Any, int, int], Tensor],
+    reduce: Reduce,
+    pool: Pool | None = None,
+) -> None:
+    """Run rounds of all searches until all are done, which every rank knows."""
+    for shift, buckets in rounds:
+        active = [search for search in searches if not search.done]
+        if active:
+            _descend(active, _reduced(count(active, shift, buckets), reduce), shift, pool)
+
+
 class _Search:
     """Narrowing of one table: the leading bits of the k-th smallest key found so far, and how many
     of the keys that share them are wanted.
 
+    Of scores, zeros have a bucket of their own in the first round: what was removed before scores
+    0, so a threshold among them needs no further round.
+
     Args:
-        wanted: number of keys wanted.
-        segments: where this rank's keys are.
+        left: number of keys wanted.
 
     Attributes:
         last: the largest key that is removed, once found.
@@ -267,84 +253,21 @@ class _Search:
         done: all or nothing of what shares the prefix is wanted, or there are no more bits: no
             further round is needed.
         prefix: the bits found so far.
-        shift: how many bits are not found yet; None before the first round.
-        joint: where the keys are stored if they share a tensor with those of other tables.
+        shift: how many bits are not found yet.
     """
 
-    def __init__(self, wanted: int, segments: Sequence[Segment]) -> None:
-        self.left, self.last, self.inside, self.holders, self.below = wanted, 0, 0, 0, 0
-        self._segments = segments
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.last = self.inside = self.holders = self.below = self.prefix = 0
+        self.shift = 63
         self.done = False
-        self.prefix = 0
-        self.shift: int | None = None
-        self.joint: JointPart | None = None
-        self._few: list[Tensor] | None = None
-
-    def keys(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield the keys in a segment on a CPU, in chunks; called once per round until few enough
-        are left to be stored."""
-        raise NotImplementedError
-
-    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield numbers in a segment on an accelerator, in chunks, negative where they are no key:
-        to leave these out would wait for the device."""
-        raise NotImplementedError
-
-    def histogram(self, shift: int, buckets: int) -> list[Tensor]:
-        """Return how many keys that have the prefix fall into each bucket of the next bits, as
-        parts to be added up: int64 ``(buckets,)``, each on the device of its keys."""
-        parts = [self._count_on_cpu(shift, buckets)]
-        for segment in self._segments:
-            if not self.is_on_cpu(segment):
-                parts += self._count_on_device(segment, shift, buckets)
-        return parts
-
-    def is_on_cpu(self, segment: Segment) -> bool:
-        """Whether the host reads the keys in a segment without waiting for a device."""
-        return segment.on_cpu
-
-    def _count_on_device(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
-        low = 0 if self.shift is None else self.prefix << self.shift
-        total: Tensor | None = None
-        for keys in self.keys_on_device(segment):
-            counts = count_within(keys, low, shift, buckets)
-            total = counts if total is None else total.add_(counts)
-        if total is not None:
-            yield total
-
-    def _keys_on_cpu(self) -> Iterator[Tensor]:
-        for segment in self._segments:
-            if self.is_on_cpu(segment):
-                yield from self.keys(segment)
-
-    def _count_on_cpu(self, shift: int, buckets: int) -> Tensor:
-        counts = torch.zeros(buckets, dtype=torch.int64)
-        few: list[Tensor] | None = None if self._few else []
-        seen = found = 0
-        for chunk in self._few or self._keys_on_cpu():
-            inside = self._with_prefix(chunk)
-            counts += bucket_counts(inside, shift, buckets)
-            seen, found = seen + chunk.numel(), found + inside.numel()
-            if found * 8 > max(seen, _CHUNK):
-                few = None  # storing them would take too much memory
-            if few is not None:
-                few.append(inside)
-        self._few = few or self._few
-        return counts
-
-    def _with_prefix(self, keys: Tensor) -> Tensor:
-        if self.shift is None:
-            return keys
-        # In place: the shifted keys are the only temporary of their size.
-        return keys[(keys >> self.shift).eq_(self.prefix).to(torch.bool)]
-
-    def limit(self, counts: Tensor) -> None:
-        """Want fewer keys, by the counts of a round over all ranks. Here it does nothing."""
 
     def descend(
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
         """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
+        if buckets == HISTOGRAM:
+            bucket -= 1  # the first is of zeros
         self.left -= below
         self.below += below
         self.inside, self.holders, self.shift = inside, holders, shift
@@ -352,87 +275,76 @@ class _Search:
         # All bits below the prefix set: the whole bucket is removed, as far as is known.
         self.last = ((self.prefix + 1) << shift) - 1
         self.done = self.left == self.inside or shift == 0
+        if self.prefix < 0:
+            # The threshold is 0: there are no bits to find.
+            self.prefix = self.last = 0
+            self.done = True
 
 
 class _ScoreSearch(_Search):
     """Search for the score of a table's threshold.
 
-    Zeros have a bucket of their own in the first round: what was removed before scores 0, so a
-    threshold among them needs no further round.
-
     Attributes:
+        counted: the scores that this rank counts.
         first_counts: the histogram of the first round over all ranks.
         last_index: the last index removed among the blocks that tie; None is all of them.
     """
 
+    first_counts: Tensor
+
     def __init__(self, table: Candidates) -> None:
-        self.counted = [segment for segment in table.segments if segment.counts]
-        super().__init__(table.k, self.counted)
+        super().__init__(table.k)
         self.table = table
+        self.counted = [segment for segment in table.segments if segment.counts]
         self.last_index: int | None = None
-        self.first_counts: Tensor | None = None
-        self._index: Index | None = None
-        # Of several segments the counts must be added up: they are read in chunks.
-        if len(self.counted) == 1:
-            self.joint, self._index = self.counted[0].joint, self.counted[0].index
+        # By segment, the scores that have the prefix, where they are few.
+        self._few: dict[Segment, list[Tensor]] = {}
 
-    def keys(self, segment: Segment) -> Iterator[Tensor]:
-        for _, bits in segment.chunks():
-            yield bits
+    def begin(self, counts: Tensor) -> None:
+        """Note the histogram of the first round over all ranks."""
+        self.first_counts = counts
+        if self.table.only_zeros:
+            zeros = int(counts[0])
+            # A table without any other score knows nothing: its record was lost, or never began.
+            self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
 
-    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
-        for _, bits in segment.chunks():
-            # Zeros have had a bucket of their own in the first round.
-            yield bits.masked_fill(bits == 0, -1) if self.prefix == 0 else bits
+    def histograms(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
+        """Yield how many of a segment's scores that have the prefix fall into each bucket of the
+        next bits, as parts to be added up: int64 ``(buckets,)``, on the device of the scores."""
+        known = None
+        if segment.count is not None:
+            known = segment.count(self.prefix, self.shift, shift, buckets)
+        if known is not None:
+            yield known
+        elif segment.on_cpu:
+            yield self._count_on_cpu(segment, shift, buckets)
+        else:
+            low = self.prefix << self.shift
+            for _, bits in segment.chunks():
+                # Zeros have had a bucket of their own in the first round.
+                scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
+                yield count_within(scores, low, shift, buckets)
 
-    def histogram(self, shift: int, buckets: int) -> list[Tensor]:
-        """As :meth:`_Search.histogram`; in the first round with one more bucket in front, for
-        zeros."""
-        if self.shift is None:
-            return self._first_histogram()
-        if self._index is not None:
-            known = self._index.counts(self.prefix, self.shift, shift, buckets)
-            if known is not None:
-                return [known]
-        return super().histogram(shift, buckets)
+    def _count_on_cpu(self, segment: Segment, shift: int, buckets: int) -> Tensor:
+        counts = torch.zeros(buckets, dtype=torch.int64)
+        # Stored in the second round, unless that would take too much memory, and read in the third.
+        stores = self.shift == LEADING_SHIFT and self._are_few(segment)
+        few: list[Tensor] = []
+        for bits in self._few.get(segment) or (bits for _, bits in segment.chunks()):
+            # In place: the shifted scores are the only temporary of their size.
+            inside = bits[(bits >> self.shift).eq_(self.prefix).to(torch.bool)]
+            if self.prefix == 0:
+                inside = inside[inside != 0]
+            counts += bucket_counts(inside, shift, buckets)
+            if stores:
+                few.append(inside)
+        self._few[segment] = few
+        return counts
 
-    def _first_histogram(self) -> list[Tensor]:
-        if self.joint is not None:
-            return [self.counted[0].histogram()]  # leaves KEPT out already
-        parts = [torch.zeros(HISTOGRAM, dtype=torch.int64)]
-        for segment in self.counted:
-            counts = segment.histogram()
-            if counts.is_cpu:
-                parts[0] += counts
-            else:
-                parts.append(counts)
-        for counts in parts:
-            # Something else decides about these blocks.
-            counts[1 + (KEPT >> LEADING_SHIFT)] = 0
-        return parts
-
-    def limit(self, counts: Tensor) -> None:
-        if not self.table.only_zeros or self.shift is not None:
-            return
-        # In the first round zeros have a bucket of their own.
-        zeros = int(counts[0])
-        # A table without any other score knows nothing: its record was lost, or never began.
-        self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
-
-    def _with_prefix(self, keys: Tensor) -> Tensor:
-        inside = super()._with_prefix(keys)
-        return inside[inside != 0] if self.prefix == 0 else inside
-
-    def descend(
-        self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
-    ) -> None:
-        first = self.shift is None
-        # Without the bucket for zeros, the others are numbered by their bits.
-        super().descend(shift, buckets, bucket - first, below, inside, holders)
-        if first and bucket == 0:
-            # The threshold is 0: there are no bits to find.
-            self.prefix = self.last = 0
-            self.done = True
+    def _are_few(self, segment: Segment) -> bool:
+        """Whether a segment has few scores that share the leading bits found."""
+        counts = segment.histogram
+        return int(counts[1 + self.prefix]) * 8 <= max(int(counts.sum()), _CHUNK)
 
     @property
     def splits_ties(self) -> bool:
@@ -454,67 +366,119 @@ class _TieSearch(_Search):
     Args:
         scores: the search that has found the threshold.
         segments: where to look for ties.
+
+    Attributes:
+        tied: where the ties of a segment are: a flat place, and flags of the blocks from there on.
+        ids: the global indices of others.
     """
 
     def __init__(self, scores: _ScoreSearch, segments: Sequence[Segment]) -> None:
-        super().__init__(scores.left, segments)
-        self.scores = scores
+        super().__init__(scores.left)
+        self.scores, self.segments = scores, segments
+        self.tied: list[tuple[Segment, int, Tensor]] = []
+        self.ids: list[Tensor] = []
 
-    def is_on_cpu(self, segment: Segment) -> bool:
-        return segment.on_cpu or segment.tied_ids is not None
-
-    def keys(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield the global indices of the tied blocks."""
-        if segment.tied_ids is not None:
-            yield segment.tied_ids
-            return
-        if segment.tied is not None:
-            yield segment.ids(segment.tied)
-            return
-        for start, bits in segment.chunks():
-            yield segment.ids((bits == self.scores.last).nonzero().flatten() + start)
-
-    def keys_on_device(self, segment: Segment) -> Iterator[Tensor]:
-        for start, bits in segment.chunks():
-            ids = segment.ids_from(start, bits.numel())
-            yield ids.masked_fill_(bits != self.scores.last, -1)
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the global indices of the ties, int64 ``(n,)``."""
+        yield from self.ids
+        for segment, start, flags in self.tied:
+            for part in torch.split(flags, _COUNTED):
+                yield segment.ids(positions(part) + start)
+                start += 8 * _COUNTED
 
 
-def _narrow(
-    searches: Sequence[_Search],
-    rounds: Iterable[tuple[int, int]],
-    reduce: Reduce,
-    pool: Pool | None = None,
-) -> None:
-    """Run rounds of all searches until all are done, which every rank knows."""
-    for shift, buckets in rounds:
-        active = [search for search in searches if not search.done]
-        if not active:
-            return
-        _run_round(active, shift, buckets, reduce, pool)
+def _find_ties(searches: Sequence[_TieSearch]) -> None:
+    """Find the blocks that score exactly the thresholds. Waits once for those that kernels have
+    listed, and once for others on a device."""
+    listed: list[tuple[_TieSearch, Segment, Tensor]] = []
+    packed: list[tuple[_TieSearch, Segment, int, Tensor]] = []
+    for search in searches:
+        score = search.scores.last
+        for segment in search.segments:
+            found = segment.listed(score, search.scores.inside)
+            if found is not None:
+                listed.append((search, segment, found))
+                continue
+            # A bit for each block: any number of them may tie.
+            for start, bits in segment.chunks():
+                packed.append((search, segment, start, pack(bits == score)))
+    all_places = on_host([places for *_, places in listed])
+    for (search, segment, _), places in zip(listed, all_places, strict=True):
+        search.ids.append(segment.ids(places[places < NO_PLACE].long()))
+    all_flags = on_host([flags for *_, flags in packed])
+    for (search, segment, start, _), flags in zip(packed, all_flags, strict=True):
+        search.tied.append((segment, start, flags))
 
 
-def _run_round(
-    searches: Sequence[_Search], shift: int, buckets: int, reduce: Reduce, pool: Pool | None
-) -> Tensor:
-    """Run one round of all searches: one ``reduce`` of their histograms, and one host sync.
-
-    Returns:
-        The histograms over all ranks, int64 ``(searches, buckets)``.
-    """
-    own = _histograms(searches, shift, buckets)
-    # The low 44 bits count blocks, the high ones the ranks that have some.
-    marked = reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
-    counts = marked & (_PRESENT - 1)
+def _histograms_of_ties(searches: Sequence[_TieSearch], shift: int, buckets: int) -> Tensor:
+    """Return how many indices that have the prefix fall into each bucket of the next bits, int64
+    ``(searches, buckets)``."""
+    counts = torch.zeros(len(searches), buckets, dtype=torch.int64)
     for search, row in zip(searches, counts, strict=True):
-        search.limit(row)
+        for ids in search.parts():
+            row += bucket_counts(ids[(ids >> search.shift) == search.prefix], shift, buckets)
+    return counts
+
+
+def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
+    """Return the histograms of the first round, int64 ``(searches, HISTOGRAM)``."""
+    parts: list[tuple[int, Tensor]] = []
+    for row, search in enumerate(searches):
+        parts += [(row, segment.histogram) for segment in search.counted]
+    counts = _added(parts, len(searches), HISTOGRAM)
+    # Something else decides about these blocks.
+    counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
+    return counts
+
+
+def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:
+    """Return the histograms of a later round, int64 ``(searches, buckets)``: of scores that tables
+    share in one pass."""
+    parts: list[tuple[int, Tensor]] = []
+    together: dict[JointScores | FlatScores, dict[int, int]] = {}
+    for row, search in enumerate(searches):
+        for segment in search.counted:
+            if segment.joint is None:
+                parts += [(row, part) for part in search.histograms(segment, shift, buckets)]
+            else:
+                together.setdefault(segment.joint.scores, {})[segment.joint.number] = row
+    before = searches[0].shift  # the same for all: they are in the same round
+    for scores, rows in together.items():
+        prefixes = {number: searches[row].prefix for number, row in rows.items()}
+        found = scores.histograms(prefixes, before, shift, buckets)
+        parts += zip(rows.values(), found, strict=True)
+    return _added(parts, len(searches), buckets)
+
+
+def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> Tensor:
+    """Return the sums of the parts of each search, by its number, int64 ``(searches, buckets)`` in
+    CPU memory. One wait for all."""
+    numbers, read = [number for number, _ in parts], on_host([part for _, part in parts])
+    if numbers == [*range(searches)]:
+        return torch.stack(read)
+    total = torch.zeros(searches, buckets, dtype=torch.int64)
+    for number, part in zip(numbers, read, strict=True):
+        total[number] += part
+    return total
+
+
+def _reduced(own: Tensor, reduce: Reduce) -> Tensor:
+    """Return histograms over all ranks: the low 44 bits count blocks, the high ones the ranks that
+    have some."""
+    return reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
+
+
+def _descend(
+    searches: Sequence[_Search], marked: Tensor, shift: int, pool: Pool | None = None
+) -> None:
+    """Keep one bucket of each search, by the histograms over all ranks. One host sync for all."""
+    counts, buckets = marked & (_PRESENT - 1), marked.shape[1]
     # The bucket of the k-th key: the first up to which there are at least as many as wanted.
     upto = counts.cumsum(1)
     wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
-    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=counts.shape[1] - 1)
+    bucket = (upto < wanted).sum(1, keepdim=True).clamp_(max=buckets - 1)
     if pool is not None:
         pool.limit(searches, upto, bucket)
-    # One copy to the host for all searches.
     inside = counts.gather(1, bucket)
     holders = marked.gather(1, bucket) >> _PRESENT.bit_length() - 1
     chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
@@ -522,35 +486,8 @@ def _run_round(
         search.descend(shift, buckets, *row)
     if pool is not None:
         # All scores of the first round's first bucket are 0.
-        equal = shift == 0 or (counts.shape[1] == HISTOGRAM and pool.bucket == 0)
+        equal = shift == 0 or (buckets == HISTOGRAM and pool.bucket == 0)
         pool.share(last=equal)
-    return counts
-
-
-def _histograms(searches: Sequence[_Search], shift: int, buckets: int) -> Tensor:
-    """:meth:`_Search.histogram` of all searches, ``(searches, buckets)``: of small tables in one
-    pass."""
-    before = searches[0].shift  # the same for all: they are in the same round
-    joint: dict[JointScores | FlatScores, dict[int, int]] = {}
-    places: list[int] = []
-    parts: list[Tensor] = []
-    for i, search in enumerate(searches):
-        if search.joint is None or before is None:
-            found = search.histogram(shift, buckets)
-            places += [i] * len(found)
-            parts += found
-        else:
-            joint.setdefault(search.joint.scores, {})[i] = search.joint.number
-    # One pass over the scores of many small tables.
-    for scores, numbers in joint.items():
-        assert before is not None
-        prefixes = [searches[i].prefix for i in numbers]
-        places += numbers
-        parts += scores.histograms([*numbers.values()], prefixes, before, shift, buckets)
-    rows: dict[int, Tensor] = {}
-    for i, part in zip(places, on_host(parts), strict=True):
-        rows[i] = rows[i] + part if i in rows else part
-    return torch.stack([rows[i] for i in range(len(searches))])
 
 
 def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:
@@ -570,3 +507,70 @@ def _index_rounds(blocks: int) -> list[tuple[int, int]]:
     rounds = min(3, -(-need // 11))
     width = -(-need // rounds)
     return [(width * turn, 1 << width) for turn in reversed(range(rounds))]
+
+
+class Pool:
+    """One selection over several tables: they lose ``need`` bytes together, wherever scores are
+    smallest.
+
+    Blocks are removed in the order of (score, table, global index) until the bytes are reached; a
+    table at its own limit is passed over. Tables narrow their histograms side by side, and the pool
+    finds in each round the bucket in which the bytes are reached, the same for all of its tables. A
+    table that reaches its own limit before that bucket leaves the pool and goes on alone.
+
+    Args:
+        need: bytes to remove, at least 1; the last block may exceed it.
+        prices: bytes of a block of each table.
+
+    Attributes:
+        searches: of the tables in the pool, with their prices.
+        bucket: where the bytes were reached in the last round.
+    """
+
+    searches: dict[_Search, int]
+
+    def __init__(self, need: int, prices: Sequence[int]) -> None:
+        self._need, self.prices = need, prices
+        self.bucket = 0
+
+    def limit(self, asked: Sequence[_Search], upto: Tensor, buckets: Tensor) -> None:
+        """Replace the buckets in which tables reach their own limits by the one in which the bytes
+        are reached, if it comes first.
+
+        Args:
+            asked: the tables of this round, of the pool or not.
+            upto: blocks up to and including each bucket, int64 ``(asked, buckets)``.
+            buckets: int64 ``(asked, 1)``; changed in place.
+        """
+        rows = [row for row, search in enumerate(asked) if search in self.searches]
+        if not rows:
+            return
+        prices = torch.tensor([self.searches[asked[row]] for row in rows]).unsqueeze(1)
+        limits = torch.tensor([asked[row].left for row in rows]).unsqueeze(1)
+        # Bytes removed up to and including each bucket; no table gives more than its limit.
+        removed = (torch.minimum(upto[rows], limits) * prices).sum(0)
+        # The last bucket if all tables together don't reach the bytes.
+        self.bucket = min(int((removed < self._need).sum()), removed.numel() - 1)
+        if self.bucket:
+            self._need -= int(removed[self.bucket - 1])
+        for row, bucket in zip(rows, buckets[rows].flatten().tolist(), strict=True):
+            if bucket < self.bucket:
+                del self.searches[asked[row]]
+        buckets[rows] = buckets[rows].clamp(max=self.bucket)
+
+    def share(self, last: bool) -> None:
+        """Take what is still needed from the blocks inside the bucket, after each round: from all,
+        or in the ``last`` round, when their scores are equal, from the first tables."""
+        most = {search: min(search.left, search.inside) for search in self.searches}
+        total = sum(blocks * self.searches[search] for search, blocks in most.items())
+        if not last and total > self._need:
+            # Another round must tell them apart, even for a table that loses all of its own.
+            for search in self.searches:
+                search.done = False
+            return
+        for search, price in self.searches.items():
+            # Rounded up: the last block may exceed the bytes. Nothing once they are reached.
+            search.left = max(min(most[search], -(-self._need // price)), 0)
+            self._need -= search.left * price
+            search.done = last or search.left == search.inside
+        self.searches = {}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
 from dist_sparse.groups import Facts, Group, Rider, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
-from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
+from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_tables
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
@@ -285,7 +285,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             tiling=((rect,),),
             shards=(Shard(rect, matrix),),
         )
-        [made] = new_masks([score_table(self._goal(table, config), 0)], Group(None, None))
+        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group(None, None))
         return made
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:

@@ -45,7 +45,7 @@ def test_thresholds_and_masks_do_not_depend_on_the_device(
     pieces = [torch.randint(values, (20, 50), generator=generator) for _ in range(2)]
 
     def removed() -> torch.Tensor:
-        segment = Segment(3, torch.arange(5, 55), 70)
+        segment = Segment(3, range(5, 55), 70)
         for piece in pieces:
             segment.add((piece * 2).to(torch.int32))
         candidates = Candidates("table", k, 43 * 70, [segment])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dist_sparse.masking.cached.indexed import IndexedScores
+from dist_sparse.masking.cached.kept_scores import IndexedScores
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.segments import KEPT, Segment, first_histogram
 from dist_sparse.masking.selection import Threshold
@@ -84,13 +84,15 @@ def test_flags_are_changed_where_they_differ(seed: int, quantile: float, last: i
     alone."""
     torch.manual_seed(seed)
     bits = some(SCORES, ties=True)
-    segment = Segment(7, torch.arange(COLS), COLS)
+    segment = Segment(7, range(COLS), COLS)
     segment.add(bits.view(-1, COLS))
     last = None if last is None else last + 7 * COLS
     threshold = Threshold(bits=int(bits.sort().values[int(quantile * (SCORES - 1))]), last=last)
     removed = threshold.removes(segment, 0, bits)
     places = torch.randperm(SCORES)[:200]
-    assert torch.equal(threshold.removes_at(segment, places, bits[places]), removed[places])
+    for kind in (torch.int32, torch.int64):
+        found = threshold.removes_at(segment, places.to(kind), bits[places])
+        assert torch.equal(found, removed[places])
     rect = Rect(7, 0, SCORES // COLS, 2 * COLS)
     before = BlockMask.of_elements(rect._replace(cols=COLS), torch.rand(SCORES // COLS, COLS) > 0.5)
     mask = BlockMask(rect, (1, 2), before.bits)

@@ -96,7 +96,7 @@ def test_zeros_are_written_where_removed_and_nowhere_else(
 
     weight.copy_(was)
     before = BlockMask(rect, mask.block, pack(torch.rand(mask.blocks) < 0.5))
-    mask.apply_changed_(weight, before, None)
+    BlockMask.apply_all_changed_([(mask, weight, before, None)])
     torch.testing.assert_close(
         weight, torch.where(kept | ~dense(before), was, 0.0), equal_nan=True, rtol=0, atol=0
     )

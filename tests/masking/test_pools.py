@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.pools import Pool
 from dist_sparse.masking.segments import Segment
-from dist_sparse.masking.selection import Candidates, select_smallest
+from dist_sparse.masking.selection import Candidates, Pool, select_smallest
 
 
 def together(tables: list[Tensor], most: list[int], prices: list[int], need: int) -> list[Tensor]:
     """Removed flags of each table by the library."""
-    segments = [Segment(0, torch.arange(1), 1) for _ in tables]
+    segments = [Segment(0, range(1), 1) for _ in tables]
     for segment, scores in zip(segments, tables, strict=True):
         segment.add(scores.view(torch.int32).view(-1, 1).clone())
     candidates = [Candidates(str(i), k, len(tables[i]), [segments[i]]) for i, k in enumerate(most)]

@@ -24,7 +24,7 @@ def smallest(scores: Tensor, k: int, cols: int = 1, pieces: int = 1) -> Tensor:
     for piece in range(pieces):
         stop = rows * (piece + 1) // pieces
         bits = scores[start * cols : stop * cols].view(torch.int32).clone()
-        segments.append(Segment(start, torch.arange(cols), cols))
+        segments.append(Segment(start, range(cols), cols))
         segments[-1].add(bits.view(-1, cols))
         start = stop
     [threshold] = select_smallest([Candidates("t", k, scores.numel(), segments)], ALONE)
@@ -33,7 +33,7 @@ def smallest(scores: Tensor, k: int, cols: int = 1, pieces: int = 1) -> Tensor:
 
 def segment(scores: Tensor) -> Segment:
     """One column of scores."""
-    made = Segment(0, torch.arange(1), 1)
+    made = Segment(0, range(1), 1)
     made.add(scores.view(torch.int32).view(-1, 1))
     return made
 
