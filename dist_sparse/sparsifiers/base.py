@@ -9,7 +9,6 @@ shards.
 
 from __future__ import annotations
 
-import abc
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import Facts, Group, Rider, group_over, weights_are_on, world_ranks
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.groups import group_over, weights_are_on, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer_name, check_name
@@ -28,9 +26,9 @@ from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import masks_by_shard, update_masks
+from dist_sparse.sparsifiers.step import MaskMaker, update_masks
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import Block, ShardedData, Source, check_cached
+from dist_sparse.tables.shards import ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
@@ -48,7 +46,7 @@ _MOST_SHOWN, _FEW_SHOWN = 10, 3
 Found = TypeVar("Found")
 
 
-class BaseDataSparsifier(abc.ABC):
+class BaseDataSparsifier(MaskMaker):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
@@ -85,10 +83,7 @@ class BaseDataSparsifier(abc.ABC):
                 [0., 4.]])
     """
 
-    counts_lookups = trains_removed = False
     count_dtype = torch.int32
-    edits_masks = True
-    """Whether a mask update edits the present masks of sharded tables; a score replaces them."""
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
@@ -274,57 +269,11 @@ class BaseDataSparsifier(abc.ABC):
         if self.enable_mask_update:
             update_masks(self)
 
-    @abc.abstractmethod
-    def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
-        """Edit ``get_mask(name)`` in place (or set its ``.data``). Must not communicate.
-
-        Called once per plain name and once per local shard of a sharded table, with the
-        configuration of that moment.
-        """
-
-    def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
-        """Note what else must be equal on all ranks of the group of ``located`` in a mask update.
-        For subclasses."""
-        facts["sparsifier.counts_lookups"] = self.counts_lookups
-
-    def score_tables(
-        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
-    ) -> Any:
-        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
-        each shard.
-
-        For subclasses that make masks in another way, with :meth:`select_masks`, which gets the
-        returned value.
-
-        Args:
-            located: the sharded tables as they are stored now, by name.
-            configs: name -> configuration.
-        """
-        return masks_by_shard(self.masks.tables, self.update_mask, located, configs)
-
-    def select_masks(
-        self, scored: Any, names: list[str], group: Group, rider: Rider | None
-    ) -> Mapping[str, MadeMasks]:
-        """Return the new masks of ``names``, which are stored over ``group``: the collective half
-        of a mask update. Its first all-reduce, if any, carries ``rider``. Here it sends nothing."""
-        return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
-
-    def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
+    def apply_masks(self) -> None:
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
-        as long as a mask update.
-
-        Args:
-            to: write into a copy instead, such as a moving average of the weights: a module with
-                the same fully qualified names and sharding, or a mapping from those names to whole
-                tensors.
-
-        Raises:
-            ValueError: a registered table is not in ``to``, or is sharded otherwise there; nothing
-                was written.
-        """
-        located = self.masks.tables.current()
-        self.masks.tables.apply(located if to is None else self.masks.tables.found_in(to, located))
+        as long as a mask update."""
+        self.masks.tables.apply(self.masks.tables.current())
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
     # ranks make the same call.
@@ -369,9 +318,9 @@ class BaseDataSparsifier(abc.ABC):
         return list(self._in_order(found).values())
 
     def dead_rows(self) -> dict[str, int]:
-        """Return the number of rows with nothing left, by name, the same on every rank. Exact for
-        tables cut by columns too. Collective as :meth:`table_stats`, with an all-to-all more where
-        tables are cut by columns."""
+        """Return the number of rows with nothing left, by name, the same on every rank. No
+        rank sees the rows of a table cut by columns: unless its blocks are as wide as the table, it
+        is left out. Collective as :meth:`table_stats`."""
         return self._in_order(stats.dead_rows(self.masks))
 
     def count_revived(self) -> dict[str, int]:
@@ -556,16 +505,6 @@ class BaseDataSparsifier(abc.ABC):
         if len(shown) < len(groups):
             lines.append(f"\t... and {len(groups) - len(shown)} more data groups")
         return "\n".join([*lines, ")"])
-
-    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        """Return the block of elements that one bit of a new sharded table's masks covers. For
-        subclasses.
-
-        Raises:
-            ValueError: no mask update could follow the configuration; names the table, the value
-                and the rule.
-        """
-        return check_cached(data, (1, 1))
 
     def _store(self, name: str) -> DenseStore | PackedStore:
         if name not in self.data_groups:

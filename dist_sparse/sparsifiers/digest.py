@@ -8,13 +8,13 @@ the bits. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Replica
+from dist_sparse.groups import Replica, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
@@ -28,18 +28,21 @@ _STEP = 1 << 16
 
 def mask_hash(mask: BlockMask) -> int:
     """Return the hash of one shard's part of a mask, by its global rows and columns."""
-    rect = mask.rect
-    rows = _mix(torch.arange(rect.row, rect.row_end, device=mask.bits.device), _ROWS)
-    cols = _mix(torch.arange(rect.col, rect.col_end, device=mask.bits.device), _COLS)
-    return _weighted(mask, rows, cols)
-
-
-def element_counts(mask: BlockMask) -> int:
-    """Return the number of removed elements of one shard."""
-    # Each element weighs 1.
-    device = mask.bits.device
-    ones = torch.ones(max(mask.rect.rows, mask.rect.cols), dtype=torch.int64, device=device)
-    return _weighted(mask, ones[: mask.rect.rows], ones[: mask.rect.cols])
+    rect, grid, device = mask.rect, mask.grid, mask.bits.device
+    # Int64 wraps around: sums are modulo 2**64.
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if mask.blocks == 0:
+        # An empty shard has no grid to sum over.
+        return 0
+    rows = _mix(torch.arange(rect.row, rect.row_end, device=device), _ROWS)
+    cols = _mix(torch.arange(rect.col, rect.col_end, device=device), _COLS)
+    # Per block, the product of the sums over its rows and its columns.
+    down = _by_block(rows, rect.row, mask.block[0], grid.row, grid.rows)
+    across = _by_block(cols, rect.col, mask.block[1], grid.col, grid.cols)
+    for first, last in mask.row_chunks(_STEP):
+        removed = ~mask.flags(first, last)
+        total += ((removed * across).sum(1) * down[first:last]).sum()
+    return int(total)
 
 
 def hash_tensor(tensor: Tensor) -> int:
@@ -82,6 +85,17 @@ def shape_hash(shape: tuple[int, int]) -> int:
     return int(_mix(rows, _ROWS ^ 0xFF) * 3 + _mix(cols, _COLS ^ 0xFF))
 
 
+def refusing_drift(message: str) -> Callable[[Mapping[str, list[int]]], None]:
+    """Return what :class:`~dist_sparse.groups.Facts` calls if replicas differ: it raises
+    ``message``, with the places and the ranks that differ there for ``{places}``."""
+
+    def refuse(drifted: Mapping[str, list[int]]) -> None:
+        places = [f"{place} on ranks {ranks}" for place, ranks in drifted.items()]
+        raise ValueError(message.format(places="; ".join(places)))
+
+    return refuse
+
+
 def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replica]:
     """Return hashes of the weights that group rank ``rank`` holds in common with others, by place;
     local."""
@@ -119,11 +133,8 @@ class _Borders(NamedTuple):
         )
 
 
-def shared_bits(
-    data: ShardedData, block: Block, masks: Sequence[BlockMask], rank: int
-) -> dict[str, Replica]:
-    """Return hashes of the mask bits that group rank ``rank`` holds in common with others, by
-    place; local.
+def shared_bits(data: ShardedData, block: Block, masks: Sequence[BlockMask]) -> dict[str, Replica]:
+    """Return hashes of the mask bits that this rank holds in common with others, by place; local.
 
     Common are the bits of replicas, and the bits of blocks that a shard border cuts.
 
@@ -134,7 +145,7 @@ def shared_bits(
     if not (borders.rows or borders.cols or data.replicated):
         # The usual case: nothing is shared, and nothing is hashed.
         return {}
-    holders = _holders(data, borders)
+    holders, rank = _holders(data, borders), rank_in(data.ranks)
     hashes: dict[str, int] = {}
     for mask in masks:
         for place, index in _places(data.name, mask.rect, borders):
@@ -182,22 +193,6 @@ def _places(
             f"table {name!r}, block column {j}, {grid.rows} block rows from {grid.row} on",
             (slice(None), j - grid.col),
         )
-
-
-def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:
-    """The sum of ``rows[r] * cols[c]`` over removed elements: per block, the product of the sums
-    over its rows and its columns."""
-    if mask.blocks == 0:
-        # An empty shard has no grid to sum over.
-        return 0
-    down = _by_block(rows, mask.rect.row, mask.block[0], mask.grid.row, mask.grid.rows)
-    across = _by_block(cols, mask.rect.col, mask.block[1], mask.grid.col, mask.grid.cols)
-    # Int64 wraps around: sums are modulo 2**64.
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    for first, last in mask.row_chunks(_STEP):
-        removed = ~mask.flags(first, last)
-        total += ((removed * across).sum(1) * down[first:last]).sum()
-    return int(total)
 
 
 def _by_block(values: Tensor, start: int, size: int, first: int, count: int) -> Tensor:

@@ -44,7 +44,7 @@ def counted_rows(
         ``(bool (rows,), float64 (rows,))`` on the CPU; None where they are not known, on every rank
         alike.
     """
-    if counts is None or not _has_whole_rows(data, block):
+    if counts is None or not knows_removed_rows(data, block):
         return None
     mine = _counted_here(data)
     return [
@@ -54,8 +54,14 @@ def counted_rows(
     ]
 
 
-def _has_whole_rows(data: ShardedData, block: Block) -> bool:
-    return block[1] >= data.shape[1] or all(rect.cols == data.shape[1] for rect in data.rects)
+def whole_rows(data: ShardedData) -> bool:
+    """Return whether no row of a table is cut, so that some rank sees all of it."""
+    return all(rect.cols == data.shape[1] for rect in data.rects)
+
+
+def knows_removed_rows(data: ShardedData, block: Block) -> bool:
+    """Return whether the leftmost shards of a table tell which of its rows are removed."""
+    return block[1] >= data.shape[1] or whole_rows(data)
 
 
 def _counted_here(data: ShardedData) -> set[Rect]:
@@ -75,7 +81,7 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     """
     block, masks = packed.block(data.name), packed.masks(data.name)
     counts = packed.counts(data.name)
-    if not _has_whole_rows(data, block):
+    if not knows_removed_rows(data, block):
         return None
     # Where a score counts all lookups, nothing is sampled.
     if counts is not None:
@@ -91,22 +97,18 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     return looked_up, removed
 
 
-def removed_lookups(packed: PackedStore, action: str) -> dict[str, Lookups]:
-    """Return the lookups of each table where they are known, by name. Collective: one all-reduce
-    for each group.
+def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
+    """Return all lookups and removed lookups of each table where they are known, by name.
+    Collective: one all-reduce for each group.
 
     Args:
         packed: the registered tables.
         action: the public call, for messages.
     """
-    located = packed.current(action)
-    found: dict[str, Lookups] = {}
-    for ranks, names in packed.groups.items():
-        here = {name: lookups_here(packed, located[name]) for name in names}
-        # The same tables on every rank of the group.
-        known = {name: lookups for name, lookups in here.items() if lookups is not None}
-        if known:
-            # One message for all tables of a group.
-            sums = group_over(ranks).all_reduce(torch.tensor(list(known.values()))).tolist()
-            found.update(zip(known, map(tuple, sums), strict=True))
-    return {name: found[name] for name in packed.names if name in found}
+    known = {}
+    for name, data in packed.current(action).items():
+        lookups = lookups_here(packed, data)
+        # The same tables on every rank of a group.
+        if lookups is not None:
+            known[name] = lookups
+    return packed.summed(known)

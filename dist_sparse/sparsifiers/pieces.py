@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from dist_sparse.checks import integer
 from dist_sparse.facts import cut, from_json
-from dist_sparse.groups import Parcels
+from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, owners
+from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
@@ -31,85 +31,79 @@ MOST_COUNTED = 1 << 30
 many again can be counted before a clamp."""
 
 
-class _Route(NamedTuple):
-    """From the owners in one tiling to the holders in another; ``rank`` is this rank."""
-
-    rank: int
-    old: Tiling
-    new: Tiling
+Piece = tuple[Rect, Tensor]
+"""Bits or counts of a rectangle."""
 
 
 # Exchange. Both sides derive the order of messages from the tilings, so only bits are sent.
 
 
-def send_masks(
-    parcels: Parcels, rank: int, masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling
-) -> Callable[[], list[BlockMask]]:
-    """Pack the parts of a table's masks that other holders need.
+class Move(NamedTuple):
+    """Values of a table on their way from the owners in one tiling to the holders in another.
 
     Args:
-        parcels: over the ranks of the table.
-        rank: this rank in that group.
-        masks: of this rank's rectangles of ``old``.
-        block: of the masks, known on ranks without one too.
         old, new: the rectangles before, and the rectangles to cover.
-
-    Returns:
-        A function that gives pieces that cover this rank's rectangles of ``new``, once the parcels
-        have been exchanged.
+        part: the values of a rectangle inside one that this rank owns: ``part(rect, owned)``.
+        length: how many values a rectangle has, known on ranks without one too.
+        dtype: of the values.
     """
-    held = dict(zip(old[rank], masks, strict=True))
-    expected = _send(
-        parcels,
-        _Route(rank, old, new),
+
+    old: Tiling
+    new: Tiling
+    part: Callable[[Rect, Rect], Tensor]
+    length: Callable[[Rect], int]
+    dtype: torch.dtype
+
+
+def move_of_masks(masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling) -> Move:
+    """Return the move of this rank's ``masks`` of its rectangles of ``old``."""
+    held = {mask.rect: mask for mask in masks}
+    return Move(
+        old,
+        new,
         # Blocks that a border cuts are in both parts; assembled() compares them.
-        lambda rect, source: held[source].cut(rect).bits,
+        lambda rect, owned: held[owned].cut(rect).bits,
         lambda rect: grid_of(rect, block).bytes,
         torch.uint8,
     )
-    # Copies: a view would keep the received bytes of all tables alive.
-    return lambda: [BlockMask(rect, block, read().clone()) for rect, read in expected]
 
 
-def send_counts(
-    parcels: Parcels,
-    rank: int,
-    counts: Sequence[Tensor],
-    dtype: torch.dtype,
-    old: Tiling,
-    new: Tiling,
-) -> Callable[[], list[tuple[Rect, Tensor]]]:
-    """Pack a table's lookup counts, one number per row, as :func:`send_masks` packs its masks."""
-    held = dict(zip(old[rank], counts, strict=True))
-    expected = _send(
-        parcels,
-        _Route(rank, old, new),
-        lambda rect, source: held[source][rect.row - source.row : rect.row_end - source.row],
+def move_of_counts(
+    rects: Sequence[Rect], counts: Sequence[Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
+) -> Move:
+    """Return the move of lookup counts, one number per row, of this rank's ``rects`` of ``old``."""
+    held = dict(zip(rects, counts, strict=True))
+    return Move(
+        old,
+        new,
+        lambda rect, owned: held[owned][rect.row - owned.row : rect.row_end - owned.row],
         lambda rect: rect.rows,
         dtype,
     )
-    return lambda: [(rect, read()) for rect, read in expected]
 
 
-def _send(
-    parcels: Parcels,
-    route: _Route,
-    part: Callable[[Rect, Rect], Tensor],
-    length: Callable[[Rect], int],
-    dtype: torch.dtype,
-) -> list[tuple[Rect, Callable[[], Tensor]]]:
-    """Pack the parts of this rank's rectangles for other holders. Return what arrives, by
-    rectangle."""
-    owned = owners(route.old)
-    for receiver, wanted in enumerate(route.new):
-        for rect, source in _common(owned[route.rank], wanted):
-            parcels.send(receiver, part(rect, source))
-    # The senders loop over the same rectangles in the same order.
-    expected = []
-    for sender, theirs in enumerate(owned):
-        for rect, _ in _common(theirs, route.new[route.rank]):
-            expected.append((rect, parcels.expect(sender, (length(rect),), dtype)))
-    return expected
+def exchange(group: Group, moves: Sequence[Move]) -> list[list[Piece]]:
+    """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
+    CPU. Collective over ``group``: one all-to-all."""
+    parcels, arriving = Parcels(group), []
+    for move in moves:
+        owned = owners(move.old)
+        for receiver, wanted in enumerate(move.new):
+            for rect, source in _common(owned[group.rank], wanted):
+                parcels.send(receiver, move.part(rect, source))
+        # The senders loop over the same rectangles in the same order.
+        expected = []
+        for sender, theirs in enumerate(owned):
+            for rect, _ in _common(theirs, move.new[group.rank]):
+                expected.append((rect, parcels.expect(sender, (move.length(rect),), move.dtype)))
+        arriving.append(expected)
+    parcels.exchange(torch.device("cpu"))
+    # Copies: a view would keep the received bytes of all tables alive.
+    return [_read(expected) for expected in arriving]
+
+
+def _read(expected: Sequence[tuple[Rect, Callable[[], Tensor]]]) -> list[Piece]:
+    return [(rect, read().clone()) for rect, read in expected]
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -121,31 +115,63 @@ def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rec
                 yield rect, source
 
 
-def assembled(
-    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
-) -> BlockMask:
-    """Return the mask of ``rect`` from the pieces inside it."""
+def assembled(rect: Rect, block: Block, bits: Sequence[Piece], device: torch.device) -> BlockMask:
+    """Return the mask of ``rect`` from the bits of rectangles inside it."""
     # A rank has pieces of all its shards; overlapping parts of blocks are compared.
-    inside = [piece for piece in pieces if piece.rect.intersect(rect) == piece.rect]
+    inside = [BlockMask(at, block, part) for at, part in bits if at.intersect(rect) == at]
     return BlockMask.assemble(rect, block, inside, device)
 
 
 # Saving.
 
 
-def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
-    """Return the part of a table's mask that the owner of the shard ``rect`` writes: the bytes
-    whose first block begins in it.
+class Written(NamedTuple):
+    """A shard, and the part ``to`` of the table's mask that its owner writes to a checkpoint."""
+
+    shard: Rect
+    to: Rect
+    needs_bits_of_others: bool
+    """Whether the last byte holds bits of other shards."""
+
+
+def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> list[list[Written]]:
+    """Return for each rank the parts of a table's mask that it writes: of each shard that it owns,
+    the bytes whose first block begins in it.
 
     Over all shards they tile the table. Blocks of the last byte may belong to other shards.
     """
     # A byte is eight blocks of one row of blocks.
-    height, cols = block[0], 8 * block[1]
-    top, bottom = -(-rect.row // height) * height, -(-rect.row_end // height) * height
-    left, right = -(-rect.col // cols) * cols, -(-rect.col_end // cols) * cols
-    # The last block of a table may be smaller.
-    bottom, right = min(bottom, shape[0]), min(right, shape[1])
-    return Rect(top, left, max(bottom - top, 0), max(right - left, 0))
+    height, width = block[0], 8 * block[1]
+    parts = []
+    for owned in owners(tiling):
+        held = []
+        for rect in owned:
+            # The last block of a table may be smaller.
+            top, bottom = (min(_up(at, height), shape[0]) for at in (rect.row, rect.row_end))
+            left, right = (min(_up(at, width), shape[1]) for at in (rect.col, rect.col_end))
+            to = Rect(top, left, bottom - top, right - left)
+            if to.numel:
+                last = grid_of(to, block).col_end
+                held.append(Written(rect, to, last > grid_of(rect, block).col_end))
+        parts.append(held)
+    return parts
+
+
+def _up(number: int, step: int) -> int:
+    """Return the next multiple of ``step``."""
+    return -(-number // step) * step
+
+
+def begun(mask: BlockMask) -> BlockMask:
+    """Return the part of a shard's mask with the blocks that begin in the shard, so that each block
+    is counted once."""
+    rect = mask.rect
+    top = min(_up(rect.row, mask.block[0]), rect.row_end)
+    left = min(_up(rect.col, mask.block[1]), rect.col_end)
+    inside = Rect(top, left, rect.row_end - top, rect.col_end - left)
+    if inside.numel == 0:
+        return BlockMask.full(inside, mask.block, mask.bits.device)
+    return mask.cut(inside)
 
 
 def saved_mask(
@@ -155,14 +181,15 @@ def saved_mask(
 
     Args:
         shape: of the table.
+        block: of its masks.
         writes: the parts that this rank writes: see :func:`written`.
         masks: of this rank's shards.
     """
     grid = grid_of(Rect(0, 0, *shape), block)
-    chunks = [(_first_byte(mask), _bytes_of(mask)) for mask in writes if mask.blocks]
+    chunks = [(_place_of(mask.grid)[0], _bytes_of(mask)) for mask in writes if mask.blocks]
     # Bytes at the borders of shards are wanted by both.
-    wants = [(_first_byte(mask), (mask.grid.rows, _columns(mask))) for mask in masks]
-    pieces = [
+    wants = [_place_of(mask.grid) for mask in masks]
+    kept = [
         {
             "rect": tuple(mask.rect),
             "bits": mask.bits.to("cpu", copy=True),
@@ -170,34 +197,26 @@ def saved_mask(
         }
         for mask in masks
     ]
-    return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, pieces)
+    return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, kept)
 
 
 def saved_counts(
-    rows: int,
-    dtype: torch.dtype,
-    rects: Sequence[Rect],
-    owned: Sequence[Rect],
-    counts: Sequence[Tensor],
+    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], owned: Sequence[Rect]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
     Args:
         rows: of the table.
         dtype: of the counts.
-        rects: of this rank's shards.
+        counts: of this rank's shards, by rectangle.
         owned: the rectangles among them that no lower rank holds.
-        counts: of this rank's shards.
     """
-    writes, pieces = [], []
-    for rect, count in zip(rects, counts, strict=True):
-        kept = count.to("cpu", copy=True)
-        pieces.append({"rect": tuple(rect), "counts": kept})
-        # Shards of the same rows have the same counts: the leftmost is written.
-        if rect in owned and rect.col == 0:
-            writes.append(((rect.row,), kept))
-    wants = [((rect.row,), (rect.rows,)) for rect in rects]
-    return ChunkedTensor((rows,), dtype, writes, wants, pieces)
+    kept = [(rect, count.to("cpu", copy=True)) for rect, count in counts.items()]
+    # Shards of the same rows have the same counts: the leftmost is written.
+    writes = [((rect.row,), count) for rect, count in kept if rect in owned and rect.col == 0]
+    wants = [((rect.row,), (rect.rows,)) for rect in counts]
+    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept]
+    return ChunkedTensor((rows,), dtype, writes, wants, entries)
 
 
 # Loading.
@@ -213,22 +232,18 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     # JSON, not pickled values: torch.load(weights_only=True) reads it.
     tables = from_json("the tables of the state", saved.get("tables"))
     for name, entry in tables.items():
-        _check_entry(name, entry)
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+            raise ValueError(f"Table {name!r}: the state has no configuration of it.")
+        # An unknown key may change the meaning of the others.
+        if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
+            raise ValueError(
+                f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
+                " release."
+            )
+        for key in ("updates", "removed"):
+            if entry.get(key) is not None:
+                integer(key, entry[key], least=0, of=name)
     return tables
-
-
-def _check_entry(name: str, entry: object) -> None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
-        raise ValueError(f"Table {name!r}: the state has no configuration of it.")
-    # An unknown key may change the meaning of the others.
-    if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
-        raise ValueError(
-            f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
-            " release."
-        )
-    for key in ("updates", "removed"):
-        if entry.get(key) is not None:
-            integer(key, entry[key], least=0, of=name)
 
 
 def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
@@ -352,11 +367,11 @@ def _mask_from(
     parts = []
     for piece in pieces:
         if (common := piece.rect.intersect(rect)) is not None:
-            parts.append((piece, common))
-    if [piece.rect for piece, _ in parts] == [rect]:
+            parts.append(piece.cut(common))
+    if [part.rect for part in parts] == [rect]:
         # The same shard as when it was saved: nothing to unpack.
-        return BlockMask(rect, block, parts[0][0].bits.to(device))
-    return BlockMask.assemble(rect, block, [piece.cut(common) for piece, common in parts], device)
+        return BlockMask(rect, block, parts[0].bits.to(device))
+    return BlockMask.assemble(rect, block, parts, device)
 
 
 def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
@@ -410,25 +425,21 @@ def new_counts(
     return counts
 
 
-def _first_byte(mask: BlockMask) -> tuple[int, int]:
-    return mask.grid.row, mask.grid.col // 8
-
-
-def _columns(mask: BlockMask) -> int:
-    """Return the number of bytes that the mask touches in a row of blocks."""
-    return -(-(mask.grid.col % 8 + mask.grid.cols) // 8)
+def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where the bytes that a grid of blocks touches begin in a saved mask, and how many rows
+    and columns of bytes they are."""
+    wide = -(-(grid.col % 8 + grid.cols) // 8)
+    return (grid.row, grid.col // 8), (grid.rows, wide)
 
 
 def _bytes_of(mask: BlockMask) -> Tensor:
     """Return the bits of a mask that begins with a byte, a row of bytes for each row of blocks:
     uint8, on the CPU."""
-    rows, cols, wide = mask.grid.rows, mask.grid.cols, _columns(mask)
     assert mask.grid.col % 8 == 0
-    if cols % 8 == 0:
-        return mask.bits.view(rows, wide).to("cpu", copy=True)
-    out = torch.empty(rows, wide, dtype=torch.uint8)
+    out = torch.empty(_place_of(mask.grid)[1], dtype=torch.uint8)
+    wide = out.shape[1]
     for first, last in mask.row_chunks():
-        flags = functional.pad(mask.flags(first, last), (0, 8 * wide - cols))
+        flags = functional.pad(mask.flags(first, last), (0, 8 * wide - mask.grid.cols))
         out[first:last] = pack(flags.flatten()).view(-1, wide)
     return out
 
@@ -437,10 +448,10 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     """Return the bits of the mask of ``rect`` from the bytes that it touches,
     ``(rows of blocks, bytes)``."""
     grid, wide = grid_of(rect, block), chunk.shape[1]
-    lead = grid.col % 8
-    if lead == 0 and grid.cols % 8 == 0:
+    if grid.blocks == 0:
         return chunk.flatten()
-    # The shard begins or ends within a byte: its bits move.
+    # The shard may begin or end within a byte: then its bits move.
+    lead = grid.col % 8
     writer = BitWriter(grid.blocks, chunk.device)
     # In chunks of about a million flags, a byte each.
     for part in torch.split(chunk, max(1, (1 << 20) // (8 * wide))):

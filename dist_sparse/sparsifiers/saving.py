@@ -13,10 +13,13 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dist_sparse.sparsifiers.packed_store import Loaded, PackedStore
+from dist_sparse.groups import Facts
+from dist_sparse.sparsifiers.digest import refusing_drift, shared_bits
+from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import entries_of, tables_of
-from dist_sparse.sparsifiers.stats import count_removed
+from dist_sparse.sparsifiers.stats import removed_blocks
 from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.tables.shards import ShardedData
 
 
 def save(sparsifier: MaskMaker) -> dict[str, Any]:
@@ -53,24 +56,30 @@ def prepare_load(
     :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
     """
     dense, packed = sparsifier.masks.plain, sparsifier.masks.tables
-    loaded: dict[str, Loaded] = {}
+    loaded: dict[str, TableMasks] = {}
     with packed.agreeing("load_state_dict()") as noted:
         configs, saved = saved_configs(saved), _whole(saved)
         _refuse_plain_data(sparsifier, saved["state"])
         commit_dense = dense.prepare(saved, configs, strict=strict)
+        located = packed.locate()
         # If not strict, tables that are registered stay as they are.
         if strict:
             blocks = {name: packed.block(name) for name in packed.names}
             entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
-            loaded = packed.prepare(entries, packed.locate())
-        for name, one in loaded.items():
+            loaded = packed.prepare(entries, located)
+        for name in loaded:
             # A state may be of another class of sparsifier: the next mask update would fail.
-            _check_complete(name, configs[name], sparsifier.defaults)
-            sparsifier.check_config(one.data, configs[name])
-        packed.note_loaded(noted, loaded, configs)
+            if lacking := sorted(set(sparsifier.defaults) - set(configs[name])):
+                raise ValueError(
+                    f"Error loading {name!r}: its configuration in the state lacks {lacking}."
+                )
+            sparsifier.check_config(located[name], configs[name])
+        for facts, names in noted:
+            here = {name: loaded[name] for name in names if name in loaded}
+            _note_loaded(facts, here, located, configs)
     if loaded:
         # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
-        _check_removed(packed, loaded)
+        _check_removed(packed, loaded, located)
 
     # Nothing below can fail: all ranks load, or none.
     def commit() -> dict[str, dict[str, Any]]:
@@ -81,6 +90,23 @@ def prepare_load(
         return {**{name: config for name, config in configs.items() if name in names}, **kept}
 
     return commit
+
+
+def _note_loaded(
+    facts: Facts,
+    loaded: Mapping[str, TableMasks],
+    located: Mapping[str, ShardedData],
+    configs: Mapping[str, Any],
+) -> None:
+    """Note what must be equal on all ranks of a group before a state is loaded."""
+    for name, one in loaded.items():
+        values = [one.block, configs[name], one.updates, one.removed]
+        facts[f"the state of table {name!r}"] = values
+        facts.replicas |= shared_bits(located[name], one.block, one.masks)
+    facts.on_drift = refusing_drift(
+        "The saved masks of the ranks do not fit together; they differ at {places}. Nothing was"
+        " changed."
+    )
 
 
 def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
@@ -96,21 +122,18 @@ def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check_removed(packed: PackedStore, loaded: Mapping[str, Loaded]) -> None:
-    """Compare the sums over all ranks with the saved ones. Collective."""
-    counts = count_removed(packed, {name: (one.data, one.masks) for name, one in loaded.items()})
-    for name, count in counts.items():
+def _check_removed(
+    packed: PackedStore, loaded: Mapping[str, TableMasks], located: Mapping[str, ShardedData]
+) -> None:
+    """Compare the removed blocks over all ranks with the saved numbers. Collective."""
+    here = {name: [removed_blocks(one.masks, located[name])] for name, one in loaded.items()}
+    for name, [count] in packed.summed(here).items():
         # The same on every rank, so that all raise or none.
         if loaded[name].removed not in (None, count):
             raise ValueError(
                 f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
                 f"{loaded[name].removed} when they were saved. Nothing was changed."
             )
-
-
-def _check_complete(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    if lacking := sorted(set(defaults) - set(config)):
-        raise ValueError(f"Error loading {name!r}: its configuration in the state lacks {lacking}.")
 
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
-from dist_sparse.groups import Facts, Group, Rider, rank_in
+from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_table, score_tables
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
@@ -98,7 +98,6 @@ class ScoreSparsifier(BaseDataSparsifier):
     floors: Mapping[str, float] = MappingProxyType({})
     full_every: int = 100
 
-    edits_masks = False
     _measured_fast: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -184,11 +183,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         return None if self.measure is None else (self.measure, self.measure)
 
     def select_masks(
-        self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
+        self, scored: Mapping[str, ScoredTable], names: list[str], group: Group
     ) -> dict[str, MadeMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
         tables = [scored[name] for name in names]
-        made = new_masks(tables, group, rider, pooled=self.scope == "global")
+        made = new_masks(tables, group, pooled=self.scope == "global")
         return dict(zip(names, made, strict=True))
 
     def audit(self) -> dict[str, str]:
@@ -209,8 +208,8 @@ class ScoreSparsifier(BaseDataSparsifier):
                     _check_kept(one, other)
         return super().audit()
 
-    def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        super().apply_masks(to)
+    def apply_masks(self) -> None:
+        super().apply_masks()
         # It is called after writes that torch does not count.
         self._keeper = None
 

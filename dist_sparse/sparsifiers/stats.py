@@ -6,22 +6,22 @@ same call.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Facts, Parcels, group_over
-from dist_sparse.masking.masks import BlockMask, count_bits, pack
+from dist_sparse.groups import group_over
+from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
-from dist_sparse.sparsifiers.digest import element_counts, mask_hash, shape_hash, shared_bits
+from dist_sparse.sparsifiers.digest import mask_hash, refusing_drift, shape_hash, shared_bits
+from dist_sparse.sparsifiers.lookups import knows_removed_rows
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Tiling, assembled, send_masks
+from dist_sparse.sparsifiers.pieces import assembled, begun, exchange, move_of_masks
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.tables.shards import Rect, ShardedData, grid_of
 
@@ -36,57 +36,51 @@ def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
     with packed.agreeing("table_stats()"):
         counts = {name: _count(packed.masks(name), data) for name, data in located.items()}
     # One all-reduce for all three counts of all tables of a group.
-    sums = _summed(packed, counts)
+    sums = packed.summed(counts)
     found = {}
     for name, data in located.items():
-        grid = grid_of(Rect(0, 0, *data.shape), packed.block(name))
-        removed, elements, size = sums[name]
-        found[name] = TableStats(
-            name=name,
-            shape=data.shape,
-            dtype=data.dtype,
-            sharding=data.sharding,
-            shards=len(data.rects),
-            sparse_block_shape=configs[name].get("sparse_block_shape"),
-            target=configured_level(configs[name]),
-            blocks=grid.blocks,
-            removed_blocks=removed,
-            mask_bytes=size,
-            table_bytes=data.shape[0] * data.shape[1] * data.dtype.itemsize,
-            kept_bytes=(data.shape[0] * data.shape[1] - elements) * data.dtype.itemsize,
-        )
+        blocks = grid_of(Rect(0, 0, *data.shape), packed.block(name)).blocks
+        where = data.shape, data.dtype, data.sharding, len(data.rects)
+        found[name] = _stats_of(name, *where, configs[name], blocks, *sums[name])
     for name in dense.names:
-        found[name] = _plain_stats(name, dense, configs[name])
+        # Element by element: masks of plain data may have any shape inside a block.
+        mask, dtype = as_matrix(dense.mask(name)), dense.held(name).dtype
+        rows, cols = mask.shape
+        removed = int((mask == 0).sum())
+        where = (rows, cols), dtype, "plain", 1
+        # As stored: a mask of the ancestor's may be float32.
+        counted = removed, removed, mask.nbytes
+        found[name] = _stats_of(name, *where, configs[name], mask.numel(), *counted)
     return found
 
 
-def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> TableStats:
-    """Count plain data element by element: its masks may have any shape inside a block."""
-    mask, dtype = as_matrix(dense.mask(name)), dense.held(name).dtype
-    removed = int((mask == 0).sum())
+def _stats_of(
+    name: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    sharding: str,
+    shards: int,
+    config: Mapping[str, Any],
+    blocks: int,
+    removed_blocks: int,
+    removed_elements: int,
+    mask_bytes: int,
+) -> TableStats:
+    elements = shape[0] * shape[1]
     return TableStats(
         name=name,
-        shape=(mask.shape[0], mask.shape[1]),
+        shape=shape,
         dtype=dtype,
-        sharding="plain",
-        shards=1,
+        sharding=sharding,
+        shards=shards,
         sparse_block_shape=config.get("sparse_block_shape"),
         target=configured_level(config),
-        blocks=mask.numel(),
-        removed_blocks=removed,
-        # As stored: a mask of the ancestor's may be float32.
-        mask_bytes=mask.numel() * mask.element_size(),
-        table_bytes=mask.numel() * dtype.itemsize,
-        kept_bytes=(mask.numel() - removed) * dtype.itemsize,
+        blocks=blocks,
+        removed_blocks=removed_blocks,
+        mask_bytes=mask_bytes,
+        table_bytes=elements * dtype.itemsize,
+        kept_bytes=(elements - removed_elements) * dtype.itemsize,
     )
-
-
-def count_removed(
-    packed: PackedStore, tables: Mapping[str, tuple[ShardedData, Sequence[BlockMask]]]
-) -> dict[str, int]:
-    """Return how many blocks these masks remove from each table. Collective over the tables'
-    groups: one all-reduce each."""
-    return _sum(packed, {name: _count(masks, data)[0] for name, (data, masks) in tables.items()})
 
 
 def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None) -> dict[str, int]:
@@ -126,23 +120,20 @@ def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
             )
     packed.reshard({name: data})
     # As if every rank held all of the table.
-    parcels, everywhere = Parcels(group), ((whole,),) * group.size
-    read = send_masks(parcels, group.rank, packed.masks(name), block, data.tiling, everywhere)
-    cpu = torch.device("cpu")
-    parcels.exchange(cpu)
-    return assembled(whole, block, read(), cpu).dense()
+    everywhere = ((whole,),) * group.size
+    move = move_of_masks(packed.masks(name), block, data.tiling, everywhere)
+    [bits] = exchange(group, [move])
+    return assembled(whole, block, bits, torch.device("cpu")).dense()
 
 
 def fingerprints(masks: Masks, action: str) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call, for
     messages."""
     packed, dense = masks.tables, masks.plain
-    located = packed.current(action)
-    shapes = {name: data.shape for name, data in located.items()}
-    hashes = {name: 0 for name in located}
-    for name, data in located.items():
-        for mask in _owned(packed.masks(name), data):
-            hashes[name] += mask_hash(mask)
+    shapes, hashes = {}, {}
+    for name, data in packed.current(action).items():
+        shapes[name] = data.shape
+        hashes[name] = sum(mask_hash(mask) for mask in _owned(packed.masks(name), data))
     # A hash is a sum over elements: over ranks it is that of the whole mask.
     hashes = _sum(packed, hashes)
     for name in dense.names:
@@ -162,7 +153,12 @@ def audit(masks: Masks) -> dict[str, str]:
     located = packed.current("audit()")
     with packed.agreeing("audit()") as noted:
         for facts, names in noted:
-            _note_shared_bits(facts, packed, [located[name] for name in names])
+            facts.on_drift = refusing_drift(
+                "Masks differ between their holders, from the first holder's: {places}."
+            )
+            for name in names:
+                held = shared_bits(located[name], packed.block(name), packed.masks(name))
+                facts.replicas |= held
         if enforcer is not None:
             # Dirty rows are zeroed before a forward reads them: they are no errors.
             enforcer.settle()
@@ -176,30 +172,14 @@ def audit(masks: Masks) -> dict[str, str]:
     return fingerprints(masks, "audit()")
 
 
-def _note_shared_bits(facts: Facts, packed: PackedStore, tables: Sequence[ShardedData]) -> None:
-    facts.on_drift = _refuse_differing_masks
-    for data in tables:
-        rank = group_over(data.ranks).rank
-        facts.replicas |= shared_bits(data, packed.block(data.name), packed.masks(data.name), rank)
-
-
-def _refuse_differing_masks(drifted: Mapping[str, list[int]]) -> None:
-    wrong = "; ".join(
-        f"{place}: ranks {ranks} differ from the first holder" for place, ranks in drifted.items()
-    )
-    raise ValueError(f"Masks differ between their holders. {wrong}")
-
-
 def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
-    found = [
-        f"table {name!r}: {count} removed weights are not zero"
-        for name, count in revived.items()
-        if count
-    ]
+    found = {name: count for name, count in revived.items() if count}
     if not found:
         return
-    counts = "; ".join(found)
+    counts = "; ".join(
+        f"table {name!r}: {count} removed weights are not zero" for name, count in found.items()
+    )
     if enforced:
         raise ValueError(
             f"Masks and weights differ, although an enforcer is attached. {counts}. They were"
@@ -216,94 +196,37 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
 def dead_rows(masks: Masks) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`."""
     packed, dense = masks.tables, masks.plain
-    located = packed.current("dead_rows()")
     counts = {}
-    for ranks, names in packed.groups.items():
-        # One all-to-all for the tables of a group that are cut by columns; none without them.
-        parcels, arriving = Parcels(group_over(ranks)), {}
-        for name in names:
-            data, mine = located[name], packed.masks(name)
-            if all(rect.cols == data.shape[1] for rect in data.rects):
-                counts[name] = sum(int(mask.dead_rows().sum()) for mask in _owned(mine, data))
-            else:
-                arriving[name] = _send_kept_rows(parcels, data, mine)
-        if arriving:
-            parcels.exchange(torch.device("cpu"))
-        for name, count in arriving.items():
-            counts[name] = count()
+    for name, data in packed.current("dead_rows()").items():
+        # No rank sees a whole row of other tables.
+        if knows_removed_rows(data, packed.block(name)):
+            owned = _owned(packed.masks(name), data)
+            counts[name] = sum(int(mask.dead_rows().sum()) for mask in owned if not mask.rect.col)
     dead = _sum(packed, counts)
     for name in dense.names:
         dead[name] = int((as_matrix(dense.mask(name)) == 0).all(1).sum())
     return dead
 
 
-def _send_kept_rows(
-    parcels: Parcels, data: ShardedData, masks: Sequence[BlockMask]
-) -> Callable[[], int]:
-    """Pack one bit a row: whether a shard keeps any of it. Return a function that counts the dead
-    rows of this rank's share, once the parcels have been exchanged.
-
-    No rank sees a whole row of a table that is cut by columns: each counts an equal share of the
-    rows, and gets the bits of these rows from all shards.
-    """
-    group, (rows, cols) = group_over(data.ranks), data.shape
-    edges = [rows * rank // group.size for rank in range(group.size + 1)]
-    shares: Tiling = tuple(
-        (Rect(first, 0, last - first, cols),) for first, last in itertools.pairwise(edges)
-    )
-    whole_row = (1, cols)
-    kept = []
-    for mask in masks:
-        bits = pack(~mask.dead_rows().cpu()) if mask.blocks else mask.bits.cpu()
-        kept.append(BlockMask(mask.rect, whole_row, bits))
-    read = send_masks(parcels, group.rank, kept, whole_row, data.tiling, shares)
-
-    def count() -> int:
-        [share] = shares[group.rank]
-        dead = torch.ones(share.rows, dtype=torch.bool)
-        # A row is dead if no shard keeps any of it.
-        for piece in read():
-            first = piece.rect.row - share.row
-            dead[first : first + piece.rect.rows] &= ~piece.flags().flatten()
-        return int(dead.sum())
-
-    return count
-
-
-def _sum(packed: PackedStore, values: Mapping[str, int]) -> dict[str, int]:
-    sums = _summed(packed, {name: [value] for name, value in values.items()})
-    return {name: value for name, [value] in sums.items()}
-
-
-def _summed(packed: PackedStore, values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Sum integers of every table over its ranks, modulo 2**64: one all-reduce a group."""
-    summed: dict[str, list[int]] = {}
-    for ranks, names in packed.groups.items():
-        # Hashes have 64 bits and no sign; collectives sum int64.
-        rows = [list(map(_signed, values[name])) for name in names]
-        total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
-        summed.update(zip(names, total.tolist(), strict=True))
-    return summed
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the bits of a hash, which has no sign."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+def removed_blocks(masks: Sequence[BlockMask], data: ShardedData) -> int:
+    """Return how many blocks the masks of this rank's shards remove. Replicas and cut blocks count
+    for their first holder only."""
+    owned = map(begun, _owned(masks, data))
+    return sum(mask.blocks - count_bits(mask.bits) for mask in owned)
 
 
 def _count(masks: Sequence[BlockMask], data: ShardedData) -> list[int]:
-    """Return removed blocks, removed elements and mask bytes of this rank's shards. Replicas and
-    cut blocks count for their first holder only."""
-    removed = elements = 0
+    """Return removed blocks, removed elements and mask bytes of this rank's shards."""
+    elements = 0
     for mask in _owned(masks, data):
-        top, left = mask.rect.row % mask.block[0] > 0, mask.rect.col % mask.block[1] > 0
-        if top or left:
-            # The first row or column of blocks begins in another shard, which counts it.
-            removed += int((~mask.flags()[int(top) :, int(left) :]).sum())
-        else:
-            removed += mask.blocks - count_bits(mask.bits)
-        elements += element_counts(mask)
-    return [removed, elements, sum(mask.bits.numel() for mask in masks)]
+        for _, kept in mask.element_chunks(only_removing=True):
+            elements += int((~kept).sum())
+    return [removed_blocks(masks, data), elements, sum(mask.bits.numel() for mask in masks)]
+
+
+def _sum(packed: PackedStore, values: Mapping[str, int]) -> dict[str, int]:
+    sums = packed.summed({name: [value] for name, value in values.items()})
+    return {name: value for name, [value] in sums.items()}
 
 
 def _owned(masks: Sequence[BlockMask], data: ShardedData) -> list[BlockMask]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.masks import Masks
-from dist_sparse.sparsifiers.packed_store import Loaded
+from dist_sparse.sparsifiers.packed_store import TableMasks
 from dist_sparse.tables.shards import ShardedData
 
 
@@ -46,7 +46,7 @@ class LastUpdate:
     """
 
     def __init__(self) -> None:
-        self.before: Mapping[str, Loaded] = {}
+        self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
     @property
@@ -72,7 +72,7 @@ class LastUpdate:
                 _removed_of(shard.tensor, states.get(shard.tensor.data_ptr(), ()), old, mask)
                 for shard, old, (mask, _) in shards
             ]
-        self.before = masks.tables.snapshot(located)
+        self.before = masks.tables.snapshot()
 
     def check(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse to undo an update of tables that are stored elsewhere by now.
@@ -80,9 +80,7 @@ class LastUpdate:
         Raises:
             ValueError: names them.
         """
-        moved = [
-            name for name, one in self.before.items() if located[name].tiling != one.data.tiling
-        ]
+        moved = [name for name, one in self.before.items() if located[name].tiling != one.tiling]
         if moved:
             raise ValueError(
                 f"The shards of the tables {moved} have moved since the last mask update, which"
