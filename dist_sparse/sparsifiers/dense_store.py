@@ -30,11 +30,6 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the effective weight, of the shape and dtype of ``x``."""
-        mask = self.check(x)
-        return torch.where(mask != 0, mask * x, x.new_zeros(()))
-
-    def check(self, x: Tensor) -> Tensor:
-        """Return the mask if it fits ``x``; raise ValueError otherwise."""
         mask = self.mask
         assert isinstance(mask, Tensor)
         if mask.shape != x.shape:
@@ -42,7 +37,7 @@ class Masked(nn.Module):
                 f"The mask of shape {tuple(mask.shape)} does not fit data of shape"
                 f" {tuple(x.shape)}."
             )
-        return mask
+        return torch.where(mask != 0, mask * x, x.new_zeros(()))
 
 
 class Container(nn.Module):
@@ -134,13 +129,7 @@ class DenseStore:
 
     def check_squash(self, name: str) -> None:
         """Raise what masking ``name`` would raise."""
-        if not self.is_masked(name):
-            return
-        layers = list(_parametrizations(self.container, name).children())
-        if len(layers) == 1 and isinstance(layers[0], Masked):
-            # Only shapes can be wrong: no need for the masked data.
-            layers[0].check(self.weight(name))
-        else:
+        if self.is_masked(name):
             with torch.no_grad():
                 self.effective(name)
 
@@ -204,27 +193,16 @@ def check_name(name: object) -> str:
 
     Raises:
         TypeError: it is not a string.
-        KeyError: it is empty, holds a dot, or is an attribute that every module has.
+        KeyError: it is empty, holds a dot, or is an attribute that modules have.
     """
     if not isinstance(name, str):
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
-    # It would shadow the attribute in the container.
-    if hasattr(nn.Module(), name):
+    # It would shadow the attribute in the container, or in the ModuleDict of its parametrizations.
+    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
     return name
-
-
-def check_buffer_name(name: str) -> None:
-    """Refuse a name that plain data can't have.
-
-    Raises:
-        KeyError: it is an attribute of torch's containers.
-    """
-    # Parametrizations are kept in a ModuleDict, which has "items", and add attributes of their own.
-    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
-        raise KeyError(f"Invalid {name=}: torch's containers have an attribute of that name.")
 
 
 def as_matrix(mask: Tensor) -> Tensor:
@@ -282,37 +260,43 @@ def _fill(
     """Fill a container from a saved state; squashed names stay squashed, and a parametrization of
     the user's gets the buffers that it had."""
     for name, entry in state.items():
+        original = f"parametrizations.{name}.original"
+        data = tensors.get(name, tensors.get(original))
         if name not in configs:
-            raise RuntimeError(
-                f"Error loading {name!r}: the state has a mask for it but no config in data_groups."
-            )
-        prefix = f"parametrizations.{name}."
-        data = tensors.get(name, tensors.get(f"{prefix}original"))
-        if data is None:
-            raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no data.")
-        if entry.get("mask") is None:
-            raise RuntimeError(f"Error loading {name!r}: the state has data for it but no mask.")
+            lacks = "a mask for it but no config in data_groups"
+        elif data is None:
+            lacks = "a mask for it but no data"
+        else:
+            lacks = "data for it but no mask"
+        if name not in configs or data is None or entry.get("mask") is None:
+            raise RuntimeError(f"Error loading {name!r}: the state has {lacks}.")
         data = data.detach().clone()
         if "parametrization" not in configs[name]:
             entry["mask"] = _with_shape_of(data, entry["mask"])
         if name in tensors:
             # Squashed when it was saved.
             container.register_buffer(name, data)
-            continue
-        parametrization = configs[name].get("parametrization", Masked)
-        _attach(container, name, data, entry["mask"], parametrization)
-        first = f"{prefix}0."
-        kept = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(first)}
-        # Not strict: the default parametrization has no buffers in its state.
-        _parametrizations(container, name).load_state_dict(kept, strict=False)
+        else:
+            _attach_saved(container, name, data, entry["mask"], configs[name], tensors)
+
+
+def _attach_saved(
+    container: Container,
+    name: str,
+    data: Tensor,
+    mask: Tensor,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    _attach(container, name, data, mask, config.get("parametrization", Masked))
+    prefix = f"parametrizations.{name}."
+    buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
+    kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
+    # Not strict: the default parametrization has no buffers in its state.
+    _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 
 def _with_shape_of(data: Tensor, mask: Tensor) -> Tensor:
     """Return a mask in the shape of its data. The ancestor's ``DataNormSparsifier`` may have
     dropped or added dimensions of size 1, which the default parametrization can't use."""
-    return mask.reshape(data.shape) if _real(mask) == _real(data) else mask
-
-
-def _real(tensor: Tensor) -> list[int]:
-    """Return the shape without the dimensions of size 1."""
-    return [size for size in tensor.shape if size != 1]
+    return mask.reshape(data.shape) if mask.squeeze().shape == data.squeeze().shape else mask

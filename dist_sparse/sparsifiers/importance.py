@@ -118,8 +118,6 @@ class ImportanceSparsifier(DataNormSparsifier):
         tensor([0, 1, 0, 1, 1, 0], dtype=torch.int8)
     """
 
-    _measured_fast = True
-
     def __init__(
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
@@ -158,7 +156,14 @@ class ImportanceSparsifier(DataNormSparsifier):
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         # Without a norm, score() is called.
-        return super().measure if self.scored_by == "norm" else None
+        if self.scored_by != "norm" or not self._own_score:
+            return None
+        return "L1" if self.norm == "L1" else "L2"
+
+    @property
+    def _own_score(self) -> bool:
+        """Whether no subclass replaces :meth:`score`, so that faster ways to its values hold."""
+        return type(self).score is ImportanceSparsifier.score
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return the score of each element, float64; see the class."""
@@ -170,12 +175,12 @@ class ImportanceSparsifier(DataNormSparsifier):
         return of_rows.expand(data.shape)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if not self._measured_fast or self.scored_by != "norm_accumulator":
+        if not self._own_score or self.scored_by != "norm_accumulator":
             return super().element_measure(name, config)
         return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
-        if not self._measured_fast or self.scored_by == "norm":
+        if not self._own_score or self.scored_by == "norm":
             return super().row_measure(name, shard)
         if self.scored_by != "norm_accumulator":
             # Counts decay in all rows; resets of G change rows that nothing has written.
@@ -246,26 +251,18 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
         if self.scored_by not in ("accumulator", "frequency"):
             super()._check_untouched(data, block)
-        if block != (1, data.shape[1]):
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' removes whole rows: the block must be"
-                f" 'row', and is {block}."
-            )
-        if self.decay < 1:
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' needs all lookups, and"
-                f" decay={self.decay} forgets old ones."
-            )
-        if data.copied:
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' can't tell the rows of copies that"
-                " are trained apart: each copy sees other batches."
-            )
-        if self.scope == "global":
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' is of each table by itself:"
-                " scope='global' moves it between tables."
-            )
+        wrong = [
+            (
+                block != (1, data.shape[1]),
+                f"removes whole rows: the block must be 'row', not {block}",
+            ),
+            (self.decay < 1, f"needs all lookups, and decay={self.decay} forgets old ones"),
+            (data.copied, "can't tell the rows of copies that are trained apart"),
+            (self.scope == "global", "is of each table by itself: scope='global' moves it"),
+        ]
+        for is_wrong, why in wrong:
+            if is_wrong:
+                raise ValueError(f"Table {data.name!r}: the level 'untouched' {why}.")
 
     def check_known(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse tables whose score is not known on this rank. Local.
@@ -279,12 +276,12 @@ class ImportanceSparsifier(DataNormSparsifier):
     def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
         steps on this rank. Local."""
-        if self.scored_by not in ("accumulator", "norm_accumulator"):
+        if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []
         summed, unknown = self.sums(), []
         for name, data in located.items():
-            if any(shard.tensor.data_ptr() not in summed for shard in data.shards):
+            if not summed.keys() >= {shard.tensor.data_ptr() for shard in data.shards}:
                 unknown.append(name)
         return unknown
 

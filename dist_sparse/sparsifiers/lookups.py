@@ -111,4 +111,5 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
         # The same tables on every rank of a group.
         if lookups is not None:
             known[name] = lookups
-    return packed.summed(known)
+    sums = packed.summed(known)
+    return {name: sums[name] for name in known}

@@ -134,7 +134,7 @@ class PackedStore:
                 rows = [list(map(_signed, values[name])) for name in names]
                 total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
                 sums.update(zip(names, total.tolist(), strict=True))
-        return {name: sums[name] for name in values}
+        return sums
 
     # Registration.
 
