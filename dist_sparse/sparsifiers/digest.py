@@ -8,16 +8,15 @@ the bits. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Replica, rank_in
+from dist_sparse.groups import Replica
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
+from dist_sparse.tables.shards import ShardedData
 
 _ROWS, _COLS = 0x51, 0xC3
 # Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
@@ -85,17 +84,6 @@ def shape_hash(shape: tuple[int, int]) -> int:
     return int(_mix(rows, _ROWS ^ 0xFF) * 3 + _mix(cols, _COLS ^ 0xFF))
 
 
-def refusing_drift(message: str) -> Callable[[Mapping[str, list[int]]], None]:
-    """Return what :class:`~dist_sparse.groups.Facts` calls if replicas differ: it raises
-    ``message``, with the places and the ranks that differ there for ``{places}``."""
-
-    def refuse(drifted: Mapping[str, list[int]]) -> None:
-        places = [f"{place} on ranks {ranks}" for place, ranks in drifted.items()]
-        raise ValueError(message.format(places="; ".join(places)))
-
-    return refuse
-
-
 def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replica]:
     """Return hashes of the weights that group rank ``rank`` holds in common with others, by place;
     local."""
@@ -114,85 +102,6 @@ def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replic
         holders = holders_of[place]
         found[place] = Replica(int(value) % (1 << 64), holders[0] == rank, len(holders))
     return found
-
-
-class _Borders(NamedTuple):
-    """The rows and columns of blocks that some shard border cuts."""
-
-    block: Block
-    rows: frozenset[int]
-    cols: frozenset[int]
-
-    @staticmethod
-    def of(data: ShardedData, block: Block) -> _Borders:
-        rects = data.rects
-        return _Borders(
-            block,
-            frozenset(rect.row // block[0] for rect in rects if rect.row % block[0]),
-            frozenset(rect.col // block[1] for rect in rects if rect.col % block[1]),
-        )
-
-
-def shared_bits(data: ShardedData, block: Block, masks: Sequence[BlockMask]) -> dict[str, Replica]:
-    """Return hashes of the mask bits that this rank holds in common with others, by place; local.
-
-    Common are the bits of replicas, and the bits of blocks that a shard border cuts.
-
-    Raises:
-        ValueError: two shards of this rank differ in such a bit.
-    """
-    borders = _Borders.of(data, block)
-    if not (borders.rows or borders.cols or data.replicated):
-        # The usual case: nothing is shared, and nothing is hashed.
-        return {}
-    holders, rank = _holders(data, borders), rank_in(data.ranks)
-    hashes: dict[str, int] = {}
-    for mask in masks:
-        for place, index in _places(data.name, mask.rect, borders):
-            if len(holders[place]) == 1:
-                # Hashing takes a pass over the bits.
-                continue
-            value = hash_tensor(mask.bits if index is None else mask.flags()[index])
-            if hashes.setdefault(place, value) != value:
-                raise ValueError(
-                    f"Masks differ between their holders. {place}: two shards of rank {rank}"
-                    " differ."
-                )
-    found = {}
-    for place, value in hashes.items():
-        # A place that only shards of this rank share has been compared above.
-        if len(ranks := sorted(set(holders[place]))) > 1:
-            found[place] = Replica(value, ranks[0] == rank, len(ranks))
-    return found
-
-
-def _holders(data: ShardedData, borders: _Borders) -> dict[str, list[int]]:
-    """Return the group ranks that hold each place, once for each of their shards there."""
-    holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(data.tiling):
-        for rect in held:
-            for place, _ in _places(data.name, rect, borders):
-                holders.setdefault(place, []).append(rank)
-    return holders
-
-
-def _places(
-    name: str, rect: Rect, borders: _Borders
-) -> Iterator[tuple[str, tuple[slice | int, ...] | None]]:
-    """Yield the parts of a shard that others may hold too: all of it (None), and its block rows and
-    columns that some border cuts, each with an index into its flags."""
-    grid = grid_of(rect, borders.block)
-    yield f"table {name!r}, shard {rect}", None
-    for i in sorted(borders.rows & set(range(grid.row, grid.row + grid.rows))):
-        yield (
-            f"table {name!r}, block row {i}, {grid.cols} block columns from {grid.col} on",
-            (i - grid.row,),
-        )
-    for j in sorted(borders.cols & set(range(grid.col, grid.col + grid.cols))):
-        yield (
-            f"table {name!r}, block column {j}, {grid.rows} block rows from {grid.row} on",
-            (slice(None), j - grid.col),
-        )
 
 
 def _by_block(values: Tensor, start: int, size: int, first: int, count: int) -> Tensor:

@@ -20,7 +20,7 @@ from dist_sparse.facts import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import pieces
-from dist_sparse.tables.shards import Block, ShardedData, Source, Span, overlapping, owners
+from dist_sparse.tables.shards import Block, Rect, ShardedData, Source, Span, overlapping, owners
 
 Ranks = tuple[int, ...] | None
 
@@ -56,6 +56,25 @@ class TableMasks:
             held = self.tiling[group_over(self.ranks).rank]
             moves.append(pieces.move_of_counts(held, self.counts, self.counted, self.tiling, new))
         return moves
+
+    def move_of_whole_blocks(self) -> pieces.Move:
+        """Return the move that brings all holders' bits of the blocks that a shard touches."""
+        new = tuple(map(self._whole_blocks, self.tiling))
+        return pieces.move_of_masks(self.masks, self.block, self.tiling, new)
+
+    def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
+        return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
+
+    def differs_at(self, bits: Sequence[pieces.Piece]) -> Rect | None:
+        """Return a rectangle where another holder's bits differ from those here, if there is
+        one."""
+        touched = self._whole_blocks(mask.rect for mask in self.masks)
+        for mask, here in zip(self.masks, touched, strict=True):
+            for rect, theirs in bits:
+                inside = rect.intersect(here) == rect
+                if inside and not torch.equal(mask.cut(rect).bits.cpu(), theirs):
+                    return rect
+        return None
 
     def take(self, data: ShardedData, arrived: Iterator[list[pieces.Piece]]) -> None:
         """Put together what :meth:`moves` has brought to the shards of ``data``."""
@@ -235,6 +254,41 @@ class PackedStore:
                 located = self.locate()
         self.reshard(located)
         return located
+
+    def compare_holders(
+        self,
+        action: str,
+        located: Mapping[str, ShardedData],
+        masks: Mapping[str, TableMasks],
+        refusal: str,
+    ) -> None:
+        """Refuse masks whose holders differ: replicas, or blocks that a shard border cuts.
+        Collective: an agreement, after one all-to-all for each group that holds such bits.
+
+        Args:
+            action: the public call, for messages.
+            located: the registered tables as they are stored now.
+            masks: of these tables, registered or loaded.
+            refusal: begins the message.
+
+        Raises:
+            ValueError: on every rank; names table, place and rank.
+        """
+        arrived: dict[str, list[pieces.Piece]] = {}
+        for ranks, names in self.groups.items():
+            moves = {}
+            for name in filter(masks.__contains__, names):
+                move = masks[name].move_of_whole_blocks()
+                # Usually nothing is shared: then nothing is sent.
+                if located[name].replicated or move.new != move.old:
+                    moves[name] = move
+            if moves:
+                found = pieces.exchange(group_over(ranks), list(moves.values()))
+                arrived.update(zip(moves, found, strict=True))
+        with self.agreeing(action):
+            for name, bits in arrived.items():
+                if place := masks[name].differs_at(bits):
+                    raise ValueError(f"{refusal} Table {name!r}: {place}.")
 
     def find(self, name: str) -> ShardedData:
         """Return one table as it is stored now. Does not walk the model, nor communicate."""
@@ -420,12 +474,11 @@ class PackedStore:
     def prepare(
         self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
     ) -> dict[str, TableMasks]:
-        """Return masks and counts of this rank's shards from saved pieces. Checks everything,
-        changes nothing, local.
+        """Return masks and counts of this rank's shards from saved ones. Checks everything, changes
+        nothing, local.
 
         Args:
-            saved: the tables of a :meth:`state_dict`, by name: see
-                :func:`~dist_sparse.sparsifiers.pieces.entries_of`.
+            saved: a :meth:`state_dict`, or empty.
             located: the registered tables as they are stored now.
 
         Raises:
@@ -433,31 +486,40 @@ class PackedStore:
                 since they were saved, differ where they overlap, or do not cover this rank's
                 shards.
         """
-        if missing := [name for name in self._tables if name not in saved]:
+        entries = pieces.tables_of(saved)
+        if missing := [name for name in self._tables if name not in entries]:
             raise ValueError(
                 f"The state has no masks of the registered tables {missing}; it has those of"
-                f" {sorted(saved)}."
+                f" {sorted(entries)}."
             )
-        if unknown := [name for name in saved if name not in self]:
+        if unknown := [name for name in entries if name not in self]:
             raise ValueError(
                 f"The state has masks of tables {unknown} that are not registered: call add_model()"
                 " before loading."
             )
-        loaded = {}
-        for name, entry in saved.items():
-            data, table = located[name], self._tables[name]
-            counted = table.counted
-            loaded[name] = replace(
+        masks, counts = pieces.part_of(saved, "masks"), pieces.part_of(saved, "counts")
+        prepared = {}
+        for name, entry in entries.items():
+            table = self._tables[name]
+            loaded = pieces.loaded_table(
+                located[name],
+                entry,
+                masks.get(name),
+                counts.get(name),
+                registered=table.block,
+                counted=table.counted,
+            )
+            prepared[name] = replace(
                 table,
-                tiling=data.tiling,
-                masks=pieces.masks_from(data, entry),
+                tiling=located[name].tiling,
                 # The state's: without DCP it may differ from the configured one.
-                block=pieces.block_of(entry),
-                counts=[] if counted is None else pieces.counts_from(data, entry, counted),
+                block=loaded.block,
+                masks=loaded.masks,
+                counts=loaded.counts,
                 removed=entry.get("removed"),
                 updates=entry.get("updates", 0),
             )
-        return loaded
+        return prepared
 
     def snapshot(self) -> dict[str, TableMasks]:
         """Return the masks as they are, for :meth:`load`. Nothing is copied: masks are replaced,

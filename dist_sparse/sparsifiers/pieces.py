@@ -162,6 +162,15 @@ def _up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+def whole_blocks(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
+    """Return a rectangle of a table with all of the blocks that it touches."""
+    grid = grid_of(rect, block)
+    top, left = grid.row * block[0], grid.col * block[1]
+    # The last block of a table may be smaller.
+    rows = min(grid.rows * block[0], shape[0] - top)
+    return Rect(top, left, rows, min(grid.cols * block[1], shape[1] - left))
+
+
 def begun(mask: BlockMask) -> BlockMask:
     """Return the part of a shard's mask with the blocks that begin in the shard, so that each block
     is counted once."""
@@ -229,6 +238,8 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
     """
+    if not saved:
+        return {}
     # JSON, not pickled values: torch.load(weights_only=True) reads it.
     tables = from_json("the tables of the state", saved.get("tables"))
     for name, entry in tables.items():
@@ -246,29 +257,8 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
-    """Return the entry of each table in a state: its JSON values, and this rank's ``pieces``.
-
-    Args:
-        saved: ``tables``, JSON; ``masks`` and ``counts`` by table.
-        blocks: of the masks of the registered tables; DCP has loaded by them.
-
-    Raises:
-        ValueError: a part is missing or malformed, or DCP has loaded masks of other blocks.
-    """
-    entries = tables_of(saved)
-    masks, counts = _part(saved, "masks"), _part(saved, "counts")
-    for name, entry in entries.items():
-        if masks.get(name) is None and name not in blocks:
-            # DCP leaves out what was not asked for; the caller names the table.
-            continue
-        entry["pieces"] = _mask_pieces(name, masks.get(name), entry, blocks.get(name))
-        if isinstance(counts.get(name), ChunkedTensor):
-            _add_counts(name, entry["pieces"], counts[name])
-    return entries
-
-
-def _part(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+def part_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return the ``masks`` or ``counts`` of a state, by table."""
     value = saved.get(part, {})
     if not isinstance(value, Mapping):
         raise ValueError(
@@ -278,71 +268,35 @@ def _part(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return value
 
 
-def _mask_pieces(
-    name: str, mask: object, entry: Mapping[str, Any], registered: Block | None
-) -> list[dict[str, Any]]:
-    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
-    if not isinstance(mask, ChunkedTensor):
-        raise ValueError(f"Table {name!r}: the state has no mask of it.")
-    pieces = _pieces_of(name, mask)
-    if mask.loaded is None:
-        return pieces
-    if (block := block_of(entry)) != registered:
-        raise ValueError(
-            f"Table {name!r}: its masks were saved by blocks {block}, and it is registered by"
-            f" {registered}: register it with the sparse_block_shape of the checkpoint."
-        )
-    for piece, chunk in zip(pieces, mask.loaded, strict=True):
-        # The hash is of the bits that this rank held when it asked DCP to load.
-        piece["bits"], piece["hash"] = _bits_of(Rect(*piece["rect"]), block, chunk), None
-    return pieces
+class Loaded(NamedTuple):
+    """What a state has of this rank's shards of one table, in their order."""
+
+    block: Block
+    masks: list[BlockMask]
+    counts: list[Tensor]
 
 
-def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
-    """Return copies of this rank's pieces of a saved tensor."""
-    # A state may have been edited by hand, or damaged.
-    if not isinstance(saved.kept, list) or not all(isinstance(piece, dict) for piece in saved.kept):
-        raise ValueError(
-            f"Table {name!r}: the state has no pieces of it, but {cut(repr(saved.kept), 80)}."
-        )
-    # Copies: bits and counts are put in below, and the caller may load the state again.
-    return [dict(piece) for piece in saved.kept]
+def loaded_table(
+    data: ShardedData,
+    entry: Mapping[str, Any],
+    masks: object,
+    counts: object,
+    *,
+    registered: Block,
+    counted: torch.dtype | None,
+) -> Loaded:
+    """Return masks and lookup counts of one table from a state.
 
-
-def _add_counts(name: str, pieces: Sequence[dict[str, Any]], saved: ChunkedTensor) -> None:
-    """Add the lookup counts to the pieces of a mask, which have the same order."""
-    counts: list[Any] = [piece.get("counts") for piece in _pieces_of(name, saved)]
-    if saved.loaded is not None:
-        counts = saved.loaded
-    if len(pieces) != len(counts):
-        raise ValueError(
-            f"Table {name!r}: the state has {len(pieces)} pieces of masks and {len(counts)} of"
-            " counts."
-        )
-    for piece, count in zip(pieces, counts, strict=True):
-        piece["counts"] = count
-
-
-def block_of(entry: Mapping[str, Any]) -> Block:
-    """Return the block of one table's saved masks.
+    Args:
+        data: the table as it is stored now.
+        entry: see :func:`tables_of`.
+        masks, counts: its tensors in the state.
+        registered: the block of its present masks.
+        counted: dtype of its counts; None if lookups are not counted.
 
     Raises:
-        ValueError: it is not two positive ints.
-    """
-    height, width = _ints("block", entry.get("block"), 2)
-    if min(height, width) < 1:
-        raise ValueError(
-            f"Invalid block={entry.get('block')!r} in the state: must be two positive ints."
-        )
-    return height, width
-
-
-def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
-    """Return the masks of this rank's shards of one table from its saved ``entry``.
-
-    Raises:
-        ValueError: it does not fit the table, was changed since it was saved, or does not cover the
-            shards.
+        ValueError: they do not fit the table, were changed since they were saved, or do not cover
+            the shards.
     """
     # Tuples in a state of torch.save, lists where it has been through JSON.
     if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
@@ -351,53 +305,103 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
             f" {shape}."
         )
     try:
-        block = block_of(entry)
-        pieces = [_piece(piece, block) for piece in entry["pieces"]]
-        return [_mask_from(shard.rect, block, pieces, shard.tensor.device) for shard in data.shards]
+        block = _block_of(entry)
+        saved = _saved_masks(masks, block, registered)
+        found = [_mask_from(shard.rect, block, saved, shard.tensor.device) for shard in data.shards]
+        lookups = [] if counted is None else _counts_from(data, counts, saved, counted)
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
             " state_dict() has only the bits of its own rank."
         ) from error
+    return Loaded(block, found, lookups)
+
+
+def _block_of(entry: Mapping[str, Any]) -> Block:
+    height, width = _ints("block", entry.get("block"), 2)
+    if min(height, width) < 1:
+        raise ValueError(
+            f"Invalid block={entry.get('block')!r} in the state: must be two positive ints."
+        )
+    return height, width
+
+
+def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
+    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
+    if not isinstance(saved, ChunkedTensor):
+        raise ValueError("The state has no mask of it.")
+    if saved.loaded is not None and block != registered:
+        raise ValueError(
+            f"Its masks were saved by blocks {block}, and it is registered by {registered}:"
+            " register it with the sparse_block_shape of the checkpoint."
+        )
+    masks = []
+    for i, piece in enumerate(_pieces_of(saved)):
+        rect = Rect(*_ints("rect", piece.get("rect"), 4))
+        if min(rect) < 0:
+            raise ValueError(f"Invalid rect={tuple(rect)} in the state: must not be negative.")
+        if saved.loaded is None:
+            bits = _unchanged_bits(rect, piece)
+        else:
+            # The hash is of the bits that this rank held when it asked DCP to load.
+            bits = _bits_of(rect, block, saved.loaded[i])
+        # Refuses bits of another length.
+        masks.append(BlockMask(rect, block, bits))
+    return masks
+
+
+def _unchanged_bits(rect: Rect, piece: Mapping[str, Any]) -> Tensor:
+    bits = piece.get("bits")
+    if not isinstance(bits, Tensor):
+        raise ValueError(f"The piece {rect} in the state has no bits.")
+    if piece.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
+    return bits
+
+
+def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
+    # A state may have been edited by hand, or damaged.
+    if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
+        return saved.kept
+    raise ValueError(f"The state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
 def _mask_from(
-    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
+    rect: Rect, block: Block, saved: Sequence[BlockMask], device: torch.device
 ) -> BlockMask:
     parts = []
-    for piece in pieces:
-        if (common := piece.rect.intersect(rect)) is not None:
-            parts.append(piece.cut(common))
+    for mask in saved:
+        if (common := mask.rect.intersect(rect)) is not None:
+            parts.append(mask.cut(common))
     if [part.rect for part in parts] == [rect]:
         # The same shard as when it was saved: nothing to unpack.
         return BlockMask(rect, block, parts[0].bits.to(device))
     return BlockMask.assemble(rect, block, parts, device)
 
 
-def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
-    """Return the lookup counts of this rank's shards of one table from its saved ``entry``:
-    ``(rect.rows,)``.
+def _counts_from(
+    data: ShardedData, saved: object, masks: Sequence[BlockMask], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the lookup counts of this rank's shards: ``(rect.rows,)``.
 
-    The pieces cover the shards, or :func:`masks_from` has refused them. Shards of the same rows
+    The pieces of ``masks``, which cover the shards, have the same order. Shards of the same rows
     have the same counts.
-
-    Raises:
-        ValueError: a piece has no counts, or invalid ones.
     """
+    if not isinstance(saved, ChunkedTensor):
+        raise ValueError("The state has no counts of lookups; it is of another score.")
+    counts: Sequence[Any] | None = saved.loaded
+    if counts is None:
+        counts = [piece.get("counts") for piece in _pieces_of(saved)]
+    if len(masks) != len(counts):
+        raise ValueError(f"The state has {len(masks)} pieces of masks and {len(counts)} of counts.")
     pieces = []
-    for piece in entry["pieces"]:
-        rect, saved = Rect(*piece["rect"]), piece.get("counts")
-        if saved is None:
+    for mask, count in zip(masks, counts, strict=True):
+        if not _valid_counts(count, mask.rect.rows):
             raise ValueError(
-                f"Table {data.name!r}: the state has no counts of lookups; it is of another score."
-            )
-        if not _valid_counts(saved, rect.rows):
-            raise ValueError(
-                f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64"
-                " >= 0."
+                f"The counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
             )
         # Of any counted dtype: a state of another decay is converted.
-        pieces.append((rect, saved))
+        pieces.append((mask.rect, count))
     return new_counts(data, dtype, pieces)
 
 
@@ -458,19 +462,6 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
         flags = unpack(part.flatten(), 8 * part.numel()).view(-1, 8 * wide)
         writer.add(flags[:, lead : lead + grid.cols].contiguous().flatten())
     return writer.close()
-
-
-def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
-    rect, bits = Rect(*_ints("rect", saved.get("rect"), 4)), saved.get("bits")
-    if min(rect) < 0 or not isinstance(bits, Tensor):
-        raise ValueError(
-            f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
-        )
-    # Refuses bits of another length.
-    mask = BlockMask(rect, block, bits)
-    if saved.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
-        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
-    return mask
 
 
 def _ints(key: str, value: object, count: int) -> tuple[int, ...]:

@@ -13,10 +13,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dist_sparse.groups import Facts
-from dist_sparse.sparsifiers.digest import refusing_drift, shared_bits
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
-from dist_sparse.sparsifiers.pieces import entries_of, tables_of
+from dist_sparse.sparsifiers.pieces import tables_of
 from dist_sparse.sparsifiers.stats import removed_blocks
 from dist_sparse.sparsifiers.step import MaskMaker
 from dist_sparse.tables.shards import ShardedData
@@ -41,8 +39,7 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         ValueError: it is not the state of a sparsifier.
     """
     saved = _whole(saved)
-    tables = tables_of(saved["sharded"]) if saved["sharded"] else {}
-    given = {name: entry["config"] for name, entry in tables.items()}
+    given = {name: entry["config"] for name, entry in tables_of(saved["sharded"]).items()}
     return copy.deepcopy({**saved["data_groups"], **given})
 
 
@@ -64,9 +61,7 @@ def prepare_load(
         located = packed.locate()
         # If not strict, tables that are registered stay as they are.
         if strict:
-            blocks = {name: packed.block(name) for name in packed.names}
-            entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
-            loaded = packed.prepare(entries, located)
+            loaded = packed.prepare(saved["sharded"], located)
         for name in loaded:
             # A state may be of another class of sparsifier: the next mask update would fail.
             if lacking := sorted(set(sparsifier.defaults) - set(configs[name])):
@@ -75,9 +70,13 @@ def prepare_load(
                 )
             sparsifier.check_config(located[name], configs[name])
         for facts, names in noted:
-            here = {name: loaded[name] for name in names if name in loaded}
-            _note_loaded(facts, here, located, configs)
+            for name in filter(loaded.__contains__, names):
+                one = loaded[name]
+                values = [one.block, configs[name], one.updates, one.removed]
+                facts[f"the state of table {name!r}"] = values
     if loaded:
+        refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
+        packed.compare_holders("load_state_dict()", located, loaded, refusal)
         # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
         _check_removed(packed, loaded, located)
 
@@ -90,23 +89,6 @@ def prepare_load(
         return {**{name: config for name, config in configs.items() if name in names}, **kept}
 
     return commit
-
-
-def _note_loaded(
-    facts: Facts,
-    loaded: Mapping[str, TableMasks],
-    located: Mapping[str, ShardedData],
-    configs: Mapping[str, Any],
-) -> None:
-    """Note what must be equal on all ranks of a group before a state is loaded."""
-    for name, one in loaded.items():
-        values = [one.block, configs[name], one.updates, one.removed]
-        facts[f"the state of table {name!r}"] = values
-        facts.replicas |= shared_bits(located[name], one.block, one.masks)
-    facts.on_drift = refusing_drift(
-        "The saved masks of the ranks do not fit together; they differ at {places}. Nothing was"
-        " changed."
-    )
 
 
 def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:

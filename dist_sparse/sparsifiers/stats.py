@@ -17,7 +17,7 @@ from dist_sparse.groups import group_over
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
-from dist_sparse.sparsifiers.digest import mask_hash, refusing_drift, shape_hash, shared_bits
+from dist_sparse.sparsifiers.digest import mask_hash, shape_hash
 from dist_sparse.sparsifiers.lookups import knows_removed_rows
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -151,17 +151,12 @@ def audit(masks: Masks) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
     packed, enforcer = masks.tables, masks.enforcer
     located = packed.current("audit()")
-    with packed.agreeing("audit()") as noted:
-        for facts, names in noted:
-            facts.on_drift = refusing_drift(
-                "Masks differ between their holders, from the first holder's: {places}."
-            )
-            for name in names:
-                held = shared_bits(located[name], packed.block(name), packed.masks(name))
-                facts.replicas |= held
+    with packed.agreeing("audit()"):
         if enforcer is not None:
             # Dirty rows are zeroed before a forward reads them: they are no errors.
             enforcer.settle()
+    refusal = "Masks differ between their holders."
+    packed.compare_holders("audit()", located, packed.snapshot(), refusal)
     revived = _revived(packed, located)
     if enforcer is not None:
         # Without an enforcer, plain data keeps the weights that it removes.

@@ -20,7 +20,7 @@ from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.digest import refusing_drift, shared_weights
+from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Tiling, exchange, move_of_masks
@@ -241,8 +241,13 @@ def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     equal = [data for data in tables if data.replicated and not data.copied]
     if equal:
         facts.replicas |= shared_weights(equal, group_over(equal[0].ranks).rank)
-    facts.on_drift = refusing_drift(
-        "Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the"
+    facts.on_drift = _refuse_drift
+
+
+def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
+    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
+    raise ValueError(
+        f"Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the"
         " same checkpoint on all ranks, or broadcast weights and optimizer state from the first,"
         " and find what updates them differently."
     )
