@@ -139,17 +139,16 @@ class BaseDataSparsifier(MaskMaker):
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
         if name in self.masks.tables:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
-        if name in self.masks.plain:
-            # What the caller does not pass stays as it was.
-            group = self._overlaid(self.data_groups[name], config)
+        known = name in self.masks.plain
+        if known:
             warnings.warn(
                 "Replacing existing data of the same name. - Did you mean a different name?",
                 stacklevel=2,
             )
-        else:
-            group = self._overlaid(self.defaults, config)
-            reuse_mask = False
-        mask = self._fitting_mask(name, weight) if reuse_mask else group.get("mask")
+        # Of known data, what the caller does not pass stays as it was.
+        group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
+        kept = known and reuse_mask
+        mask = self._fitting_mask(name, weight) if kept else group.get("mask")
         if mask is None:
             mask = torch.ones_like(weight)
         masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
@@ -207,12 +206,10 @@ class BaseDataSparsifier(MaskMaker):
                     weights_are_on(shard.tensor.device)
             self.masks.tables.check_new(located, self.masks.plain.tensors())
             # All is checked before anything is registered.
-            rules = _rules(config or {}, self.defaults)
-            for glob in rules:
-                _refuse_unmatched(glob, located)
+            overrides = _overrides(config or {}, self.defaults, located)
             configs = {}
             for data in located:
-                given = self._overlaid(self.defaults, _overrides(rules, data))
+                given = self._overlaid(self.defaults, overrides[data.name])
                 self.check_config(data, given)
                 configs[data.name] = given
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
@@ -227,11 +224,8 @@ class BaseDataSparsifier(MaskMaker):
         Raises:
             ValueError: the name is not that of plain data.
         """
-        if name not in self.masks.plain:
-            raise ValueError(
-                f"data with specified name does not exist: {name!r}; known are"
-                f" {self.masks.plain.names}"
-            )
+        if self._store(name) is not self.masks.plain:
+            raise ValueError(f"{name!r} is a sharded table: squash_mask() ends its mask.")
         self.masks.plain.drop(name)
         del self.data_groups[name]
 
@@ -250,7 +244,7 @@ class BaseDataSparsifier(MaskMaker):
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
         """
         store = self._store(name)
-        self._settle()
+        self.masks.hooks.settle()
         return store.weight(name) if return_original else store.effective(name)
 
     def step(self) -> None:
@@ -272,7 +266,7 @@ class BaseDataSparsifier(MaskMaker):
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
         as long as a mask update."""
-        self.masks.tables.apply(self.masks.tables.current())
+        self.masks.tables.apply(self.masks.tables.names)
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
     # ranks make the same call.
@@ -298,16 +292,15 @@ class BaseDataSparsifier(MaskMaker):
         """
         return self._store(name).local_masks(name)
 
-    def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
+    def full_mask(self, name: str) -> Tensor:
         """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded
         table. For tests and inspection.
 
         Raises:
-            ValueError: unknown name, the mask would take more than ``max_bytes``, or another rank
-                asks for another.
+            ValueError: unknown name, or another rank asks for another.
         """
         if name in self.masks.tables:
-            return stats.full_mask(self.masks.tables, name, max_bytes)
+            return stats.full_mask(self.masks.tables, name)
         return self.get_mask(name).to(torch.int8)
 
     def table_stats(self) -> list[TableStats]:
@@ -399,23 +392,23 @@ class BaseDataSparsifier(MaskMaker):
             ValueError: a name is unknown, or a mask that is to be written does not fit its data;
                 nothing is squashed.
         """
-        chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
-        plain = [name for name in chosen if self._store(name) is self.masks.plain]
-        sharded = [name for name in chosen if name in self.masks.tables]
-        # All are checked before any is squashed.
+        chosen = dict.fromkeys(self.data_groups if names is None else names)
+        stores = {name: self._store(name) for name in chosen}
+        plain = [name for name, store in stores.items() if store is self.masks.plain]
+        sharded = [name for name in stores if name not in plain]
         if leave_parametrized:
+            # All are checked before any is squashed.
             for name in plain:
                 self.masks.plain.check_squash(name)
-        # Collective only if a sharded table is squashed.
-        located = self.masks.tables.current() if sharded else {}
-        if leave_parametrized:
-            self.masks.tables.apply({name: located[name] for name in sharded})
+            # Collective only if a sharded table is squashed.
+            if sharded:
+                self.masks.tables.apply(sharded)
         for name in sharded:
             self.masks.tables.drop(name)
             del self.data_groups[name]
         for name in plain:
             self.masks.plain.squash(name, write=leave_parametrized)
-        self._renew()
+        self.masks.hooks.renew()
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, configurations and plain data, for torch.save and
@@ -429,7 +422,7 @@ class BaseDataSparsifier(MaskMaker):
         """
         # Masks with their shards, and weights as a forward would read them.
         self.masks.tables.current()
-        self._settle()
+        self.masks.hooks.settle()
         return save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -460,7 +453,7 @@ class BaseDataSparsifier(MaskMaker):
 
         def load() -> None:
             self.data_groups = commit()
-            self._renew()
+            self.masks.hooks.renew()
 
         return load
 
@@ -476,19 +469,15 @@ class BaseDataSparsifier(MaskMaker):
                 "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and"
                 " register the model in a new sparsifier."
             )
-        kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
-        # Tensors without their graph, which can't be copied.
+        kept = {key: value for key, value in vars(self).items() if key not in _UNSAVED}
         plain = self.masks.plain.state_dict()
-        return {
-            **kept,
-            **plain,
-            "_container": {name: held.detach() for name, held in plain["_container"].items()},
-        }
+        # Tensors without their graph, which can't be copied.
+        held = {name: tensor.detach() for name, tensor in plain["_container"].items()}
+        return {**kept, **plain, "_container": held}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(
-            {key: value for key, value in state.items() if key not in ("state", "_container")}
-        )
+        plain = "state", "_container"
+        vars(self).update({key: value for key, value in state.items() if key not in plain})
         # Nothing that is attached to the original is attached to the copy.
         self.masks = Masks()
         self.masks.plain.prepare(state, self.data_groups, strict=True)()
@@ -516,17 +505,6 @@ class BaseDataSparsifier(MaskMaker):
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
         # As registered, plain data and sharded tables mixed.
         return {name: found[name] for name in self.data_groups if name in found}
-
-    def _settle(self) -> None:
-        """Zero revived weights before weights are returned."""
-        if self.masks.enforcer is not None:
-            self.masks.enforcer.settle()
-
-    def _renew(self) -> None:
-        """Have the enforcer look masks up again: they were replaced by other means than a mask
-        update."""
-        if self.masks.enforcer is not None:
-            self.masks.enforcer.renew()
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer knows no optimizer of new data.
@@ -567,13 +545,11 @@ class BaseDataSparsifier(MaskMaker):
         return {**copy.deepcopy(dict(config)), **given}
 
 
-Rules = Mapping[str, Mapping[str, Any]]
-"""Glob over table names and fully qualified names -> overrides."""
-
-
-def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
-    """Return the overrides of a model's tables by glob, whether they were given by glob or for
-    all."""
+def _overrides(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], located: Sequence[ShardedData]
+) -> dict[str, dict[str, Any]]:
+    """Return the overrides of each table of a model, whether they were given by glob or for all; of
+    several globs that match, later ones win."""
     # A default may be a mapping itself: its key is not a glob then.
     by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
     if any(by_glob) and not all(by_glob):
@@ -581,30 +557,18 @@ def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
             f"Invalid config={dict(config)!r}: must map either keys to values or globs to such"
             " mappings, not both."
         )
-    rules: Rules = config if any(by_glob) else {"*": config}
-    for overrides in rules.values():
+    given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
+    for glob, overrides in (config if any(by_glob) else {"*": config}).items():
         if unknown := sorted(set(overrides) - set(defaults)):
             raise ValueError(
                 f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
                 f" {sorted(defaults)}."
             )
-    return rules
-
-
-def _refuse_unmatched(glob: str, located: Sequence[ShardedData]) -> None:
-    if not any(_matches(data, glob) for data in located):
-        raise ValueError(
-            f"Invalid config: {glob!r} matches no table; there are"
-            f" {[data.name for data in located]}."
-        )
-
-
-def _overrides(rules: Rules, data: ShardedData) -> dict[str, Any]:
-    """Return the overrides of one table; of several globs that match, later ones win."""
-    given: dict[str, Any] = {}
-    for glob, overrides in rules.items():
-        if _matches(data, glob):
-            given |= copy.deepcopy(dict(overrides))
+        matching = [data.name for data in located if _matches(data, glob)]
+        if not matching:
+            raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
+        for name in matching:
+            given[name] |= copy.deepcopy(dict(overrides))
     return given
 
 

@@ -52,6 +52,24 @@ class Enforcer(Protocol):
         ...
 
 
+class NoEnforcer:
+    """Stands in for an enforcer while none is attached; does nothing."""
+
+    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
+        return {}
+
+    def states(self) -> Mapping[int, Sequence[Tensor]]:
+        return {}
+
+    def written(self) -> Mapping[int, Written]:
+        return {}
+
+    def settle(self) -> None:
+        pass
+
+    renew = begin_step = end_step = settle
+
+
 class Rotation(Protocol):
     """What rotates tables before each mask update, if anything does."""
 
@@ -101,3 +119,8 @@ class Masks:
         self.undo: Undo | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @property
+    def hooks(self) -> Enforcer:
+        """The enforcer that is attached, or one that does nothing."""
+        return self.enforcer or NoEnforcer()

@@ -20,7 +20,16 @@ from dist_sparse.facts import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import pieces
-from dist_sparse.tables.shards import Block, Rect, ShardedData, Source, Span, overlapping, owners
+from dist_sparse.tables.shards import (
+    Block,
+    Rect,
+    Shard,
+    ShardedData,
+    Source,
+    Span,
+    overlapping,
+    owners,
+)
 
 Ranks = tuple[int, ...] | None
 
@@ -412,11 +421,17 @@ class PackedStore:
         return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
-    def apply(self, located: Mapping[str, ShardedData]) -> None:
-        """Write zero to the removed weights of this rank's shards. Local."""
+    def apply(self, names: Sequence[str]) -> None:
+        """Write zero to the removed weights of this rank's shards. Local, unless shards have moved:
+        then collective."""
+        located = self.current()
+        for shard, mask in self.shards({name: located[name] for name in names}):
+            mask.apply_(shard.tensor)
+
+    def shards(self, located: Mapping[str, ShardedData]) -> Iterator[tuple[Shard, BlockMask]]:
+        """Yield all shards of these tables on this rank, each with its mask."""
         for name, data in located.items():
-            for mask, shard in zip(self.masks(name), data.shards, strict=True):
-                mask.apply_(shard.tensor)
+            yield from zip(data.shards, self.masks(name), strict=True)
 
     # Saving.
 

@@ -92,9 +92,10 @@ def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None
 
 def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Count removed weights that are not zero. Collective: one all-reduce a group."""
-    counts = dict.fromkeys(located, 0)
+    counts = {}
     for name, data in located.items():
-        for mask, shard in zip(packed.masks(name), data.shards, strict=True):
+        counts[name] = 0
+        for shard, mask in packed.shards({name: data}):
             # In chunks: the mask of elements may be as large as the weights.
             for rows, kept in mask.element_chunks():
                 counts[name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
@@ -108,16 +109,12 @@ def _revived_plain(dense: DenseStore) -> dict[str, int]:
     }
 
 
-def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
+def full_mask(packed: PackedStore, name: str) -> Tensor:
     """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
     data, block = packed.find(name), packed.block(name)
     group, whole = group_over(data.ranks), Rect(0, 0, *data.shape)
     with group.agreeing("full_mask()") as facts:
         facts["name"] = name
-        if whole.numel > max_bytes:
-            raise ValueError(
-                f"The mask of table {name!r} takes {whole.numel} bytes: more than {max_bytes=}."
-            )
     packed.reshard({name: data})
     # As if every rank held all of the table.
     everywhere = ((whole,),) * group.size
@@ -149,21 +146,20 @@ def fingerprints(masks: Masks, action: str) -> dict[str, str]:
 
 def audit(masks: Masks) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
-    packed, enforcer = masks.tables, masks.enforcer
+    packed, enforced = masks.tables, masks.enforcer is not None
     located = packed.current("audit()")
     with packed.agreeing("audit()"):
-        if enforcer is not None:
-            # Dirty rows are zeroed before a forward reads them: they are no errors.
-            enforcer.settle()
+        # Dirty rows are zeroed before a forward reads them: they are no errors.
+        masks.hooks.settle()
     refusal = "Masks differ between their holders."
     packed.compare_holders("audit()", located, packed.snapshot(), refusal)
     revived = _revived(packed, located)
-    if enforcer is not None:
+    if enforced:
         # Without an enforcer, plain data keeps the weights that it removes.
         revived |= _revived_plain(masks.plain)
     # Of all groups: ranks that hold none of a table must not go on alone.
     with packed.agreeing("audit()"):
-        _report_revived(revived, enforced=enforcer is not None)
+        _report_revived(revived, enforced=enforced)
     return fingerprints(masks, "audit()")
 
 

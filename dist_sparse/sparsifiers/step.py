@@ -117,8 +117,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    if masks.enforcer is not None:
-        masks.enforcer.end_step()
+    masks.hooks.end_step()
 
 
 def make_masks(
@@ -194,9 +193,8 @@ def masks_by_shard(
 def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
-    if sparsifier.masks.enforcer is not None:
-        # Zeroes revived weights, which scores must not see.
-        sparsifier.masks.enforcer.begin_step()
+    # Zeroes revived weights, which scores must not see.
+    sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, dense.names):
         mask = dense.mask(name)

@@ -64,7 +64,7 @@ class LastUpdate:
         self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
     ) -> None:
         """Take the place of the update that was kept so far. Called before anything is zeroed."""
-        states = {} if masks.enforcer is None else masks.enforcer.states()
+        states = masks.hooks.states()
         self._removed = {}
         for name, new in made.items():
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
@@ -91,10 +91,9 @@ class LastUpdate:
     def undo(self, masks: Masks, located: Mapping[str, ShardedData]) -> None:
         """Put masks, removed weights and their optimizer state back, as they were before."""
         masks.tables.load(self.before)
-        if masks.enforcer is not None:
-            # Zeroes the blocks that the update brought back; the weights below must come later.
-            masks.enforcer.renew()
-        states = {} if masks.enforcer is None else masks.enforcer.states()
+        # Zeroes the blocks that the update brought back; the weights below must come later.
+        masks.hooks.renew()
+        states = masks.hooks.states()
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
                 _put(shard.tensor, one.mask, one.weights)
@@ -102,8 +101,7 @@ class LastUpdate:
                 live = states.get(shard.tensor.data_ptr(), ())
                 for state, kept in zip(live, one.states, strict=False):
                     _put_state(state, one, kept)
-        if masks.enforcer is not None:
-            masks.enforcer.end_step()
+        masks.hooks.end_step()
         self.forget()
 
     def forget(self) -> None:
