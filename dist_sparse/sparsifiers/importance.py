@@ -195,7 +195,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets rows, and no table.
-        self._known = self._look_up(located) if self.scored_by != "norm" else {}
+        self._known = self._look_up(located)
         return super().score_tables(located, configs)
 
     def step(self) -> None:
@@ -270,8 +270,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         Raises:
             ValueError: as in ``step()``; names the table.
         """
-        if self.scored_by != "norm":
-            self._look_up(located)
+        self._look_up(located)
 
     def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
@@ -287,14 +286,16 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """Return lookups or sums of the rows of this rank's shards."""
+        if self.scored_by == "norm":
+            return {}
         # Lookups need an enforcer too, so that it is asked in any case.
-        totals = self.sums()
-        if self.scored_by == "frequency":
-            return {name: self._counted(data) for name, data in located.items()}
-        return {
-            name: [_summed(name, shard, totals) for shard in data.shards]
-            for name, data in located.items()
-        }
+        totals, known = self.sums(), {}
+        for name, data in located.items():
+            if self.scored_by == "frequency":
+                known[name] = self._counted(data)
+            else:
+                known[name] = [_summed(name, shard, totals) for shard in data.shards]
+        return known
 
     def _counted(self, data: ShardedData) -> list[_Known]:
         # A lookup is of a whole row: each element has its share, so that blocks compare by bytes.
@@ -322,27 +323,20 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
         """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
-        known = self._known_at(name, data, offset)
+        known = self._known_at(name, offset)
         first = offset[0] - known.rect.row
         return known.of_rows(slice(first, first + len(data)))
 
-    def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
+    def _known_at(self, name: str, offset: tuple[int, int]) -> _Known:
         """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
-        if name not in self.masks.plain:
-            # Chunks are of one shard: its first element tells which.
-            here = Rect(*offset, 1, 1)
-            return next(
-                known for known in self._known[name] if known.rect.intersect(here) is not None
-            )
-        if self.scored_by == "frequency":
+        if name in self.masks.plain:
             raise ValueError(
-                f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from"
+                f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
                 " add_model()."
             )
-        # Plain data is one shard, whatever its shape.
-        whole = self.masks.plain.weight(name)
-        rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
-        return _summed(name, Shard(rect, whole), self.sums())
+        # Chunks are of one shard: its first element tells which.
+        here = Rect(*offset, 1, 1)
+        return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:

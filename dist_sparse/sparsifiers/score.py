@@ -108,7 +108,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
         # Kept scores, while an enforcer tracks writes.
-        self._keeper: _Keeper | None = None
+        self._keeper = _Keeper()
         self._whole_blocks = zeros_per_block is None
         # As a number, like the ancestor's.
         if zeros_per_block is None:
@@ -141,7 +141,23 @@ class ScoreSparsifier(BaseDataSparsifier):
             NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite
                 scores, or an impossible config.
         """
-        made = self._plain_masks(name, data, config)
+        if not data.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
+            )
+        matrix = _as_scored_matrix(name, data.detach())
+        # A sharded table over a world of one.
+        rect = Rect(0, 0, *matrix.shape)
+        table = ShardedData(
+            name=name,
+            shape=(rect.rows, rect.cols),
+            dtype=data.dtype,
+            sharding="plain",
+            ranks=None,
+            tiling=((rect,),),
+            shards=(Shard(rect, matrix),),
+        )
+        [made] = new_masks([score_table(self._goal(table, config), 0)], Group(None, None))
         self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
 
     @property
@@ -160,12 +176,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
-        if self.masks.enforcer is None:
-            # Nothing tracks writes any more.
-            self._keeper = None
-        elif integer("full_every", self.full_every, least=1) > 1:
-            self._keeper = self._keeper or _Keeper()
-            written, masks = self.masks.enforcer.written(), self.masks.tables.masks
+        if integer("full_every", self.full_every, least=1) > 1:
+            written, masks = self.masks.hooks.written(), self.masks.tables.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
@@ -203,7 +215,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     def apply_masks(self) -> None:
         super().apply_masks()
         # It is called after writes that torch does not count.
-        self._keeper = None
+        self._keeper = _Keeper()
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.
@@ -258,27 +270,6 @@ class ScoreSparsifier(BaseDataSparsifier):
                 "scope='global' can't compare rotated columns, which are removed by position."
             )
 
-    def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
-        """Return the new mask of plain data."""
-        if not data.dtype.is_floating_point:
-            raise NotImplementedError(
-                f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
-            )
-        matrix = _as_scored_matrix(name, data.detach())
-        # A sharded table over a world of one.
-        rect = Rect(0, 0, *matrix.shape)
-        table = ShardedData(
-            name=name,
-            shape=(rect.rows, rect.cols),
-            dtype=data.dtype,
-            sharding="plain",
-            ranks=None,
-            tiling=((rect,),),
-            shards=(Shard(rect, matrix),),
-        )
-        [made] = new_masks([score_table(self._goal(table, config), 0)], Group(None, None))
-        return made
-
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
         whole_columns, area = config["sparse_block_shape"][0] == COL, block[0] * block[1]
@@ -294,7 +285,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             level = 1.0
         else:
             level = number("sparsity_level", config["sparsity_level"], of=data.name)
-            level = min(max(level, 0.0), 1.0)
+        level = min(max(level, 0.0), 1.0)
         most = self._most_removed(data, block, blocks, level)
         k = round(level * blocks)
         if zeros == 0:
@@ -341,12 +332,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.masks.rotation is not None and data.name in self.masks.rotation.names:
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
-        return self.measure or self.element_measure(data.name, config)
+        return self.element_measure(data.name, config)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        """Return how the elements of a table are scored if :attr:`measure` is None: by
+        """Return how the elements of a table are scored: by :attr:`measure`, or by
         :meth:`score`."""
-        return partial(self._scored, name, config)
+        return self.measure or partial(self._scored, name, config)
 
     def _scored(
         self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]

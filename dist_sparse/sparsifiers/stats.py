@@ -23,9 +23,61 @@ from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import assembled, begun, exchange, move_of_masks
 from dist_sparse.sparsifiers.recorder import configured_level
+from dist_sparse.sparsifiers.step import MaskMaker
 from dist_sparse.tables.shards import Rect, ShardedData, grid_of
+from dist_sparse.text import block_shape_text, block_text, number_of, shape_text, table_lines
 
 Configs = Mapping[str, Mapping[str, Any]]
+
+
+_HEAD = (
+    *("name", "shape", "dtype", "sharding", "shards (here)"),
+    *("block", "zeros/block", "level", "mask bytes (here)"),
+)
+
+
+def describe(sparsifier: MaskMaker) -> str:
+    """Return a text table of everything registered: name, shape, dtype, sharding, shards,
+    configuration, level, mask bytes. Local.
+
+    "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts
+    over all ranks.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, describe
+        >>> data = [("user", torch.ones(10, 4))]
+        >>> print(describe(DataNormSparsifier(data, sparse_block_shape=(1, 4))))
+        DataNormSparsifier: 1 registered, over 1 rank
+        name  shape   dtype    sharding  shards (here)  block  zeros/block  level  mask bytes (here)
+        ----  ------  -------  --------  -------------  -----  -----------  -----  -----------------
+        user  10 x 4  float32  plain     1 (1)          1x4    all          0.5    160
+    """
+    packed, dense = sparsifier.masks.tables, sparsifier.masks.plain
+    located = packed.locate()
+    rows = []
+    for name, config in sparsifier.data_groups.items():
+        if name in located:
+            data = located[name]
+            shards = f"{len(data.rects)} ({len(data.shards)})"
+            stored = [shape_text(data.shape), _dtype_text(data.dtype), data.sharding, shards]
+            size = sum(mask.bits.numel() for mask in packed.masks(name))
+        else:
+            weight = dense.held(name)
+            stored = [shape_text(weight.shape), _dtype_text(weight.dtype), "plain", "1 (1)"]
+            size = dense.mask(name).nbytes
+        block, level = config.get("sparse_block_shape"), config.get("sparsity_level")
+        zeros = block_text(block, config.get("zeros_per_block"))
+        level_text = "-" if level is None else f"{level:.4g}"
+        rows.append((name, *stored, block_shape_text(block), zeros, level_text, f"{size:,}"))
+    ranks = number_of(max((len(ranks or (0,)) for ranks in packed.groups), default=1), "rank")
+    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks}"
+    return "\n".join([title, *table_lines(_HEAD, rows)])
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
