@@ -37,6 +37,7 @@ from dist_sparse.enforcer.optimizers import State, same_storage
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.protocols import TableBatch
@@ -85,7 +86,7 @@ class _Found:
     weights: list[tuple[str, Tensor]]
 
 
-class MaskEnforcer:
+class MaskEnforcer(Enforcer):
     """Keeps removed weights at zero in every forward. Never communicates, unless it finds that
     shards have moved.
 

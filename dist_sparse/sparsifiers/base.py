@@ -28,7 +28,7 @@ from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
 from dist_sparse.sparsifiers.step import MaskMaker, update_masks
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ShardedData, Source
+from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
@@ -38,10 +38,6 @@ SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 _UNSAVED = {"masks", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound
 to the original."""
-
-_MOST_SHOWN, _FEW_SHOWN = 10, 3
-"""Data groups in a repr: up to ten are all listed, as by the ancestor; of more the first three."""
-
 
 Found = TypeVar("Found")
 
@@ -207,15 +203,15 @@ class BaseDataSparsifier(MaskMaker):
             self.masks.tables.check_new(located, self.masks.plain.tensors())
             # All is checked before anything is registered.
             overrides = _overrides(config or {}, self.defaults, located)
-            configs = {}
+            configs, blocks = {}, {}
             for data in located:
                 given = self._overlaid(self.defaults, overrides[data.name])
-                self.check_config(data, given)
+                blocks[data.name] = self.check_config(data, given)
                 configs[data.name] = given
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, given]
         # All ranks have agreed: from here on nothing can fail on some of them alone.
-        self._register(source, located, configs)
+        self._register(source, located, configs, blocks)
         return [data.name for data in located]
 
     def delete_data(self, name: str) -> None:
@@ -483,15 +479,10 @@ class BaseDataSparsifier(MaskMaker):
         self.masks.plain.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
-        groups = list(self.data_groups.items())
-        # A model may have a thousand tables.
-        shown = groups if len(groups) <= _MOST_SHOWN else groups[:_FEW_SHOWN]
         lines = [f"{type(self).__name__} ("]
-        for name, group in shown:
+        for name, group in self.data_groups.items():
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
-        if len(shown) < len(groups):
-            lines.append(f"\t... and {len(groups) - len(shown)} more data groups")
         return "\n".join([*lines, ")"])
 
     def _store(self, name: str) -> DenseStore | PackedStore:
@@ -525,20 +516,22 @@ class BaseDataSparsifier(MaskMaker):
         source = TensorSource(name, data)
         located = source.locate()
         group = self._overlaid(self.defaults, config)
-        self.check_config(located[0], group)
+        block = self.check_config(located[0], group)
         self.masks.tables.check_new(located, self.masks.plain.tensors())
-        self._register(source, located, {name: group})
+        self._register(source, located, {name: group}, {name: block})
         kept: Tensor = data
         return kept
 
     def _register(
-        self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]
+        self,
+        source: Source,
+        located: Sequence[ShardedData],
+        configs: Mapping[str, dict[str, Any]],
+        blocks: Mapping[str, Block],
     ) -> None:
-        blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
         counted = self.count_dtype if self.counts_lookups else None
-        self.masks.tables.add(source, located, blocks, counted=counted)
-        for data in located:
-            self.data_groups[data.name] = configs[data.name]
+        self.masks.tables.add(source, located, blocks, counted)
+        self.data_groups |= configs
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``config``, changed to what the caller passed."""

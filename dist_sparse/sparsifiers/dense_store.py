@@ -260,40 +260,25 @@ def _fill(
     """Fill a container from a saved state; squashed names stay squashed, and a parametrization of
     the user's gets the buffers that it had."""
     for name, entry in state.items():
-        original = f"parametrizations.{name}.original"
-        data = tensors.get(name, tensors.get(original))
+        prefix = f"parametrizations.{name}."
+        data, mask = tensors.get(name, tensors.get(f"{prefix}original")), entry.get("mask")
         if name not in configs:
-            lacks = "a mask for it but no config in data_groups"
-        elif data is None:
-            lacks = "a mask for it but no data"
-        else:
-            lacks = "data for it but no mask"
-        if name not in configs or data is None or entry.get("mask") is None:
-            raise RuntimeError(f"Error loading {name!r}: the state has {lacks}.")
+            raise RuntimeError(f"Error loading {name!r}: the state has no config of it.")
+        if data is None or mask is None:
+            lacking = "data" if data is None else "mask"
+            raise RuntimeError(f"Error loading {name!r}: the state has no {lacking} of it.")
         data = data.detach().clone()
         if "parametrization" not in configs[name]:
-            entry["mask"] = _with_shape_of(data, entry["mask"])
+            mask = entry["mask"] = _with_shape_of(data, mask)
         if name in tensors:
             # Squashed when it was saved.
             container.register_buffer(name, data)
-        else:
-            _attach_saved(container, name, data, entry["mask"], configs[name], tensors)
-
-
-def _attach_saved(
-    container: Container,
-    name: str,
-    data: Tensor,
-    mask: Tensor,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    _attach(container, name, data, mask, config.get("parametrization", Masked))
-    prefix = f"parametrizations.{name}."
-    buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
-    kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
-    # Not strict: the default parametrization has no buffers in its state.
-    _parametrizations(container, name).load_state_dict(kept, strict=False)
+            continue
+        _attach(container, name, data, mask, configs[name].get("parametrization", Masked))
+        buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
+        kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
+        # Not strict: the default parametrization has no buffers in its state.
+        _parametrizations(container, name).load_state_dict(kept, strict=False)
 
 
 def _with_shape_of(data: Tensor, mask: Tensor) -> Tensor:

@@ -84,17 +84,20 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     if not knows_removed_rows(data, block):
         return None
     # Where a score counts all lookups, nothing is sampled.
-    if counts is not None:
-        rows = counted_rows(data, block, masks, counts) or ()
-        # Counts that decay have fractions; sums are rounded once.
-        looked_up = sum(float(lookups.sum()) for _, lookups in rows)
-        return round(looked_up), round(sum(float(lookups[dead].sum()) for dead, lookups in rows))
-    mine, sums = _counted_here(data), torch.zeros(2, dtype=torch.int64)
-    for mask, sampled in zip(masks, packed.samples(data.name), strict=True):
+    sampled = packed.samples(data.name) if counts is None else map(_looked_up, masks, counts)
+    mine, sums = _counted_here(data), torch.zeros(2, dtype=torch.float64)
+    for mask, lookups in zip(masks, sampled, strict=True):
         if mask.rect in mine:
-            sums += sampled.cpu()
-    looked_up, removed = sums.tolist()
+            sums += lookups.cpu()
+    # Counts that decay have fractions; sums are rounded once.
+    looked_up, removed = sums.round().long().tolist()
     return looked_up, removed
+
+
+def _looked_up(mask: BlockMask, counts: Tensor) -> Tensor:
+    """Return all lookups of a shard, and those of its removed rows."""
+    rows = counts.double()
+    return torch.stack([rows.sum(), rows[mask.dead_rows()].sum()])
 
 
 def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
@@ -105,11 +108,9 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
         packed: the registered tables.
         action: the public call, for messages.
     """
-    known = {}
-    for name, data in packed.current(action).items():
-        lookups = lookups_here(packed, data)
-        # The same tables on every rank of a group.
-        if lookups is not None:
-            known[name] = lookups
+    located = packed.current(action)
+    here = {name: lookups_here(packed, data) for name, data in located.items()}
+    # The same tables on every rank of a group.
+    known = {name: lookups for name, lookups in here.items() if lookups is not None}
     sums = packed.summed(known)
     return {name: sums[name] for name in known}

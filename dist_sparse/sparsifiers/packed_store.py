@@ -197,8 +197,7 @@ class PackedStore:
         source: Source,
         located: Sequence[ShardedData],
         blocks: Mapping[str, Block],
-        *,
-        counted: torch.dtype | None = None,
+        counted: torch.dtype | None,
     ) -> None:
         """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts`
         of that dtype."""
@@ -315,10 +314,14 @@ class PackedStore:
         tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
         local."""
         moved = set(self.moved(located))
-        # Group by group, in an order that all ranks share: each move is collective.
+        # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
         for ranks, names in self.groups.items():
-            if tables := [located[name] for name in names if name in moved]:
-                self._move(tables, group_over(ranks))
+            tables = [located[name] for name in names if name in moved]
+            moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
+            arrived = iter(pieces.exchange(group_over(ranks), moves) if moves else ())
+            for data in tables:
+                self._tables[data.name].take(data, arrived)
+                self.version += 1
         for name, data in located.items():
             # A model may have been moved, such as by .to(), since the bits were stored.
             devices = [shard.tensor.device for shard in data.shards]
@@ -567,14 +570,6 @@ class PackedStore:
                 " step(), apply_masks() or table_stats() on every rank first."
             )
         return self.masks(name)
-
-    def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
-        # One all-to-all for all tables of a group.
-        moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
-        arrived = iter(pieces.exchange(group, moves))
-        for data in tables:
-            self._tables[data.name].take(data, arrived)
-        self.version += 1
 
 
 def _check_single(name: str, shards: int) -> None:

@@ -329,41 +329,35 @@ def _block_of(entry: Mapping[str, Any]) -> Block:
 def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
     """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
     if not isinstance(saved, ChunkedTensor):
-        raise ValueError("The state has no mask of it.")
+        raise ValueError("the state has no mask of it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
-            f"Its masks were saved by blocks {block}, and it is registered by {registered}:"
+            f"its masks were saved by blocks {block}, and it is registered by {registered}:"
             " register it with the sparse_block_shape of the checkpoint."
         )
-    masks = []
+    masks, loaded = [], saved.loaded
     for i, piece in enumerate(_pieces_of(saved)):
         rect = Rect(*_ints("rect", piece.get("rect"), 4))
-        if min(rect) < 0:
-            raise ValueError(f"Invalid rect={tuple(rect)} in the state: must not be negative.")
-        if saved.loaded is None:
-            bits = _unchanged_bits(rect, piece)
-        else:
-            # The hash is of the bits that this rank held when it asked DCP to load.
-            bits = _bits_of(rect, block, saved.loaded[i])
+        bits = piece.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
+        if min(rect) < 0 or not isinstance(bits, Tensor):
+            raise ValueError(
+                f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
+            )
         # Refuses bits of another length.
         masks.append(BlockMask(rect, block, bits))
+        # The hash is of the bits that this rank held when it asked DCP to load.
+        if loaded is None and piece.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+            raise ValueError(
+                f"The bits of {rect} are not those that were saved: their hash differs."
+            )
     return masks
-
-
-def _unchanged_bits(rect: Rect, piece: Mapping[str, Any]) -> Tensor:
-    bits = piece.get("bits")
-    if not isinstance(bits, Tensor):
-        raise ValueError(f"The piece {rect} in the state has no bits.")
-    if piece.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
-        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
-    return bits
 
 
 def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
     # A state may have been edited by hand, or damaged.
     if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
         return saved.kept
-    raise ValueError(f"The state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
+    raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
 def _mask_from(
@@ -388,17 +382,17 @@ def _counts_from(
     have the same counts.
     """
     if not isinstance(saved, ChunkedTensor):
-        raise ValueError("The state has no counts of lookups; it is of another score.")
+        raise ValueError("the state has no counts of lookups; it is of another score.")
     counts: Sequence[Any] | None = saved.loaded
     if counts is None:
         counts = [piece.get("counts") for piece in _pieces_of(saved)]
     if len(masks) != len(counts):
-        raise ValueError(f"The state has {len(masks)} pieces of masks and {len(counts)} of counts.")
+        raise ValueError(f"the state has {len(masks)} pieces of masks and {len(counts)} of counts.")
     pieces = []
     for mask, count in zip(masks, counts, strict=True):
         if not _valid_counts(count, mask.rect.rows):
             raise ValueError(
-                f"The counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
+                f"the counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
             )
         # Of any counted dtype: a state of another decay is converted.
         pieces.append((mask.rect, count))

@@ -128,11 +128,10 @@ def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
         )
-    whole: dict[str, Any] = {"state": {}, "data_groups": {}, "_container": {}, "sharded": {}}
-    whole |= saved
-    for part in (*parts, "sharded"):
-        if not isinstance(whole[part], Mapping):
+    whole = {part: saved.get(part, {}) for part in (*parts, "sharded")}
+    for part, value in whole.items():
+        if not isinstance(value, Mapping):
             raise ValueError(
-                f"Invalid state: {part!r} must be a mapping, and is a {type(whole[part]).__name__}."
+                f"Invalid state: {part!r} must be a mapping, and is a {type(value).__name__}."
             )
     return whole
