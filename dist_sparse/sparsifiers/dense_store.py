@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dist_sparse.tables.shards import check_memory
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory
 
 
 class Masked(nn.Module):
@@ -211,6 +211,20 @@ def as_matrix(mask: Tensor) -> Tensor:
     if mask.dim() == 2:
         return mask
     return mask.reshape(1, -1) if mask.dim() < 2 else mask.reshape(-1, mask.shape[-1])
+
+
+def as_sharded(name: str, matrix: Tensor) -> ShardedData:
+    """Return plain data as a sharded table over a world of one."""
+    rect = Rect(0, 0, *matrix.shape)
+    return ShardedData(
+        name=name,
+        shape=(rect.rows, rect.cols),
+        dtype=matrix.dtype,
+        sharding="plain",
+        ranks=None,
+        tiling=((rect,),),
+        shards=(Shard(rect, matrix),),
+    )
 
 
 def _attach(

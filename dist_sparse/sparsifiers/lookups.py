@@ -112,5 +112,4 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
     here = {name: lookups_here(packed, data) for name, data in located.items()}
     # The same tables on every rank of a group.
     known = {name: lookups for name, lookups in here.items() if lookups is not None}
-    sums = packed.summed(known)
-    return {name: sums[name] for name in known}
+    return packed.summed(known)

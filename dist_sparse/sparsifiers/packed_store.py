@@ -153,9 +153,10 @@ class PackedStore:
             yield list(zip(noted, self.groups.values(), strict=True))
 
     def summed(self, values: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """Return the sums of integers of tables over their ranks, modulo 2**64. Collective: one
-        all-reduce for each group with a table among ``values``, the same tables on every rank."""
-        sums: dict[str, list[int]] = {}
+        """Return the sums of integers of tables over their ranks, modulo 2**64; those of plain data
+        as they are. Collective: one all-reduce for each group with a table among ``values``, the
+        same tables on every rank."""
+        sums = {name: list(value) for name, value in values.items()}
         for ranks, held in self.groups.items():
             if names := [name for name in held if name in values]:
                 # Hashes have 64 bits and no sign; collectives sum int64.

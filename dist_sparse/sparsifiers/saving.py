@@ -109,8 +109,8 @@ def _check_removed(
 ) -> None:
     """Compare the removed blocks over all ranks with the saved numbers. Collective."""
     here = {name: [removed_blocks(one.masks, located[name])] for name, one in loaded.items()}
-    for name, [count] in packed.summed(here).items():
-        # The same on every rank, so that all raise or none.
+    # In one order on every rank, so that all raise the same.
+    for name, [count] in sorted(packed.summed(here).items()):
         if loaded[name].removed not in (None, count):
             raise ValueError(
                 f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "

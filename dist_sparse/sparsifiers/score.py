@@ -26,6 +26,7 @@ from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasu
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.dense_store import as_sharded
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -146,17 +147,7 @@ class ScoreSparsifier(BaseDataSparsifier):
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
             )
         matrix = _as_scored_matrix(name, data.detach())
-        # A sharded table over a world of one.
-        rect = Rect(0, 0, *matrix.shape)
-        table = ShardedData(
-            name=name,
-            shape=(rect.rows, rect.cols),
-            dtype=data.dtype,
-            sharding="plain",
-            ranks=None,
-            tiling=((rect,),),
-            shards=(Shard(rect, matrix),),
-        )
+        table = as_sharded(name, matrix)
         [made] = new_masks([score_table(self._goal(table, config), 0)], Group(None, None))
         self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from dist_sparse.groups import group_over
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import TableStats
-from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
+from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
 from dist_sparse.sparsifiers.digest import mask_hash, shape_hash
 from dist_sparse.sparsifiers.lookups import knows_removed_rows
 from dist_sparse.sparsifiers.masks import Masks
@@ -24,7 +25,7 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import assembled, begun, exchange, move_of_masks
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.sparsifiers.step import MaskMaker
-from dist_sparse.tables.shards import Rect, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.text import block_shape_text, block_text, number_of, shape_text, table_lines
 
 Configs = Mapping[str, Mapping[str, Any]]
@@ -54,85 +55,81 @@ def describe(sparsifier: MaskMaker) -> str:
         ----  ------  -------  --------  -------------  -----  -----------  -----  -----------------
         user  10 x 4  float32  plain     1 (1)          1x4    all          0.5    160
     """
-    packed, dense = sparsifier.masks.tables, sparsifier.masks.plain
-    located = packed.locate()
+    packed = sparsifier.masks.tables
     rows = []
+    held = _all_held(sparsifier.masks, packed.locate())
     for name, config in sparsifier.data_groups.items():
-        if name in located:
-            data = located[name]
-            shards = f"{len(data.rects)} ({len(data.shards)})"
-            stored = [shape_text(data.shape), _dtype_text(data.dtype), data.sharding, shards]
-            size = sum(mask.bits.numel() for mask in packed.masks(name))
-        else:
-            weight = dense.held(name)
-            stored = [shape_text(weight.shape), _dtype_text(weight.dtype), "plain", "1 (1)"]
-            size = dense.mask(name).nbytes
+        data, size = held[name].data, held[name].nbytes
+        dtype = str(data.dtype).removeprefix("torch.")
+        shards = f"{len(data.rects)} ({len(data.shards)})"
         block, level = config.get("sparse_block_shape"), config.get("sparsity_level")
         zeros = block_text(block, config.get("zeros_per_block"))
         level_text = "-" if level is None else f"{level:.4g}"
+        stored = shape_text(data.shape), dtype, data.sharding, shards
         rows.append((name, *stored, block_shape_text(block), zeros, level_text, f"{size:,}"))
     ranks = number_of(max((len(ranks or (0,)) for ranks in packed.groups), default=1), "rank")
     title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks}"
     return "\n".join([title, *table_lines(_HEAD, rows)])
 
 
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class _Held(NamedTuple):
+    """The masks of one name on this rank, and their bytes; of plain data element by element."""
+
+    data: ShardedData
+    block: Block
+    masks: Sequence[BlockMask]
+    nbytes: int
+
+    @property
+    def owned(self) -> list[BlockMask]:
+        """The masks of the shards that this rank owns, without empty ones."""
+        return _owned(self.masks, self.data)
+
+
+def _all_held(masks: Masks, located: Mapping[str, ShardedData]) -> dict[str, _Held]:
+    packed, dense = masks.tables, masks.plain
+    found = {}
+    for name, data in located.items():
+        mine = packed.masks(name)
+        found[name] = _Held(data, packed.block(name), mine, sum(each.bits.numel() for each in mine))
+    for name in dense.names:
+        # Masks of plain data may have any shape inside a block, and any dtype.
+        mask, matrix = dense.mask(name), as_matrix(dense.mask(name))
+        data = replace(as_sharded(name, matrix), dtype=dense.held(name).dtype)
+        elements = BlockMask.of_elements(data.shards[0].rect, matrix)
+        found[name] = _Held(data, (1, 1), [elements], mask.nbytes)
+    return found
 
 
 def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
     """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
-    packed, dense = masks.tables, masks.plain
+    packed = masks.tables
     located = packed.current("table_stats()")
     # A rank that runs out of memory here would leave the others waiting.
     with packed.agreeing("table_stats()"):
-        counts = {name: _count(packed.masks(name), data) for name, data in located.items()}
+        held = _all_held(masks, located)
+        counts = {name: _count(one) for name, one in held.items()}
     # One all-reduce for all three counts of all tables of a group.
     sums = packed.summed(counts)
     found = {}
-    for name, data in located.items():
-        blocks = grid_of(Rect(0, 0, *data.shape), packed.block(name)).blocks
-        where = data.shape, data.dtype, data.sharding, len(data.rects)
-        found[name] = _stats_of(name, *where, configs[name], blocks, *sums[name])
-    for name in dense.names:
-        # Element by element: masks of plain data may have any shape inside a block.
-        mask, dtype = as_matrix(dense.mask(name)), dense.held(name).dtype
-        rows, cols = mask.shape
-        removed = int((mask == 0).sum())
-        where = (rows, cols), dtype, "plain", 1
-        # As stored: a mask of the ancestor's may be float32.
-        counted = removed, removed, mask.nbytes
-        found[name] = _stats_of(name, *where, configs[name], mask.numel(), *counted)
+    for name, (data, block, _, _) in held.items():
+        removed, removed_elements, mask_bytes = sums[name]
+        elements = data.shape[0] * data.shape[1]
+        found[name] = TableStats(
+            name=name,
+            shape=data.shape,
+            dtype=data.dtype,
+            sharding=data.sharding,
+            shards=len(data.rects),
+            sparse_block_shape=configs[name].get("sparse_block_shape"),
+            target=configured_level(configs[name]),
+            blocks=grid_of(Rect(0, 0, *data.shape), block).blocks,
+            removed_blocks=removed,
+            mask_bytes=mask_bytes,
+            table_bytes=elements * data.dtype.itemsize,
+            kept_bytes=(elements - removed_elements) * data.dtype.itemsize,
+        )
     return found
-
-
-def _stats_of(
-    name: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    sharding: str,
-    shards: int,
-    config: Mapping[str, Any],
-    blocks: int,
-    removed_blocks: int,
-    removed_elements: int,
-    mask_bytes: int,
-) -> TableStats:
-    elements = shape[0] * shape[1]
-    return TableStats(
-        name=name,
-        shape=shape,
-        dtype=dtype,
-        sharding=sharding,
-        shards=shards,
-        sparse_block_shape=config.get("sparse_block_shape"),
-        target=configured_level(config),
-        blocks=blocks,
-        removed_blocks=removed_blocks,
-        mask_bytes=mask_bytes,
-        table_bytes=elements * dtype.itemsize,
-        kept_bytes=(elements - removed_elements) * dtype.itemsize,
-    )
 
 
 def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None) -> dict[str, int]:
@@ -178,22 +175,13 @@ def full_mask(packed: PackedStore, name: str) -> Tensor:
 def fingerprints(masks: Masks, action: str) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call, for
     messages."""
-    packed, dense = masks.tables, masks.plain
-    shapes, hashes = {}, {}
-    for name, data in packed.current(action).items():
-        shapes[name] = data.shape
-        hashes[name] = sum(mask_hash(mask) for mask in _owned(packed.masks(name), data))
+    held = _all_held(masks, masks.tables.current(action))
+    hashes = {name: sum(map(mask_hash, one.owned)) for name, one in held.items()}
+    found = {}
     # A hash is a sum over elements: over ranks it is that of the whole mask.
-    hashes = _sum(packed, hashes)
-    for name in dense.names:
-        matrix = as_matrix(dense.mask(name))
-        rect = Rect(0, 0, *matrix.shape)
-        shapes[name] = rect.rows, rect.cols
-        hashes[name] = mask_hash(BlockMask.of_elements(rect, matrix))
-    return {
-        name: f"{(value + shape_hash(shapes[name])) % (1 << 64):016x}"
-        for name, value in hashes.items()
-    }
+    for name, value in _sum(masks.tables, hashes).items():
+        found[name] = f"{(value + shape_hash(held[name].data.shape)) % (1 << 64):016x}"
+    return found
 
 
 def audit(masks: Masks) -> dict[str, str]:
@@ -238,17 +226,13 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
 
 def dead_rows(masks: Masks) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`."""
-    packed, dense = masks.tables, masks.plain
-    counts = {}
-    for name, data in packed.current("dead_rows()").items():
+    packed, counts = masks.tables, {}
+    for name, one in _all_held(masks, packed.current("dead_rows()")).items():
         # No rank sees a whole row of other tables.
-        if knows_removed_rows(data, packed.block(name)):
-            owned = _owned(packed.masks(name), data)
-            counts[name] = sum(int(mask.dead_rows().sum()) for mask in owned if not mask.rect.col)
-    dead = _sum(packed, counts)
-    for name in dense.names:
-        dead[name] = int((as_matrix(dense.mask(name)) == 0).all(1).sum())
-    return dead
+        if knows_removed_rows(one.data, one.block):
+            rows = [mask.dead_rows().sum() for mask in one.owned if mask.rect.col == 0]
+            counts[name] = sum(map(int, rows))
+    return _sum(packed, counts)
 
 
 def removed_blocks(masks: Sequence[BlockMask], data: ShardedData) -> int:
@@ -258,13 +242,13 @@ def removed_blocks(masks: Sequence[BlockMask], data: ShardedData) -> int:
     return sum(mask.blocks - count_bits(mask.bits) for mask in owned)
 
 
-def _count(masks: Sequence[BlockMask], data: ShardedData) -> list[int]:
+def _count(held: _Held) -> list[int]:
     """Return removed blocks, removed elements and mask bytes of this rank's shards."""
     elements = 0
-    for mask in _owned(masks, data):
+    for mask in held.owned:
         for _, kept in mask.element_chunks(only_removing=True):
             elements += int((~kept).sum())
-    return [removed_blocks(masks, data), elements, sum(mask.bits.numel() for mask in masks)]
+    return [removed_blocks(held.masks, held.data), elements, held.nbytes]
 
 
 def _sum(packed: PackedStore, values: Mapping[str, int]) -> dict[str, int]:
