@@ -389,21 +389,17 @@ class BaseDataSparsifier(MaskMaker):
                 nothing is squashed.
         """
         chosen = dict.fromkeys(self.data_groups if names is None else names)
-        stores = {name: self._store(name) for name in chosen}
-        plain = [name for name, store in stores.items() if store is self.masks.plain]
-        sharded = [name for name in stores if name not in plain]
+        plain = [name for name in chosen if self._store(name) is self.masks.plain]
+        sharded = [name for name in chosen if name not in plain]
+        # What can fail comes first. Collective only if a sharded table is squashed.
+        if sharded:
+            self.masks.tables.current()
+        self.masks.plain.squash(plain, write=leave_parametrized)
         if leave_parametrized:
-            # All are checked before any is squashed.
-            for name in plain:
-                self.masks.plain.check_squash(name)
-            # Collective only if a sharded table is squashed.
-            if sharded:
-                self.masks.tables.apply(sharded)
+            self.masks.tables.apply(sharded)
         for name in sharded:
             self.masks.tables.drop(name)
             del self.data_groups[name]
-        for name in plain:
-            self.masks.plain.squash(name, write=leave_parametrized)
         self.masks.hooks.renew()
 
     def state_dict(self) -> dict[str, Any]:

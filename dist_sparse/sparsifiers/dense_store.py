@@ -9,7 +9,7 @@ parametrization. Nothing here communicates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,21 +127,19 @@ class DenseStore:
         """Return :meth:`held` of every name."""
         return {name: self.held(name) for name in self.names}
 
-    def check_squash(self, name: str) -> None:
-        """Raise what masking ``name`` would raise."""
-        if self.is_masked(name):
-            with torch.no_grad():
-                self.effective(name)
-
-    def squash(self, name: str, *, write: bool) -> None:
-        """Drop the mask of ``name``; if ``write``, write the masked data into the user's own tensor
-        first."""
-        if not self.is_masked(name):
-            return
+    @torch.no_grad()
+    def squash(self, names: Sequence[str], *, write: bool) -> None:
+        """Drop the masks of ``names``, if they have any; if ``write``, write the masked data into
+        the user's own tensors first. If masking one raises, nothing has changed."""
+        masked = list(filter(self.is_masked, names))
         if write:
-            with torch.no_grad():
+            # Raises before anything is written. One at a time: data may be large.
+            for name in masked:
+                self.effective(name)
+            for name in masked:
                 self.weight(name).data.copy_(self.effective(name))
-        parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
+        for name in masked:
+            parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the

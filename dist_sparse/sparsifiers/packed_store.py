@@ -8,6 +8,7 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -96,13 +97,17 @@ class TableMasks:
             self.counts = pieces.new_counts(data, self.counted, next(arrived))
         self.tiling, self.samples = data.tiling, None
 
-    def follow(self, devices: Sequence[torch.device]) -> None:
-        """Bring the masks to the devices of their shards. Counts are summed where lookups are."""
+    def follow(self, data: ShardedData) -> bool:
+        """Bring the masks to the devices of their shards, where they are not yet."""
+        devices = [shard.tensor.device for shard in data.shards]
+        if [mask.bits.device for mask in self.masks] == devices:
+            return False
         masks = zip(self.masks, devices, strict=True)
-        self.masks = [BlockMask(each.rect, each.block, each.bits.to(on)) for each, on in masks]
-        # Empty if nothing is counted.
+        self.masks = [replace(mask, bits=mask.bits.to(on)) for mask, on in masks]
+        # Counts are summed where lookups are; empty if nothing is counted.
         self.counts = [count.to(on) for count, on in zip(self.counts, devices, strict=False)]
         self.samples = None
+        return True
 
 
 class PackedStore:
@@ -180,14 +185,14 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        entries = [(span, name) for name, tensor in plain.items() for span in _spans([tensor])]
-        for name in self._tables:
-            entries += [(span, name) for span in _spans_of(self.find(name))]
+        entries = [entry for name in self._tables for entry in _memory_of(self.find(name))]
+        for name, tensor in plain.items():
+            entries += _memory(name, [tensor])
         known = len(entries)
         for data in located:
-            entries += [(span, data.name) for span in _spans_of(data)]
-        for i, j in overlapping([span for span, _ in entries]):
-            first, second = entries[i][1], entries[j][1]
+            entries += _memory_of(data)
+        for i, j in overlapping([span for _, span in entries]):
+            first, second = entries[i][0], entries[j][0]
             if j >= known and first != second:
                 raise ValueError(
                     f"Table {second!r} is registered already, as {first!r}: they share memory."
@@ -325,10 +330,7 @@ class PackedStore:
                 self.version += 1
         for name, data in located.items():
             # A model may have been moved, such as by .to(), since the bits were stored.
-            devices = [shard.tensor.device for shard in data.shards]
-            if [mask.bits.device for mask in self.masks(name)] != devices:
-                self._tables[name].follow(devices)
-                self.version += 1
+            self.version += self._tables[name].follow(data)
 
     # Masks.
 
@@ -428,6 +430,8 @@ class PackedStore:
     def apply(self, names: Sequence[str]) -> None:
         """Write zero to the removed weights of this rank's shards. Local, unless shards have moved:
         then collective."""
+        if not names:
+            return
         located = self.current()
         for shard, mask in self.shards({name: located[name] for name in names}):
             mask.apply_(shard.tensor)
@@ -475,7 +479,7 @@ class PackedStore:
         for name in names:
             table = self._tables[name]
             parts = pieces.written(table.tiling, table.block, table.shape)
-            if any(part.needs_bits_of_others for held in parts for part in held):
+            if any(part.needs_bits_of_others for part in itertools.chain(*parts)):
                 # From the parts of all ranks: all of them take part in the exchange, or none.
                 new = tuple(tuple(part.to for part in held) for held in parts)
                 moves[name] = pieces.move_of_masks(table.masks, table.block, table.tiling, new)
@@ -580,13 +584,13 @@ def _check_single(name: str, shards: int) -> None:
         )
 
 
-def _spans_of(data: ShardedData) -> list[Span]:
-    return _spans(shard.tensor for shard in data.shards)
+def _memory_of(data: ShardedData) -> list[tuple[str, Span]]:
+    return _memory(data.name, [shard.tensor for shard in data.shards])
 
 
-def _spans(tensors: Iterable[Tensor]) -> list[Span]:
+def _memory(name: str, tensors: Sequence[Tensor]) -> list[tuple[str, Span]]:
     # Empty tensors have no memory to share.
-    return [Span.of(tensor) for tensor in tensors if tensor.numel()]
+    return [(name, Span.of(tensor)) for tensor in tensors if tensor.numel()]
 
 
 def _signed(value: int) -> int:
