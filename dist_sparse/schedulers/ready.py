@@ -466,5 +466,6 @@ def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
 
 def _matching_nothing(given: object, names: Iterable[str]) -> list[str]:
     """Return the globs that match none of the names."""
-    globs = given if isinstance(given, dict) else ()
-    return [glob for glob in globs if not fnmatch.filter(names, glob)]
+    if not isinstance(given, dict):
+        return []
+    return [glob for glob in given if not fnmatch.filter(names, glob)]

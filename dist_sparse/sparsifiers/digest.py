@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_sparse.groups import Replica
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.shards import Rect, ShardedData
 
 _ROWS, _COLS = 0x51, 0xC3
 # Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
@@ -87,15 +87,23 @@ def shape_hash(shape: tuple[int, int]) -> int:
 def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replica]:
     """Return hashes of the weights that group rank ``rank`` holds in common with others, by place;
     local."""
+    held = [(data, shard.rect, shard.tensor) for data in tables for shard in data.shards]
+    return shared_tensors(held, rank)
+
+
+def shared_tensors(
+    held: Sequence[tuple[ShardedData, Rect, Tensor]], rank: int, what: str = ""
+) -> dict[str, Replica]:
+    """Return hashes of the tensors of shards that group rank ``rank`` holds in common with others,
+    by place; local."""
     hashes: dict[str, Tensor] = {}
     holders_of: dict[str, list[int]] = {}
-    for data in tables:
-        for shard in data.shards:
-            # Rectangles of other ranks are known from metadata: equal ones are replicas.
-            holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
-            if len(holders) > 1:
-                place = f"{data.name} {shard.rect}"
-                hashes[place], holders_of[place] = _hashed(shard.tensor), holders
+    for data, rect, tensor in held:
+        # Rectangles of other ranks are known from metadata: equal ones are replicas.
+        holders = [r for r, rects in enumerate(data.tiling) if rect in rects]
+        if len(holders) > 1:
+            place = f"{what}{data.name} {rect}"
+            hashes[place], holders_of[place] = _hashed(tensor), holders
     found = {}
     # One wait for all of them.
     for place, value in zip(hashes, on_host([*hashes.values()]), strict=True):

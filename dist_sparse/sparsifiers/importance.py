@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import Facts, Replica, rank_in
+from dist_sparse.groups import Facts, rank_in
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.digest import shared_tensors
 from dist_sparse.sparsifiers.lookups import FUSED
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
@@ -228,16 +228,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         for data in located:
             # Replicas must score alike; copies are trained apart, and the first one's masks count.
             if data.replicated and not data.copied:
-                facts.replicas |= self._known_replicas(data)
-
-    def _known_replicas(self, data: ShardedData) -> dict[str, Replica]:
-        rank = rank_in(data.ranks)
-        found = {}
-        for known in self._known.get(data.name, ()):
-            holders = [r for r, held in enumerate(data.tiling) if known.rect in held]
-            place = f"optimizer state of {data.name} {known.rect}"
-            found[place] = Replica(hash_tensor(known.total), holders[0] == rank, len(holders))
-        return found
+                known = self._known.get(data.name, ())
+                totals = [(data, each.rect, each.total) for each in known]
+                rank, what = rank_in(data.ranks), "optimizer state of "
+                facts.replicas |= shared_tensors(totals, rank, what)
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:
