@@ -330,7 +330,8 @@ class PackedStore:
                 self.version += 1
         for name, data in located.items():
             # A model may have been moved, such as by .to(), since the bits were stored.
-            self.version += self._tables[name].follow(data)
+            if self._tables[name].follow(data):
+                self.version += 1
 
     # Masks.
 

@@ -135,26 +135,31 @@ def make_masks(
     # ranks here.
     with packed.agreeing("step()") as noted:
         located = packed.locate()
-        moved = packed.moved(located)
         _note_facts(noted, located, sparsifier)
-        if not moved:
+        moves_first = packed.moved(located) and _uses_masks_in_place(sparsifier)
+        if not moves_first:
             scored = _score(sparsifier, located, first, noted)
-    if moved:
-        # Masks must be with their shards before users edit them, or an enforcer zeroes weights by
-        # them. The exchange is collective: all ranks have agreed before it, and agree again on the
+    if moves_first:
+        # The exchange is collective: all ranks have agreed before it, and agree again on the
         # scores.
         packed.reshard(located)
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, first, noted)
-    # Local by now: masks follow their shards to other devices.
+    # 3. Collective: bring masks to their shards, select.
     packed.reshard(located)
-    # 3. Collective: select.
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
         selected = sparsifier.select_masks(scored, names, group)
         made |= _of_first_copies(selected, located, group)
     return located, made
+
+
+def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
+    """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
+    zeroes weights by them."""
+    edits = type(sparsifier).score_tables is MaskMaker.score_tables
+    return edits or sparsifier.masks.enforcer is not None
 
 
 def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
@@ -196,7 +201,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     # Zeroes revived weights, which scores must not see.
     sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
-    for name in filter(dense.is_masked, dense.names):
+    for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
         # A user's update_mask may edit it in place.
         before.append((mask, mask.detach().clone()))
