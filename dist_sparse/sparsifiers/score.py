@@ -27,6 +27,7 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
+from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -168,8 +169,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         if integer("full_every", self.full_every, least=1) > 1:
-            written, masks = self.masks.hooks.written(), self.masks.tables.masks
-            goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
+            enforcer, masks = self.masks.enforcer or Enforcer(), self.masks.tables.masks
+            goals = self._keeper.goals(
+                goals, enforcer.written(), self.row_measure, masks, self.full_every
+            )
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:

@@ -21,7 +21,7 @@ from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.digest import shared_weights
-from dist_sparse.sparsifiers.masks import Masks
+from dist_sparse.sparsifiers.masks import Enforcer, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Tiling, exchange, move_of_masks
 from dist_sparse.tables.shards import (
@@ -117,7 +117,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    masks.hooks.end_step()
+    (masks.enforcer or Enforcer()).end_step()
 
 
 def make_masks(
@@ -199,7 +199,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    sparsifier.masks.hooks.begin_step()
+    (sparsifier.masks.enforcer or Enforcer()).begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
