@@ -27,7 +27,6 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
-from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -168,11 +167,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
-        if integer("full_every", self.full_every, least=1) > 1:
-            enforcer, masks = self.masks.enforcer or Enforcer(), self.masks.tables.masks
-            goals = self._keeper.goals(
-                goals, enforcer.written(), self.row_measure, masks, self.full_every
-            )
+        if self.masks.enforcer is None:
+            # Nothing tracks writes any more; masks may not be with their shards yet.
+            self._keeper = _Keeper()
+        elif integer("full_every", self.full_every, least=1) > 1:
+            written, masks = self.masks.enforcer.written(), self.masks.tables.masks
+            goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
