@@ -47,7 +47,7 @@ _MODULE_OF = {
     "SparseTraining": "training.sparsify",
     "TableStats": "records",
     "compact": "compaction.compact",
-    "describe": "sparsifiers.description",
+    "describe": "sparsifiers.stats",
     "expand": "compaction.expand",
     "export": "serving.export",
     "frontier": "planning.frontier",

@@ -42,10 +42,10 @@ from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.slots.collections import following as following
 from dist_sparse.slots.tables import FollowingTables as FollowingTables
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
-from dist_sparse.sparsifiers.description import describe as describe
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
+from dist_sparse.sparsifiers.stats import describe as describe
 from dist_sparse.tables.shards import COL as COL
 from dist_sparse.tables.shards import ROW as ROW
 from dist_sparse.training.sparsify import SparseTraining as SparseTraining

@@ -42,6 +42,7 @@ from dist_sparse.enforcer.optimizers import (
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
@@ -73,7 +74,7 @@ class Walked:
         return cls(tables.locate() if tables else {}, modules)
 
 
-class MaskEnforcer:
+class MaskEnforcer(Enforcer):
     """Keeps removed weights at zero in every forward. Never communicates, unless it finds that
     shards have moved.
 

@@ -1,9 +1,8 @@
 """Log of a run, written while it trains: :class:`RunLog` appends lines of JSON to a folder, on rank
 0.
 
-Other ranks take part in collectives only. Counts over ranks travel with the messages of mask
-updates (:mod:`dist_sparse.sparsifiers.recorder`), so the line of an update is written one update
-later, the last one by :meth:`RunLog.close`.
+Other ranks take part in collectives only. Counts over ranks are summed in each mask update
+(:mod:`dist_sparse.sparsifiers.recorder`).
 
 ``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables.
 Every line of ``log.jsonl`` has a ``kind``:
@@ -231,7 +230,7 @@ class RunLog:
     def _write_end(self) -> None:
         seconds, tables = {}, []
         if self._updates is not None:
-            self._write_masks(self._updates.complete(self._last))
+            self._write_masks(self._updates.until(self._last))
             self._write_validations(self._last)
             tables = _end_of_tables(self._updates.sparsifier)
             seconds["masks"] = self._updates.seconds
@@ -312,26 +311,12 @@ class _MaskUpdates:
         self.sparsifier = sparsifier
         self.seconds = 0.0
         self._recorder = sparsifier.record()
-        self._seen = 0
-        # Counts of an update arrive with a later one: its step is kept until then.
-        self._steps_of: dict[int, int] = {}
 
     def until(self, step: int) -> Iterator[tuple[int, StepRecord]]:
-        """Assign the updates since the last call to a step; yield all whose counts have arrived."""
-        self._steps_of |= dict.fromkeys(range(self._seen + 1, self._recorder.count + 1), step)
-        self._seen = self._recorder.count
-        return self._arrived(step)
-
-    def complete(self, step: int) -> Iterator[tuple[int, StepRecord]]:
-        """Yield the updates that are left, at ``step`` where none was assigned. Collective."""
-        # The counts of the last update have no later message to travel with.
-        self._recorder.complete()
-        return self._arrived(step)
-
-    def _arrived(self, step: int) -> Iterator[tuple[int, StepRecord]]:
+        """Yield the updates since the last call, each with ``step``."""
         for record in self._recorder.take():
             self.seconds += record.seconds
-            yield self._steps_of.pop(record.number, step), record
+            yield step, record
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -356,7 +341,7 @@ def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
     looked_up = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
     tables = []
     for one in stats:
-        table = table_json(one) | {"dead_rows": dead[one.name], "traffic": None}
+        table = table_json(one) | {"dead_rows": dead.get(one.name), "traffic": None}
         table["lookups"], table["removed_lookups"] = looked_up.get(one.name, (0, 0))
         if one.name in traffic:
             table["traffic"] = dataclasses.asdict(traffic[one.name])

@@ -12,7 +12,7 @@ import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 from dist_sparse.checks import integer
 from dist_sparse.facts import from_json, ranks_text, to_json
@@ -21,9 +21,6 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
 _WIRE: Final = "the values of get_schedule_param()"
-
-_LEAST = {"last_epoch": -1, "_step_count": 0}
-"""Counters of a state, with their smallest values."""
 
 
 @dataclass
@@ -73,6 +70,8 @@ class BaseDataScheduler:
         >>> scheduler.get_last_param()
         {'table': 0.5}
     """
+
+    _unsaved: ClassVar[tuple[str, ...]] = ("data_sparsifier",)
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class BaseDataScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every attribute but the sparsifier, whose own state must be saved too."""
-        return {key: value for key, value in self.__dict__.items() if key != "data_sparsifier"}
+        return {key: value for key, value in vars(self).items() if key not in self._unsaved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. The sparsifier is not touched: restore it first.
@@ -164,8 +163,9 @@ class BaseDataScheduler:
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state, without the sparsifier; see :meth:`load_state_dict`."""
-        state = {key: value for key, value in state_dict.items() if key != "data_sparsifier"}
-        for key, least in _LEAST.items():
+        state = {key: value for key, value in state_dict.items() if key not in self._unsaved}
+        # Counters, with their smallest values.
+        for key, least in (("last_epoch", -1), ("_step_count", 0)):
             if key in state:
                 state[key] = integer(key, state[key], least=least)
         return state
@@ -237,11 +237,10 @@ class BaseDataScheduler:
 
     def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
         """Name the ranks whose values are not rank 0's. Once for each scheduler."""
-        notes = self._noted()
-        differing = {}
+        notes, differing = self._noted(), {}
         for rank, theirs in zip(ranks, found, strict=True):
-            for name in _differing(found[0], theirs)[:1]:
-                differing[rank] = name, theirs[name]
+            if names := _differing(found[0], theirs):
+                differing[rank] = names[0], theirs[names[0]]
         if notes.overruled or not differing:
             return
         notes.overruled = True

@@ -67,9 +67,10 @@ class Window:
         return step - (step - self.begin) % self.every
 
 
-def progress(step: int, begin: int, end: int) -> float:
+def progress(step: int, begin: int, end: int | None) -> float:
     """Return the fraction of the window that has passed at ``step``. A window of one step is done
     at once."""
+    assert end is not None, "a curve that grows needs an end; its class has checked that"
     if step < begin:
         return 0.0
     return 1.0 if step >= end else (step - begin) / (end - begin)
@@ -82,7 +83,7 @@ def constant(step: int, initial: float, final: float, begin: int, end: int | Non
 
 def linear(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
     """Return ``initial + (final - initial) * progress``: equal amounts at equal distances."""
-    return _mix(initial, final, progress(step, begin, _finite(end)))
+    return _mix(initial, final, progress(step, begin, end))
 
 
 def cubic(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
@@ -91,14 +92,12 @@ def cubic(step: int, initial: float, final: float, begin: int, end: int | None) 
     Fast at first, slow near the end. Source: Zhu & Gupta 2017, "To prune, or not to prune",
     equation 1, with ``end - begin`` for their ``n * delta_t``.
     """
-    return _mix(initial, final, 1.0 - (1.0 - progress(step, begin, _finite(end))) ** 3)
+    return _mix(initial, final, 1.0 - (1.0 - progress(step, begin, end)) ** 3)
 
 
 def cosine(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
     """Return half a cosine wave: slow at both ends, fastest in the middle."""
-    return _mix(
-        initial, final, (1.0 - math.cos(math.pi * progress(step, begin, _finite(end)))) / 2.0
-    )
+    return _mix(initial, final, (1.0 - math.cos(math.pi * progress(step, begin, end))) / 2.0)
 
 
 def exponential(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
@@ -108,7 +107,7 @@ def exponential(step: int, initial: float, final: float, begin: int, end: int | 
     Needs ``initial < 1`` and ``final < 1``: equal fractions never remove everything.
     """
     # From 0 at begin to 1 at end.
-    done = progress(step, begin, _finite(end))
+    done = progress(step, begin, end)
     # The density itself is interpolated, as a geometric mean with weights that sum to 1.
     kept = (1.0 - initial) ** (1.0 - done) * (1.0 - final) ** done
     return _clip(1.0 - kept, initial, final, done)
@@ -124,8 +123,3 @@ def _clip(value: float, initial: float, final: float, share: float) -> float:
         return final if share else initial
     # Nor may it leave the interval, which descends where final is below initial.
     return min(max(value, min(initial, final)), max(initial, final))
-
-
-def _finite(end: int | None) -> int:
-    assert end is not None, "a curve that grows needs an end; its class has checked that"
-    return end

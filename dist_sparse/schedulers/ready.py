@@ -137,8 +137,9 @@ class ReadyDataScheduler(BaseDataScheduler):
         # As text: 1 and 1.0 are two plans.
         return {**super()._facts(answer), **plan, "initial": repr(self.initial)}
 
-    def _given(self) -> Any:
-        """Return the schedule of all data, or a dict by name or glob."""
+    @property
+    def _given(self) -> object:
+        """The schedule of all data, or a dict by name or glob."""
         raise NotImplementedError
 
     def _check_plan_everywhere(self, names: Iterable[str] | None) -> None:
@@ -149,7 +150,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         """
         try:
             self._check_plan()
-            if names is not None and (unmatched := _matching_nothing(self._given(), names)):
+            if names is not None and (unmatched := _matching_nothing(self._given, names)):
                 raise ValueError(
                     f"Invalid names or globs {unmatched}: must match data of the sparsifier, which "
                     f"has {list(names)}."
@@ -175,7 +176,7 @@ class CurveDataScheduler(ReadyDataScheduler):
     Args:
         curve: a pure function of :mod:`dist_sparse.schedulers.curves`, or one of your own: ``curve(
             step, initial, final, begin, end) -> value``, the same on every rank. Not saved in the
-            state.
+            state. None is the curve that the class is named after.
         final: the value at ``end`` and after, for all data, or a mapping from names or globs to
             values; the last match wins. Data without a match is not scheduled.
         initial, begin, end, every: as in :class:`ReadyDataScheduler`. Curves that grow need an
@@ -209,43 +210,42 @@ class CurveDataScheduler(ReadyDataScheduler):
         [0.0, 0.331, 0.553, 0.701, 0.8]
     """
 
+    _unsaved = ("data_sparsifier", "curve")
+    _named: ClassVar[Curve] = curves.constant
+
     def __init__(
         self,
         data_sparsifier: BaseDataSparsifier,
         schedule_param: str = "sparsity_level",
         *,
-        curve: Curve,
+        curve: Curve | None = None,
         final: Finals,
         initial: float = 0,
         begin: int = 0,
-        end: int | None,
+        end: int | None = None,
         every: int = 1,
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        self.curve = curve
+        self.curve = curve or type(self)._named
         self.final = dict(final) if isinstance(final, Mapping) else final
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
 
     def get_schedule_param(self) -> dict[str, Any]:
         """Return the values in force at step ``last_epoch``."""
-        step = self.window.last_update(self.last_epoch)
-        finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
-        return {name: self._value(step, final) for name, final in finals.items()}
+        return self._values_at(self.window.last_update(self.last_epoch))
 
     def stop_at(self, step: int | None) -> None:
         """End the schedule with the values of an earlier ``step``, which are in force from now on;
         None is before ``begin``. Local: every rank must call it."""
-        finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
         update = None if step is None else self.window.last_update(step)
-        values = {name: self._value(update, final) for name, final in finals.items()}
+        values = self._values_at(update)
         if isinstance(self.final, dict):
             # Names become globs here: a table may be called "a[0]".
             self.final = {escape(name): value for name, value in values.items()}
         else:
-            # One value for all data, and perhaps no data.
-            self.final = next(iter(values.values()), self._value(update, self.final))
+            self.final = self._value(update, self.final)
         self.end = self.begin if step is None else step
         self._apply(values)
 
@@ -256,7 +256,6 @@ class CurveDataScheduler(ReadyDataScheduler):
         keys of a mapping that are here already.
         """
         state = super().state_dict()
-        del state["curve"]
         if isinstance(self.final, dict):
             state["final"] = [list(pair) for pair in self.final.items()]
         return state
@@ -267,6 +266,11 @@ class CurveDataScheduler(ReadyDataScheduler):
         if isinstance(final, list | tuple):
             state_dict = {**state_dict, "final": dict(final)}
         return super()._checked_state(state_dict)
+
+    def _values_at(self, update: int | None) -> dict[str, Any]:
+        """Return the values of a mask update by name."""
+        finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
+        return {name: self._value(update, final) for name, final in finals.items()}
 
     def _value(self, step: int | None, final: Any) -> Any:
         """Return the value of the latest mask update ``step``; None is before ``begin``."""
@@ -279,6 +283,7 @@ class CurveDataScheduler(ReadyDataScheduler):
         both_ints = isinstance(self.initial, int) and isinstance(final, int)
         return round(value) if both_ints else float(value)
 
+    @property
     def _given(self) -> Finals:
         return self.final
 
@@ -316,78 +321,24 @@ class CurveDataScheduler(ReadyDataScheduler):
         return {**super()._facts(answer), "final": repr(final), "curve": curve}
 
 
-class _NamedDataScheduler(CurveDataScheduler):
-    """A curve of a name; all but the constant one need an ``end``."""
-
-    _named: ClassVar[Curve]
-
-    def __init__(
-        self,
-        data_sparsifier: BaseDataSparsifier,
-        schedule_param: str = "sparsity_level",
-        *,
-        final: Finals,
-        initial: float = 0,
-        begin: int = 0,
-        end: int | None = None,
-        every: int = 1,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            data_sparsifier,
-            schedule_param,
-            curve=type(self)._named,
-            final=final,
-            initial=initial,
-            begin=begin,
-            end=end,
-            every=every,
-            last_epoch=last_epoch,
-            verbose=verbose,
-        )
-
-
-class ConstantDataScheduler(_NamedDataScheduler):
+class ConstantDataScheduler(CurveDataScheduler):
     """``final`` from ``begin`` on. Masks follow the weights at each update."""
-
-    _named = curves.constant
 
 
 class OneShotDataScheduler(CurveDataScheduler):
     """``final`` at step ``begin``, the only mask update; takes neither ``end`` nor ``every``."""
 
-    def __init__(
-        self,
-        data_sparsifier: BaseDataSparsifier,
-        schedule_param: str = "sparsity_level",
-        *,
-        final: Finals,
-        initial: float = 0,
-        begin: int = 0,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            data_sparsifier,
-            schedule_param,
-            curve=curves.constant,
-            final=final,
-            initial=initial,
-            begin=begin,
-            end=begin,
-            last_epoch=last_epoch,
-            verbose=verbose,
-        )
+    def __init__(self, *args: Any, begin: int = 0, **plan: Any) -> None:
+        super().__init__(*args, begin=begin, end=begin, **plan)
 
 
-class LinearDataScheduler(_NamedDataScheduler):
+class LinearDataScheduler(CurveDataScheduler):
     """Equal amounts at equal distances (:func:`~dist_sparse.schedulers.curves.linear`)."""
 
     _named = curves.linear
 
 
-class CubicDataScheduler(_NamedDataScheduler):
+class CubicDataScheduler(CurveDataScheduler):
     """Fast at first, slow near the end (:func:`~dist_sparse.schedulers.curves.cubic`).
 
     Zhu & Gupta 2017, equation 1.
@@ -408,13 +359,13 @@ class CubicDataScheduler(_NamedDataScheduler):
     _named = curves.cubic
 
 
-class CosineDataScheduler(_NamedDataScheduler):
+class CosineDataScheduler(CurveDataScheduler):
     """Half a cosine wave, slow at both ends (:func:`~dist_sparse.schedulers.curves.cosine`)."""
 
     _named = curves.cosine
 
 
-class ExponentialDataScheduler(_NamedDataScheduler):
+class ExponentialDataScheduler(CurveDataScheduler):
     """Remove the same fraction of the remaining weights at each mask update; ``final`` must be < 1.
 
     The curve is :func:`~dist_sparse.schedulers.curves.exponential`. The GammaScheduler in the
@@ -451,6 +402,8 @@ class LambdaDataScheduler(ReadyDataScheduler):
         [0.0, 0.0, 0.2, 0.2, 0.4]
     """
 
+    _unsaved = ("data_sparsifier", "fn")
+
     def __init__(
         self,
         data_sparsifier: BaseDataSparsifier,
@@ -480,13 +433,9 @@ class LambdaDataScheduler(ReadyDataScheduler):
             return values
         return {name: self._checked(f"fn({step}) of {name!r}", v) for name, v in values.items()}
 
-    def _given(self) -> Any:
+    @property
+    def _given(self) -> object:
         return self.fn
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return every attribute but the sparsifier and the functions, which a safe load
-        refuses."""
-        return {key: value for key, value in super().state_dict().items() if key != "fn"}
 
     def _next_values(self) -> Mapping[str, Any]:
         # The first step and every mask update are collective; all others are local.
@@ -517,5 +466,6 @@ def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
 
 def _matching_nothing(given: object, names: Iterable[str]) -> list[str]:
     """Return the globs that match none of the names."""
-    globs = given if isinstance(given, dict) else ()
-    return [glob for glob in globs if not fnmatch.filter(names, glob)]
+    if not isinstance(given, dict):
+        return []
+    return [glob for glob in given if not fnmatch.filter(names, glob)]

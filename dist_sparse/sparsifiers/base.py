@@ -9,7 +9,6 @@ shards.
 
 from __future__ import annotations
 
-import abc
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,18 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import Facts, Group, Rider, group_over, weights_are_on, world_ranks
-from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.groups import group_over, weights_are_on, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers import stats
-from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_buffer_name, check_name
+from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_name
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import masks_by_shard, update_masks
+from dist_sparse.sparsifiers.step import MaskMaker, update_masks
 from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import Block, ShardedData, Source, check_cached
+from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
@@ -41,14 +39,10 @@ _UNSAVED = {"masks", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound
 to the original."""
 
-_MOST_SHOWN, _FEW_SHOWN = 10, 3
-"""Data groups in a repr: up to ten are all listed, as by the ancestor; of more the first three."""
-
-
 Found = TypeVar("Found")
 
 
-class BaseDataSparsifier(abc.ABC):
+class BaseDataSparsifier(MaskMaker):
     """Keeps a mask for every registered tensor. Subclasses define :meth:`update_mask`.
 
     Args:
@@ -85,10 +79,7 @@ class BaseDataSparsifier(abc.ABC):
                 [0., 4.]])
     """
 
-    counts_lookups = trains_removed = False
     count_dtype = torch.int32
-    edits_masks = True
-    """Whether a mask update edits the present masks of sharded tables; a score replaces them."""
 
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
@@ -142,20 +133,18 @@ class BaseDataSparsifier(abc.ABC):
             return self._add_sharded(name, weight, config)
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
-        check_buffer_name(name)
         if name in self.masks.tables:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
-        if name in self.masks.plain:
-            # What the caller does not pass stays as it was.
-            group = self._overlaid(self.data_groups[name], config)
+        known = name in self.masks.plain
+        if known:
             warnings.warn(
                 "Replacing existing data of the same name. - Did you mean a different name?",
                 stacklevel=2,
             )
-        else:
-            group = self._overlaid(self.defaults, config)
-            reuse_mask = False
-        mask = self._fitting_mask(name, weight) if reuse_mask else group.get("mask")
+        # Of known data, what the caller does not pass stays as it was.
+        group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
+        kept = known and reuse_mask
+        mask = self._fitting_mask(name, weight) if kept else group.get("mask")
         if mask is None:
             mask = torch.ones_like(weight)
         masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
@@ -213,18 +202,16 @@ class BaseDataSparsifier(abc.ABC):
                     weights_are_on(shard.tensor.device)
             self.masks.tables.check_new(located, self.masks.plain.tensors())
             # All is checked before anything is registered.
-            rules = _rules(config or {}, self.defaults)
-            for glob in rules:
-                _refuse_unmatched(glob, located)
-            configs = {}
+            overrides = _overrides(config or {}, self.defaults, located)
+            configs, blocks = {}, {}
             for data in located:
-                given = self._overlaid(self.defaults, _overrides(rules, data))
-                self.check_config(data, given)
+                given = self._overlaid(self.defaults, overrides[data.name])
+                blocks[data.name] = self.check_config(data, given)
                 configs[data.name] = given
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, given]
         # All ranks have agreed: from here on nothing can fail on some of them alone.
-        self._register(source, located, configs)
+        self._register(source, located, configs, blocks)
         return [data.name for data in located]
 
     def delete_data(self, name: str) -> None:
@@ -233,11 +220,8 @@ class BaseDataSparsifier(abc.ABC):
         Raises:
             ValueError: the name is not that of plain data.
         """
-        if name not in self.masks.plain:
-            raise ValueError(
-                f"data with specified name does not exist: {name!r}; known are"
-                f" {self.masks.plain.names}"
-            )
+        if self._store(name) is not self.masks.plain:
+            raise ValueError(f"{name!r} is a sharded table: squash_mask() ends its mask.")
         self.masks.plain.drop(name)
         del self.data_groups[name]
 
@@ -256,7 +240,7 @@ class BaseDataSparsifier(abc.ABC):
             ValueError: unknown, squashed (the original), or not exactly one shard on this rank.
         """
         store = self._store(name)
-        self._settle()
+        self.masks.hooks.settle()
         return store.weight(name) if return_original else store.effective(name)
 
     def step(self) -> None:
@@ -274,57 +258,11 @@ class BaseDataSparsifier(abc.ABC):
         if self.enable_mask_update:
             update_masks(self)
 
-    @abc.abstractmethod
-    def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
-        """Edit ``get_mask(name)`` in place (or set its ``.data``). Must not communicate.
-
-        Called once per plain name and once per local shard of a sharded table, with the
-        configuration of that moment.
-        """
-
-    def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
-        """Note what else must be equal on all ranks of the group of ``located`` in a mask update.
-        For subclasses."""
-        facts["sparsifier.counts_lookups"] = self.counts_lookups
-
-    def score_tables(
-        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
-    ) -> Any:
-        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
-        each shard.
-
-        For subclasses that make masks in another way, with :meth:`select_masks`, which gets the
-        returned value.
-
-        Args:
-            located: the sharded tables as they are stored now, by name.
-            configs: name -> configuration.
-        """
-        return masks_by_shard(self.masks.tables, self.update_mask, located, configs)
-
-    def select_masks(
-        self, scored: Any, names: list[str], group: Group, rider: Rider | None
-    ) -> Mapping[str, MadeMasks]:
-        """Return the new masks of ``names``, which are stored over ``group``: the collective half
-        of a mask update. Its first all-reduce, if any, carries ``rider``. Here it sends nothing."""
-        return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
-
-    def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
+    def apply_masks(self) -> None:
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
-        as long as a mask update.
-
-        Args:
-            to: write into a copy instead, such as a moving average of the weights: a module with
-                the same fully qualified names and sharding, or a mapping from those names to whole
-                tensors.
-
-        Raises:
-            ValueError: a registered table is not in ``to``, or is sharded otherwise there; nothing
-                was written.
-        """
-        located = self.masks.tables.current()
-        self.masks.tables.apply(located if to is None else self.masks.tables.found_in(to, located))
+        as long as a mask update."""
+        self.masks.tables.apply(self.masks.tables.names)
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
     # ranks make the same call.
@@ -350,16 +288,15 @@ class BaseDataSparsifier(abc.ABC):
         """
         return self._store(name).local_masks(name)
 
-    def full_mask(self, name: str, max_bytes: int = 1 << 30) -> Tensor:
+    def full_mask(self, name: str) -> Tensor:
         """Return the global mask, int8 ``(rows, columns)``. Collective over the ranks of a sharded
         table. For tests and inspection.
 
         Raises:
-            ValueError: unknown name, the mask would take more than ``max_bytes``, or another rank
-                asks for another.
+            ValueError: unknown name, or another rank asks for another.
         """
         if name in self.masks.tables:
-            return stats.full_mask(self.masks.tables, name, max_bytes)
+            return stats.full_mask(self.masks.tables, name)
         return self.get_mask(name).to(torch.int8)
 
     def table_stats(self) -> list[TableStats]:
@@ -369,9 +306,9 @@ class BaseDataSparsifier(abc.ABC):
         return list(self._in_order(found).values())
 
     def dead_rows(self) -> dict[str, int]:
-        """Return the number of rows with nothing left, by name, the same on every rank. Exact for
-        tables cut by columns too. Collective as :meth:`table_stats`, with an all-to-all more where
-        tables are cut by columns."""
+        """Return the number of rows with nothing left, by name, the same on every rank. No
+        rank sees the rows of a table cut by columns: unless its blocks are as wide as the table, it
+        is left out. Collective as :meth:`table_stats`."""
         return self._in_order(stats.dead_rows(self.masks))
 
     def count_revived(self) -> dict[str, int]:
@@ -451,23 +388,19 @@ class BaseDataSparsifier(abc.ABC):
             ValueError: a name is unknown, or a mask that is to be written does not fit its data;
                 nothing is squashed.
         """
-        chosen = list(self.data_groups) if names is None else list(dict.fromkeys(names))
+        chosen = dict.fromkeys(self.data_groups if names is None else names)
         plain = [name for name in chosen if self._store(name) is self.masks.plain]
-        sharded = [name for name in chosen if name in self.masks.tables]
-        # All are checked before any is squashed.
+        sharded = [name for name in chosen if name not in plain]
+        # What can fail comes first. Collective only if a sharded table is squashed.
+        if sharded:
+            self.masks.tables.current()
+        self.masks.plain.squash(plain, write=leave_parametrized)
         if leave_parametrized:
-            for name in plain:
-                self.masks.plain.check_squash(name)
-        # Collective only if a sharded table is squashed.
-        located = self.masks.tables.current() if sharded else {}
-        if leave_parametrized:
-            self.masks.tables.apply({name: located[name] for name in sharded})
+            self.masks.tables.apply(sharded)
         for name in sharded:
             self.masks.tables.drop(name)
             del self.data_groups[name]
-        for name in plain:
-            self.masks.plain.squash(name, write=leave_parametrized)
-        self._renew()
+        self.masks.hooks.renew()
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, configurations and plain data, for torch.save and
@@ -481,7 +414,7 @@ class BaseDataSparsifier(abc.ABC):
         """
         # Masks with their shards, and weights as a forward would read them.
         self.masks.tables.current()
-        self._settle()
+        self.masks.hooks.settle()
         return save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -512,7 +445,7 @@ class BaseDataSparsifier(abc.ABC):
 
         def load() -> None:
             self.data_groups = commit()
-            self._renew()
+            self.masks.hooks.renew()
 
         return load
 
@@ -528,44 +461,25 @@ class BaseDataSparsifier(abc.ABC):
                 "A sparsifier of sharded tables can't be copied or pickled: save state_dict() and"
                 " register the model in a new sparsifier."
             )
-        kept = {key: value for key, value in self.__dict__.items() if key not in _UNSAVED}
-        # Tensors without their graph, which can't be copied.
+        kept = {key: value for key, value in vars(self).items() if key not in _UNSAVED}
         plain = self.masks.plain.state_dict()
-        return {
-            **kept,
-            **plain,
-            "_container": {name: held.detach() for name, held in plain["_container"].items()},
-        }
+        # Tensors without their graph, which can't be copied.
+        held = {name: tensor.detach() for name, tensor in plain["_container"].items()}
+        return {**kept, **plain, "_container": held}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(
-            {key: value for key, value in state.items() if key not in ("state", "_container")}
-        )
+        plain = "state", "_container"
+        vars(self).update({key: value for key, value in state.items() if key not in plain})
         # Nothing that is attached to the original is attached to the copy.
         self.masks = Masks()
         self.masks.plain.prepare(state, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
-        groups = list(self.data_groups.items())
-        # A model may have a thousand tables.
-        shown = groups if len(groups) <= _MOST_SHOWN else groups[:_FEW_SHOWN]
         lines = [f"{type(self).__name__} ("]
-        for name, group in shown:
+        for name, group in self.data_groups.items():
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
-        if len(shown) < len(groups):
-            lines.append(f"\t... and {len(groups) - len(shown)} more data groups")
         return "\n".join([*lines, ")"])
-
-    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
-        """Return the block of elements that one bit of a new sharded table's masks covers. For
-        subclasses.
-
-        Raises:
-            ValueError: no mask update could follow the configuration; names the table, the value
-                and the rule.
-        """
-        return check_cached(data, (1, 1))
 
     def _store(self, name: str) -> DenseStore | PackedStore:
         if name not in self.data_groups:
@@ -578,17 +492,6 @@ class BaseDataSparsifier(abc.ABC):
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
         # As registered, plain data and sharded tables mixed.
         return {name: found[name] for name in self.data_groups if name in found}
-
-    def _settle(self) -> None:
-        """Zero revived weights before weights are returned."""
-        if self.masks.enforcer is not None:
-            self.masks.enforcer.settle()
-
-    def _renew(self) -> None:
-        """Have the enforcer look masks up again: they were replaced by other means than a mask
-        update."""
-        if self.masks.enforcer is not None:
-            self.masks.enforcer.renew()
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer knows no optimizer of new data.
@@ -609,33 +512,33 @@ class BaseDataSparsifier(abc.ABC):
         source = TensorSource(name, data)
         located = source.locate()
         group = self._overlaid(self.defaults, config)
-        self.check_config(located[0], group)
+        block = self.check_config(located[0], group)
         self.masks.tables.check_new(located, self.masks.plain.tensors())
-        self._register(source, located, {name: group})
+        self._register(source, located, {name: group}, {name: block})
         kept: Tensor = data
         return kept
 
     def _register(
-        self, source: Source, located: Sequence[ShardedData], configs: Mapping[str, dict[str, Any]]
+        self,
+        source: Source,
+        located: Sequence[ShardedData],
+        configs: Mapping[str, dict[str, Any]],
+        blocks: Mapping[str, Block],
     ) -> None:
-        blocks = {data.name: self.check_config(data, configs[data.name]) for data in located}
         counted = self.count_dtype if self.counts_lookups else None
-        self.masks.tables.add(source, located, blocks, counted=counted)
-        for data in located:
-            self.data_groups[data.name] = configs[data.name]
+        self.masks.tables.add(source, located, blocks, counted)
+        self.data_groups |= configs
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``config``, changed to what the caller passed."""
         return {**copy.deepcopy(dict(config)), **given}
 
 
-Rules = Mapping[str, Mapping[str, Any]]
-"""Glob over table names and fully qualified names -> overrides."""
-
-
-def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
-    """Return the overrides of a model's tables by glob, whether they were given by glob or for
-    all."""
+def _overrides(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], located: Sequence[ShardedData]
+) -> dict[str, dict[str, Any]]:
+    """Return the overrides of each table of a model, whether they were given by glob or for all; of
+    several globs that match, later ones win."""
     # A default may be a mapping itself: its key is not a glob then.
     by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
     if any(by_glob) and not all(by_glob):
@@ -643,30 +546,18 @@ def _rules(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Rules:
             f"Invalid config={dict(config)!r}: must map either keys to values or globs to such"
             " mappings, not both."
         )
-    rules: Rules = config if any(by_glob) else {"*": config}
-    for overrides in rules.values():
+    given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
+    for glob, overrides in (config if any(by_glob) else {"*": config}).items():
         if unknown := sorted(set(overrides) - set(defaults)):
             raise ValueError(
                 f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
                 f" {sorted(defaults)}."
             )
-    return rules
-
-
-def _refuse_unmatched(glob: str, located: Sequence[ShardedData]) -> None:
-    if not any(_matches(data, glob) for data in located):
-        raise ValueError(
-            f"Invalid config: {glob!r} matches no table; there are"
-            f" {[data.name for data in located]}."
-        )
-
-
-def _overrides(rules: Rules, data: ShardedData) -> dict[str, Any]:
-    """Return the overrides of one table; of several globs that match, later ones win."""
-    given: dict[str, Any] = {}
-    for glob, overrides in rules.items():
-        if _matches(data, glob):
-            given |= copy.deepcopy(dict(overrides))
+        matching = [data.name for data in located if _matches(data, glob)]
+        if not matching:
+            raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
+        for name in matching:
+            given[name] |= copy.deepcopy(dict(overrides))
     return given
 
 

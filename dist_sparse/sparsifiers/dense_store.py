@@ -9,14 +9,14 @@ parametrization. Nothing here communicates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dist_sparse.tables.shards import check_memory
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory
 
 
 class Masked(nn.Module):
@@ -30,11 +30,6 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the effective weight, of the shape and dtype of ``x``."""
-        mask = self.check(x)
-        return torch.where(mask != 0, mask * x, x.new_zeros(()))
-
-    def check(self, x: Tensor) -> Tensor:
-        """Return the mask if it fits ``x``; raise ValueError otherwise."""
         mask = self.mask
         assert isinstance(mask, Tensor)
         if mask.shape != x.shape:
@@ -42,7 +37,7 @@ class Masked(nn.Module):
                 f"The mask of shape {tuple(mask.shape)} does not fit data of shape"
                 f" {tuple(x.shape)}."
             )
-        return mask
+        return torch.where(mask != 0, mask * x, x.new_zeros(()))
 
 
 class Container(nn.Module):
@@ -132,27 +127,19 @@ class DenseStore:
         """Return :meth:`held` of every name."""
         return {name: self.held(name) for name in self.names}
 
-    def check_squash(self, name: str) -> None:
-        """Raise what masking ``name`` would raise."""
-        if not self.is_masked(name):
-            return
-        layers = list(_parametrizations(self.container, name).children())
-        if len(layers) == 1 and isinstance(layers[0], Masked):
-            # Only shapes can be wrong: no need for the masked data.
-            layers[0].check(self.weight(name))
-        else:
-            with torch.no_grad():
-                self.effective(name)
-
-    def squash(self, name: str, *, write: bool) -> None:
-        """Drop the mask of ``name``; if ``write``, write the masked data into the user's own tensor
-        first."""
-        if not self.is_masked(name):
-            return
+    @torch.no_grad()
+    def squash(self, names: Sequence[str], *, write: bool) -> None:
+        """Drop the masks of ``names``, if they have any; if ``write``, write the masked data into
+        the user's own tensors first. If masking one raises, nothing has changed."""
+        masked = list(filter(self.is_masked, names))
         if write:
-            with torch.no_grad():
+            # Raises before anything is written. One at a time: data may be large.
+            for name in masked:
+                self.effective(name)
+            for name in masked:
                 self.weight(name).data.copy_(self.effective(name))
-        parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
+        for name in masked:
+            parametrize.remove_parametrizations(self.container, name, leave_parametrized=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the
@@ -204,27 +191,16 @@ def check_name(name: object) -> str:
 
     Raises:
         TypeError: it is not a string.
-        KeyError: it is empty, holds a dot, or is an attribute that every module has.
+        KeyError: it is empty, holds a dot, or is an attribute that modules have.
     """
     if not isinstance(name, str):
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
-    # It would shadow the attribute in the container.
-    if hasattr(nn.Module(), name):
+    # It would shadow the attribute in the container, or in the ModuleDict of its parametrizations.
+    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
     return name
-
-
-def check_buffer_name(name: str) -> None:
-    """Refuse a name that plain data can't have.
-
-    Raises:
-        KeyError: it is an attribute of torch's containers.
-    """
-    # Parametrizations are kept in a ModuleDict, which has "items", and add attributes of their own.
-    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
-        raise KeyError(f"Invalid {name=}: torch's containers have an attribute of that name.")
 
 
 def as_matrix(mask: Tensor) -> Tensor:
@@ -233,6 +209,20 @@ def as_matrix(mask: Tensor) -> Tensor:
     if mask.dim() == 2:
         return mask
     return mask.reshape(1, -1) if mask.dim() < 2 else mask.reshape(-1, mask.shape[-1])
+
+
+def as_sharded(name: str, matrix: Tensor) -> ShardedData:
+    """Return plain data as a sharded table over a world of one."""
+    rect = Rect(0, 0, *matrix.shape)
+    return ShardedData(
+        name=name,
+        shape=(rect.rows, rect.cols),
+        dtype=matrix.dtype,
+        sharding="plain",
+        ranks=None,
+        tiling=((rect,),),
+        shards=(Shard(rect, matrix),),
+    )
 
 
 def _attach(
@@ -282,27 +272,23 @@ def _fill(
     """Fill a container from a saved state; squashed names stay squashed, and a parametrization of
     the user's gets the buffers that it had."""
     for name, entry in state.items():
-        if name not in configs:
-            raise RuntimeError(
-                f"Error loading {name!r}: the state has a mask for it but no config in data_groups."
-            )
         prefix = f"parametrizations.{name}."
-        data = tensors.get(name, tensors.get(f"{prefix}original"))
-        if data is None:
-            raise RuntimeError(f"Error loading {name!r}: the state has a mask for it but no data.")
-        if entry.get("mask") is None:
-            raise RuntimeError(f"Error loading {name!r}: the state has data for it but no mask.")
+        data, mask = tensors.get(name, tensors.get(f"{prefix}original")), entry.get("mask")
+        if name not in configs:
+            raise RuntimeError(f"Error loading {name!r}: the state has no config of it.")
+        if data is None or mask is None:
+            lacking = "data" if data is None else "mask"
+            raise RuntimeError(f"Error loading {name!r}: the state has no {lacking} of it.")
         data = data.detach().clone()
         if "parametrization" not in configs[name]:
-            entry["mask"] = _with_shape_of(data, entry["mask"])
+            mask = entry["mask"] = _with_shape_of(data, mask)
         if name in tensors:
             # Squashed when it was saved.
             container.register_buffer(name, data)
             continue
-        parametrization = configs[name].get("parametrization", Masked)
-        _attach(container, name, data, entry["mask"], parametrization)
-        first = f"{prefix}0."
-        kept = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(first)}
+        _attach(container, name, data, mask, configs[name].get("parametrization", Masked))
+        buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
+        kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
         # Not strict: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
 
@@ -310,9 +296,4 @@ def _fill(
 def _with_shape_of(data: Tensor, mask: Tensor) -> Tensor:
     """Return a mask in the shape of its data. The ancestor's ``DataNormSparsifier`` may have
     dropped or added dimensions of size 1, which the default parametrization can't use."""
-    return mask.reshape(data.shape) if _real(mask) == _real(data) else mask
-
-
-def _real(tensor: Tensor) -> list[int]:
-    """Return the shape without the dimensions of size 1."""
-    return [size for size in tensor.shape if size != 1]
+    return mask.reshape(data.shape) if mask.squeeze().shape == data.squeeze().shape else mask

@@ -8,8 +8,7 @@ the bits. It detects accidents, not attacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from dist_sparse.groups import Replica
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
+from dist_sparse.tables.shards import Rect, ShardedData
 
 _ROWS, _COLS = 0x51, 0xC3
 # Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
@@ -28,18 +27,21 @@ _STEP = 1 << 16
 
 def mask_hash(mask: BlockMask) -> int:
     """Return the hash of one shard's part of a mask, by its global rows and columns."""
-    rect = mask.rect
-    rows = _mix(torch.arange(rect.row, rect.row_end, device=mask.bits.device), _ROWS)
-    cols = _mix(torch.arange(rect.col, rect.col_end, device=mask.bits.device), _COLS)
-    return _weighted(mask, rows, cols)
-
-
-def element_counts(mask: BlockMask) -> int:
-    """Return the number of removed elements of one shard."""
-    # Each element weighs 1.
-    device = mask.bits.device
-    ones = torch.ones(max(mask.rect.rows, mask.rect.cols), dtype=torch.int64, device=device)
-    return _weighted(mask, ones[: mask.rect.rows], ones[: mask.rect.cols])
+    rect, grid, device = mask.rect, mask.grid, mask.bits.device
+    # Int64 wraps around: sums are modulo 2**64.
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if mask.blocks == 0:
+        # An empty shard has no grid to sum over.
+        return 0
+    rows = _mix(torch.arange(rect.row, rect.row_end, device=device), _ROWS)
+    cols = _mix(torch.arange(rect.col, rect.col_end, device=device), _COLS)
+    # Per block, the product of the sums over its rows and its columns.
+    down = _by_block(rows, rect.row, mask.block[0], grid.row, grid.rows)
+    across = _by_block(cols, rect.col, mask.block[1], grid.col, grid.cols)
+    for first, last in mask.row_chunks(_STEP):
+        removed = ~mask.flags(first, last)
+        total += ((removed * across).sum(1) * down[first:last]).sum()
+    return int(total)
 
 
 def hash_tensor(tensor: Tensor) -> int:
@@ -85,119 +87,29 @@ def shape_hash(shape: tuple[int, int]) -> int:
 def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replica]:
     """Return hashes of the weights that group rank ``rank`` holds in common with others, by place;
     local."""
+    held = [(data, shard.rect, shard.tensor) for data in tables for shard in data.shards]
+    return shared_tensors(held, rank)
+
+
+def shared_tensors(
+    held: Sequence[tuple[ShardedData, Rect, Tensor]], rank: int, what: str = ""
+) -> dict[str, Replica]:
+    """Return hashes of the tensors of shards that group rank ``rank`` holds in common with others,
+    by place; local."""
     hashes: dict[str, Tensor] = {}
     holders_of: dict[str, list[int]] = {}
-    for data in tables:
-        for shard in data.shards:
-            # Rectangles of other ranks are known from metadata: equal ones are replicas.
-            holders = [r for r, held in enumerate(data.tiling) if shard.rect in held]
-            if len(holders) > 1:
-                place = f"{data.name} {shard.rect}"
-                hashes[place], holders_of[place] = _hashed(shard.tensor), holders
+    for data, rect, tensor in held:
+        # Rectangles of other ranks are known from metadata: equal ones are replicas.
+        holders = [r for r, rects in enumerate(data.tiling) if rect in rects]
+        if len(holders) > 1:
+            place = f"{what}{data.name} {rect}"
+            hashes[place], holders_of[place] = _hashed(tensor), holders
     found = {}
     # One wait for all of them.
     for place, value in zip(hashes, on_host([*hashes.values()]), strict=True):
         holders = holders_of[place]
         found[place] = Replica(int(value) % (1 << 64), holders[0] == rank, len(holders))
     return found
-
-
-class _Borders(NamedTuple):
-    """The rows and columns of blocks that some shard border cuts."""
-
-    block: Block
-    rows: frozenset[int]
-    cols: frozenset[int]
-
-    @staticmethod
-    def of(data: ShardedData, block: Block) -> _Borders:
-        rects = data.rects
-        return _Borders(
-            block,
-            frozenset(rect.row // block[0] for rect in rects if rect.row % block[0]),
-            frozenset(rect.col // block[1] for rect in rects if rect.col % block[1]),
-        )
-
-
-def shared_bits(
-    data: ShardedData, block: Block, masks: Sequence[BlockMask], rank: int
-) -> dict[str, Replica]:
-    """Return hashes of the mask bits that group rank ``rank`` holds in common with others, by
-    place; local.
-
-    Common are the bits of replicas, and the bits of blocks that a shard border cuts.
-
-    Raises:
-        ValueError: two shards of this rank differ in such a bit.
-    """
-    borders = _Borders.of(data, block)
-    if not (borders.rows or borders.cols or data.replicated):
-        # The usual case: nothing is shared, and nothing is hashed.
-        return {}
-    holders = _holders(data, borders)
-    hashes: dict[str, int] = {}
-    for mask in masks:
-        for place, index in _places(data.name, mask.rect, borders):
-            if len(holders[place]) == 1:
-                # Hashing takes a pass over the bits.
-                continue
-            value = hash_tensor(mask.bits if index is None else mask.flags()[index])
-            if hashes.setdefault(place, value) != value:
-                raise ValueError(
-                    f"Masks differ between their holders. {place}: two shards of rank {rank}"
-                    " differ."
-                )
-    found = {}
-    for place, value in hashes.items():
-        # A place that only shards of this rank share has been compared above.
-        if len(ranks := sorted(set(holders[place]))) > 1:
-            found[place] = Replica(value, ranks[0] == rank, len(ranks))
-    return found
-
-
-def _holders(data: ShardedData, borders: _Borders) -> dict[str, list[int]]:
-    """Return the group ranks that hold each place, once for each of their shards there."""
-    holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(data.tiling):
-        for rect in held:
-            for place, _ in _places(data.name, rect, borders):
-                holders.setdefault(place, []).append(rank)
-    return holders
-
-
-def _places(
-    name: str, rect: Rect, borders: _Borders
-) -> Iterator[tuple[str, tuple[slice | int, ...] | None]]:
-    """Yield the parts of a shard that others may hold too: all of it (None), and its block rows and
-    columns that some border cuts, each with an index into its flags."""
-    grid = grid_of(rect, borders.block)
-    yield f"table {name!r}, shard {rect}", None
-    for i in sorted(borders.rows & set(range(grid.row, grid.row + grid.rows))):
-        yield (
-            f"table {name!r}, block row {i}, {grid.cols} block columns from {grid.col} on",
-            (i - grid.row,),
-        )
-    for j in sorted(borders.cols & set(range(grid.col, grid.col + grid.cols))):
-        yield (
-            f"table {name!r}, block column {j}, {grid.rows} block rows from {grid.row} on",
-            (slice(None), j - grid.col),
-        )
-
-
-def _weighted(mask: BlockMask, rows: Tensor, cols: Tensor) -> int:
-    """The sum of ``rows[r] * cols[c]`` over removed elements: per block, the product of the sums
-    over its rows and its columns."""
-    if mask.blocks == 0:
-        # An empty shard has no grid to sum over.
-        return 0
-    down = _by_block(rows, mask.rect.row, mask.block[0], mask.grid.row, mask.grid.rows)
-    across = _by_block(cols, mask.rect.col, mask.block[1], mask.grid.col, mask.grid.cols)
-    # Int64 wraps around: sums are modulo 2**64.
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    for first, last in mask.row_chunks(_STEP):
-        removed = ~mask.flags(first, last)
-        total += ((removed * across).sum(1) * down[first:last]).sum()
-    return int(total)
 
 
 def _by_block(values: Tensor, start: int, size: int, first: int, count: int) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import Facts, Replica, rank_in
+from dist_sparse.groups import Facts, rank_in
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.digest import shared_tensors
 from dist_sparse.sparsifiers.lookups import FUSED
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
@@ -118,8 +118,6 @@ class ImportanceSparsifier(DataNormSparsifier):
         tensor([0, 1, 0, 1, 1, 0], dtype=torch.int8)
     """
 
-    _measured_fast = True
-
     def __init__(
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
@@ -158,7 +156,14 @@ class ImportanceSparsifier(DataNormSparsifier):
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         # Without a norm, score() is called.
-        return super().measure if self.scored_by == "norm" else None
+        if self.scored_by != "norm" or not self._own_score:
+            return None
+        return "L1" if self.norm == "L1" else "L2"
+
+    @property
+    def _own_score(self) -> bool:
+        """Whether no subclass replaces :meth:`score`, so that faster ways to its values hold."""
+        return type(self).score is ImportanceSparsifier.score
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return the score of each element, float64; see the class."""
@@ -170,12 +175,12 @@ class ImportanceSparsifier(DataNormSparsifier):
         return of_rows.expand(data.shape)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if not self._measured_fast or self.scored_by != "norm_accumulator":
+        if not self._own_score or self.scored_by != "norm_accumulator":
             return super().element_measure(name, config)
         return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
-        if not self._measured_fast or self.scored_by == "norm":
+        if not self._own_score or self.scored_by == "norm":
             return super().row_measure(name, shard)
         if self.scored_by != "norm_accumulator":
             # Counts decay in all rows; resets of G change rows that nothing has written.
@@ -190,7 +195,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets rows, and no table.
-        self._known = self._look_up(located) if self.scored_by != "norm" else {}
+        self._known = self._look_up(located)
         return super().score_tables(located, configs)
 
     def step(self) -> None:
@@ -223,16 +228,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         for data in located:
             # Replicas must score alike; copies are trained apart, and the first one's masks count.
             if data.replicated and not data.copied:
-                facts.replicas |= self._known_replicas(data)
-
-    def _known_replicas(self, data: ShardedData) -> dict[str, Replica]:
-        rank = rank_in(data.ranks)
-        found = {}
-        for known in self._known.get(data.name, ()):
-            holders = [r for r, held in enumerate(data.tiling) if known.rect in held]
-            place = f"optimizer state of {data.name} {known.rect}"
-            found[place] = Replica(hash_tensor(known.total), holders[0] == rank, len(holders))
-        return found
+                known = self._known.get(data.name, ())
+                totals = [(data, each.rect, each.total) for each in known]
+                rank, what = rank_in(data.ranks), "optimizer state of "
+                facts.replicas |= shared_tensors(totals, rank, what)
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:
@@ -246,26 +245,18 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
         if self.scored_by not in ("accumulator", "frequency"):
             super()._check_untouched(data, block)
-        if block != (1, data.shape[1]):
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' removes whole rows: the block must be"
-                f" 'row', and is {block}."
-            )
-        if self.decay < 1:
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' needs all lookups, and"
-                f" decay={self.decay} forgets old ones."
-            )
-        if data.copied:
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' can't tell the rows of copies that"
-                " are trained apart: each copy sees other batches."
-            )
-        if self.scope == "global":
-            raise ValueError(
-                f"Table {data.name!r}: the level 'untouched' is of each table by itself:"
-                " scope='global' moves it between tables."
-            )
+        wrong = [
+            (
+                block != (1, data.shape[1]),
+                f"removes whole rows: the block must be 'row', not {block}",
+            ),
+            (self.decay < 1, f"needs all lookups, and decay={self.decay} forgets old ones"),
+            (data.copied, "can't tell the rows of copies that are trained apart"),
+            (self.scope == "global", "is of each table by itself: scope='global' moves it"),
+        ]
+        for is_wrong, why in wrong:
+            if is_wrong:
+                raise ValueError(f"Table {data.name!r}: the level 'untouched' {why}.")
 
     def check_known(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse tables whose score is not known on this rank. Local.
@@ -273,31 +264,32 @@ class ImportanceSparsifier(DataNormSparsifier):
         Raises:
             ValueError: as in ``step()``; names the table.
         """
-        if self.scored_by != "norm":
-            self._look_up(located)
+        self._look_up(located)
 
     def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
         steps on this rank. Local."""
-        if self.scored_by not in ("accumulator", "norm_accumulator"):
+        if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []
         summed, unknown = self.sums(), []
         for name, data in located.items():
-            if any(shard.tensor.data_ptr() not in summed for shard in data.shards):
+            if not summed.keys() >= {shard.tensor.data_ptr() for shard in data.shards}:
                 unknown.append(name)
         return unknown
 
     def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
         """Return lookups or sums of the rows of this rank's shards."""
+        if self.scored_by == "norm":
+            return {}
         # Lookups need an enforcer too, so that it is asked in any case.
-        totals = self.sums()
-        if self.scored_by == "frequency":
-            return {name: self._counted(data) for name, data in located.items()}
-        return {
-            name: [_summed(name, shard, totals) for shard in data.shards]
-            for name, data in located.items()
-        }
+        totals, known = self.sums(), {}
+        for name, data in located.items():
+            if self.scored_by == "frequency":
+                known[name] = self._counted(data)
+            else:
+                known[name] = [_summed(name, shard, totals) for shard in data.shards]
+        return known
 
     def _counted(self, data: ShardedData) -> list[_Known]:
         # A lookup is of a whole row: each element has its share, so that blocks compare by bytes.
@@ -325,27 +317,20 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
         """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
-        known = self._known_at(name, data, offset)
+        known = self._known_at(name, offset)
         first = offset[0] - known.rect.row
         return known.of_rows(slice(first, first + len(data)))
 
-    def _known_at(self, name: str, data: Tensor, offset: tuple[int, int]) -> _Known:
+    def _known_at(self, name: str, offset: tuple[int, int]) -> _Known:
         """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
-        if name not in self.masks.plain:
-            # Chunks are of one shard: its first element tells which.
-            here = Rect(*offset, 1, 1)
-            return next(
-                known for known in self._known[name] if known.rect.intersect(here) is not None
-            )
-        if self.scored_by == "frequency":
+        if name in self.masks.plain:
             raise ValueError(
-                f"Data {name!r}: score='frequency' is for tables with a fused optimizer, from"
+                f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
                 " add_model()."
             )
-        # Plain data is one shard, whatever its shape.
-        whole = self.masks.plain.weight(name)
-        rect = Rect(0, 0, whole.numel() // data.shape[1], data.shape[1])
-        return _summed(name, Shard(rect, whole), self.sums())
+        # Chunks are of one shard: its first element tells which.
+        here = Rect(*offset, 1, 1)
+        return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def counted_rows(
         ``(bool (rows,), float64 (rows,))`` on the CPU; None where they are not known, on every rank
         alike.
     """
-    if counts is None or not _has_whole_rows(data, block):
+    if counts is None or not knows_removed_rows(data, block):
         return None
     mine = _counted_here(data)
     return [
@@ -54,8 +54,14 @@ def counted_rows(
     ]
 
 
-def _has_whole_rows(data: ShardedData, block: Block) -> bool:
-    return block[1] >= data.shape[1] or all(rect.cols == data.shape[1] for rect in data.rects)
+def whole_rows(data: ShardedData) -> bool:
+    """Return whether no row of a table is cut, so that some rank sees all of it."""
+    return all(rect.cols == data.shape[1] for rect in data.rects)
+
+
+def knows_removed_rows(data: ShardedData, block: Block) -> bool:
+    """Return whether the leftmost shards of a table tell which of its rows are removed."""
+    return block[1] >= data.shape[1] or whole_rows(data)
 
 
 def _counted_here(data: ShardedData) -> set[Rect]:
@@ -75,38 +81,35 @@ def lookups_here(packed: PackedStore, data: ShardedData) -> Lookups | None:
     """
     block, masks = packed.block(data.name), packed.masks(data.name)
     counts = packed.counts(data.name)
-    if not _has_whole_rows(data, block):
+    if not knows_removed_rows(data, block):
         return None
     # Where a score counts all lookups, nothing is sampled.
-    if counts is not None:
-        rows = counted_rows(data, block, masks, counts) or ()
-        # Counts that decay have fractions; sums are rounded once.
-        looked_up = sum(float(lookups.sum()) for _, lookups in rows)
-        return round(looked_up), round(sum(float(lookups[dead].sum()) for dead, lookups in rows))
-    mine, sums = _counted_here(data), torch.zeros(2, dtype=torch.int64)
-    for mask, sampled in zip(masks, packed.samples(data.name), strict=True):
+    sampled = packed.samples(data.name) if counts is None else map(_looked_up, masks, counts)
+    mine, sums = _counted_here(data), torch.zeros(2, dtype=torch.float64)
+    for mask, lookups in zip(masks, sampled, strict=True):
         if mask.rect in mine:
-            sums += sampled.cpu()
-    looked_up, removed = sums.tolist()
+            sums += lookups.cpu()
+    # Counts that decay have fractions; sums are rounded once.
+    looked_up, removed = sums.round().long().tolist()
     return looked_up, removed
 
 
-def removed_lookups(packed: PackedStore, action: str) -> dict[str, Lookups]:
-    """Return the lookups of each table where they are known, by name. Collective: one all-reduce
-    for each group.
+def _looked_up(mask: BlockMask, counts: Tensor) -> Tensor:
+    """Return all lookups of a shard, and those of its removed rows."""
+    rows = counts.double()
+    return torch.stack([rows.sum(), rows[mask.dead_rows()].sum()])
+
+
+def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
+    """Return all lookups and removed lookups of each table where they are known, by name.
+    Collective: one all-reduce for each group.
 
     Args:
         packed: the registered tables.
         action: the public call, for messages.
     """
     located = packed.current(action)
-    found: dict[str, Lookups] = {}
-    for ranks, names in packed.groups.items():
-        here = {name: lookups_here(packed, located[name]) for name in names}
-        # The same tables on every rank of the group.
-        known = {name: lookups for name, lookups in here.items() if lookups is not None}
-        if known:
-            # One message for all tables of a group.
-            sums = group_over(ranks).all_reduce(torch.tensor(list(known.values()))).tolist()
-            found.update(zip(known, map(tuple, sums), strict=True))
-    return {name: found[name] for name in packed.names if name in found}
+    here = {name: lookups_here(packed, data) for name, data in located.items()}
+    # The same tables on every rank of a group.
+    known = {name: lookups for name, lookups in here.items() if lookups is not None}
+    return packed.summed(known)

@@ -16,40 +16,37 @@ from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.tables.shards import ShardedData
 
 
-class Enforcer(Protocol):
-    """The methods of an attached enforcer that a sparsifier calls. None of them communicates."""
+class Enforcer:
+    """The methods of an attached enforcer that a sparsifier calls. None of them communicates. This
+    class stands in while none is attached, and does nothing."""
 
     def accumulators(self) -> dict[int, tuple[Tensor, float]]:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
         address of the weights: live, one for each weight, or one for each row of a shard:
         ``(rows,)`` or ``(rows, 1)``."""
-        ...
+        return {}
 
     def states(self) -> Mapping[int, Sequence[Tensor]]:
         """Return all optimizer state, live, by the address of the weights."""
-        ...
+        return {}
 
     def written(self, reader: str = "scores") -> Mapping[int, Written]:
         """Map weight addresses to live sets of possibly written rows, for shards whose writes are
         all tracked. Each reader has and clears its own."""
-        ...
+        return {}
 
     def settle(self) -> None:
         """Zero revived weights, before weights are scored, read or saved."""
-        ...
 
     def begin_step(self) -> None:
         """Called before a mask update."""
-        ...
 
     def end_step(self) -> None:
         """Called after a mask update, which has zeroed what it removes in sharded tables, but not
         in plain data."""
-        ...
 
     def renew(self) -> None:
         """Called after masks were replaced or squashed: look everything up again and zero it."""
-        ...
 
 
 class Rotation(Protocol):
@@ -101,3 +98,8 @@ class Masks:
         self.undo: Undo | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @property
+    def hooks(self) -> Enforcer:
+        """The enforcer that is attached, or one that does nothing."""
+        return self.enforcer or Enforcer()

@@ -9,32 +9,18 @@ groups and tilings are the same on every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_sparse.facts import to_json
-from dist_sparse.groups import Facts, Group, Parcels, agreeing, group_over
+from dist_sparse.groups import Facts, Group, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.digest import shared_bits
-from dist_sparse.sparsifiers.pieces import (
-    Tiling,
-    assembled,
-    block_of,
-    counts_from,
-    masks_from,
-    new_counts,
-    saved_counts,
-    saved_mask,
-    send_counts,
-    send_masks,
-    written,
-)
-from dist_sparse.tables.modules import model_source
+from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
     Block,
     Rect,
@@ -42,7 +28,6 @@ from dist_sparse.tables.shards import (
     ShardedData,
     Source,
     Span,
-    grid_of,
     overlapping,
     owners,
 )
@@ -51,11 +36,13 @@ Ranks = tuple[int, ...] | None
 
 
 @dataclass
-class _Table:
-    """One registered table: the tiling that its bits were stored for, and the bits.
+class TableMasks:
+    """This rank's masks of one registered table, for the tiling that they were stored for.
 
     Attributes:
+        counts: lookups of each row of this rank's shards; empty if they are not counted.
         counted: dtype of ``counts``; None where lookups are not counted.
+        samples: see :meth:`PackedStore.samples`.
         removed: blocks that the masks remove over all ranks, if known.
         updates: mask updates since registration.
     """
@@ -63,7 +50,7 @@ class _Table:
     source: Source
     shape: tuple[int, int]
     ranks: Ranks
-    tiling: Tiling
+    tiling: pieces.Tiling
     block: Block
     masks: list[BlockMask]
     counts: list[Tensor]
@@ -72,55 +59,55 @@ class _Table:
     removed: int | None = 0
     updates: int = 0
 
-    def send_masks(self, parcels: Parcels, rank: int, new: Tiling) -> Callable[[], list[BlockMask]]:
-        return send_masks(parcels, rank, self.masks, self.block, self.tiling, new)
-
-    def move(self, parcels: Parcels, rank: int, data: ShardedData) -> Callable[[], None]:
-        """Pack masks and counts for their new holders. Return a function that puts what arrives in
-        place."""
-        read_masks = self.send_masks(parcels, rank, data.tiling)
-        read_counts = None
+    def moves(self, new: pieces.Tiling) -> list[pieces.Move]:
+        """Return what travels when the shards become those of another tiling."""
+        moves = [pieces.move_of_masks(self.masks, self.block, self.tiling, new)]
         if self.counted is not None:
-            read_counts = send_counts(
-                parcels, rank, self.counts, self.counted, self.tiling, data.tiling
-            )
+            held = self.tiling[group_over(self.ranks).rank]
+            moves.append(pieces.move_of_counts(held, self.counts, self.counted, self.tiling, new))
+        return moves
 
-        def put_together() -> None:
-            pieces = read_masks()
-            self.masks = [
-                assembled(rect, self.block, pieces, weights.device) for rect, weights in data.shards
-            ]
-            if read_counts is not None and self.counted is not None:
-                self.counts = new_counts(data, self.counted, read_counts())
-            self.tiling, self.samples = data.tiling, None
+    def move_of_whole_blocks(self) -> pieces.Move:
+        """Return the move that brings all holders' bits of the blocks that a shard touches."""
+        new = tuple(map(self._whole_blocks, self.tiling))
+        return pieces.move_of_masks(self.masks, self.block, self.tiling, new)
 
-        return put_together
+    def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
+        return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
 
-    def written(self, owned: Sequence[Rect]) -> list[tuple[Rect, Rect]]:
-        """Return the owned rectangles of a rank, each with the one that it writes for it."""
-        pairs = [(rect, written(rect, self.block, self.shape)) for rect in owned]
-        return [(rect, to) for rect, to in pairs if to.numel]
+    def differs_at(self, bits: Sequence[pieces.Piece]) -> Rect | None:
+        """Return a rectangle where another holder's bits differ from those here, if there is
+        one."""
+        touched = self._whole_blocks(mask.rect for mask in self.masks)
+        for mask, here in zip(self.masks, touched, strict=True):
+            for rect, theirs in bits:
+                inside = rect.intersect(here) == rect
+                if inside and not torch.equal(mask.cut(rect).bits.cpu(), theirs):
+                    return rect
+        return None
 
-    def needs_bits_of_others(self, rect: Rect, to: Rect) -> bool:
-        """Whether the last byte that the owner of ``rect`` writes holds bits of other shards."""
-        return grid_of(to, self.block).col_end > grid_of(rect, self.block).col_end
+    def take(self, data: ShardedData, arrived: Iterator[list[pieces.Piece]]) -> None:
+        """Put together what :meth:`moves` has brought to the shards of ``data``."""
+        bits = next(arrived)
+        self.masks = [
+            pieces.assembled(rect, self.block, bits, weights.device)
+            for rect, weights in data.shards
+        ]
+        if self.counted is not None:
+            self.counts = pieces.new_counts(data, self.counted, next(arrived))
+        self.tiling, self.samples = data.tiling, None
 
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a state has of this rank's part of one table, checked.
-
-    Args:
-        data: the table as it is stored now.
-        removed: blocks that the masks removed over all ranks when they were saved, if known.
-    """
-
-    data: ShardedData
-    block: Block
-    masks: list[BlockMask]
-    counts: list[Tensor]
-    removed: int | None
-    updates: int
+    def follow(self, data: ShardedData) -> bool:
+        """Bring the masks to the devices of their shards, where they are not yet."""
+        devices = [shard.tensor.device for shard in data.shards]
+        if [mask.bits.device for mask in self.masks] == devices:
+            return False
+        masks = zip(self.masks, devices, strict=True)
+        self.masks = [replace(mask, bits=mask.bits.to(on)) for mask, on in masks]
+        # Counts are summed where lookups are; empty if nothing is counted.
+        self.counts = [count.to(on) for count, on in zip(self.counts, devices, strict=False)]
+        self.samples = None
+        return True
 
 
 class PackedStore:
@@ -131,9 +118,7 @@ class PackedStore:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[str, _Table] = {}
-        self._groups: dict[Ranks, list[str]] | None = None
-        self._spans: dict[str, list[Span]] = {}
+        self._tables: dict[str, TableMasks] = {}
         # While a user's update_mask edits the mask of one shard, mask() must return that object.
         self._edited: tuple[str, Tensor] | None = None
         self.version = 0
@@ -152,21 +137,18 @@ class PackedStore:
     @property
     def sources(self) -> list[Source]:
         """What was registered and still has a table here, in that order."""
-        return list({id(table.source): table.source for table in self._tables.values()}.values())
+        return list(dict.fromkeys(table.source for table in self._tables.values()))
 
     @property
     def groups(self) -> dict[Ranks, list[str]]:
         """The tables' names by the global ranks that hold them, in an order that depends on neither
         rank nor registration; larger groups come later."""
-        if self._groups is None:
-            groups: dict[Ranks, list[str]] = {}
-            # By name: ranks may have registered in another order.
-            for name in sorted(self._tables):
-                groups.setdefault(self._tables[name].ranks, []).append(name)
-            self._groups = dict(
-                sorted(groups.items(), key=lambda entry: (len(entry[0] or ()), entry[0] or ()))
-            )
-        return self._groups
+        groups: dict[Ranks, list[str]] = {}
+        # By name: ranks may have registered in another order.
+        for name in sorted(self._tables):
+            groups.setdefault(self._tables[name].ranks, []).append(name)
+        order = sorted(groups, key=lambda ranks: (len(ranks or ()), ranks or ()))
+        return {ranks: groups[ranks] for ranks in order}
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
@@ -174,6 +156,19 @@ class PackedStore:
         tables' names."""
         with agreeing(action, [group_over(ranks) for ranks in self.groups]) as noted:
             yield list(zip(noted, self.groups.values(), strict=True))
+
+    def summed(self, values: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """Return the sums of integers of tables over their ranks, modulo 2**64; those of plain data
+        as they are. Collective: one all-reduce for each group with a table among ``values``, the
+        same tables on every rank."""
+        sums = {name: list(value) for name, value in values.items()}
+        for ranks, held in self.groups.items():
+            if names := [name for name in held if name in values]:
+                # Hashes have 64 bits and no sign; collectives sum int64.
+                rows = [list(map(_signed, values[name])) for name in names]
+                total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
+                sums.update(zip(names, total.tolist(), strict=True))
+        return sums
 
     # Registration.
 
@@ -190,59 +185,46 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        known = self._known_spans(plain)
-        entries = [*known, *((span, data.name) for data in located for span in _spans(data))]
-        for i, j in overlapping([span for span, _ in entries]):
-            (span, first), second = entries[i], entries[j][1]
-            if j < len(known) or first == second:
-                continue
-            # A table that has moved since may have left its memory to the new one.
-            if first not in self or span in _spans(self.find(first)):
+        entries = [entry for name in self._tables for entry in _memory_of(self.find(name))]
+        for name, tensor in plain.items():
+            entries += _memory(name, [tensor])
+        known = len(entries)
+        for data in located:
+            entries += _memory_of(data)
+        for i, j in overlapping([span for _, span in entries]):
+            first, second = entries[i][0], entries[j][0]
+            if j >= known and first != second:
                 raise ValueError(
                     f"Table {second!r} is registered already, as {first!r}: they share memory."
                 )
-
-    def _known_spans(self, plain: Mapping[str, Tensor]) -> list[tuple[Span, str]]:
-        """Return the memory of plain tensors, and of tables where they were last seen: to locate a
-        thousand again for each new one takes minutes."""
-        known = [(Span.of(tensor), name) for name, tensor in plain.items() if tensor.numel()]
-        for name, spans in self._spans.items():
-            known += [(span, name) for span in spans]
-        return known
 
     def add(
         self,
         source: Source,
         located: Sequence[ShardedData],
         blocks: Mapping[str, Block],
-        *,
-        counted: torch.dtype | None = None,
+        counted: torch.dtype | None,
     ) -> None:
         """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts`
         of that dtype."""
         for data in located:
             block = blocks[data.name]
-            self._tables[data.name] = _Table(
+            masks = [BlockMask.full(rect, block, weights.device) for rect, weights in data.shards]
+            self._tables[data.name] = TableMasks(
                 source=source,
                 shape=data.shape,
                 ranks=data.ranks,
                 tiling=data.tiling,
                 block=block,
-                masks=[
-                    BlockMask.full(rect, block, weights.device) for rect, weights in data.shards
-                ],
-                counts=[] if counted is None else new_counts(data, counted),
+                masks=masks,
+                counts=[] if counted is None else pieces.new_counts(data, counted),
                 counted=counted,
             )
-            self._spans[data.name] = _spans(data)
-        self._groups = None
         self.version += 1
 
     def drop(self, name: str) -> None:
         """Forget one table, and its source once none of its tables is left."""
         del self._tables[name]
-        self._spans.pop(name, None)
-        self._groups = None
         self.version += 1
 
     # Where the tables are.
@@ -255,12 +237,12 @@ class PackedStore:
             ValueError: a table is no longer in its model, or has another shape.
         """
         # One walk finds all tables of a model.
-        names: dict[int, list[str]] = {}
+        names: dict[Source, list[str]] = {}
         for name, table in self._tables.items():
-            names.setdefault(id(table.source), []).append(name)
+            names.setdefault(table.source, []).append(name)
         found: dict[str, ShardedData] = {}
-        for source in self.sources:
-            found |= {data.name: data for data in source.locate(names[id(source)])}
+        for source, wanted in names.items():
+            found |= {data.name: data for data in source.locate(wanted)}
         if missing := [name for name in self._tables if name not in found]:
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
@@ -269,7 +251,6 @@ class PackedStore:
         located = {name: found[name] for name in self._tables}
         for data in located.values():
             self._check_shape(data)
-        self._spans = {name: _spans(data) for name, data in located.items()}
         return located
 
     def current(self, action: str | None = None) -> dict[str, ShardedData]:
@@ -288,6 +269,41 @@ class PackedStore:
         self.reshard(located)
         return located
 
+    def compare_holders(
+        self,
+        action: str,
+        located: Mapping[str, ShardedData],
+        masks: Mapping[str, TableMasks],
+        refusal: str,
+    ) -> None:
+        """Refuse masks whose holders differ: replicas, or blocks that a shard border cuts.
+        Collective: an agreement, after one all-to-all for each group that holds such bits.
+
+        Args:
+            action: the public call, for messages.
+            located: the registered tables as they are stored now.
+            masks: of these tables, registered or loaded.
+            refusal: begins the message.
+
+        Raises:
+            ValueError: on every rank; names table, place and rank.
+        """
+        arrived: dict[str, list[pieces.Piece]] = {}
+        for ranks, names in self.groups.items():
+            moves = {}
+            for name in filter(masks.__contains__, names):
+                move = masks[name].move_of_whole_blocks()
+                # Usually nothing is shared: then nothing is sent.
+                if located[name].replicated or move.new != move.old:
+                    moves[name] = move
+            if moves:
+                found = pieces.exchange(group_over(ranks), list(moves.values()))
+                arrived.update(zip(moves, found, strict=True))
+        with self.agreeing(action):
+            for name, bits in arrived.items():
+                if place := masks[name].differs_at(bits):
+                    raise ValueError(f"{refusal} Table {name!r}: {place}.")
+
     def find(self, name: str) -> ShardedData:
         """Return one table as it is stored now. Does not walk the model, nor communicate."""
         data = self._tables[name].source.find(name)
@@ -304,29 +320,18 @@ class PackedStore:
         tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
         local."""
         moved = set(self.moved(located))
-        # Group by group, in an order that all ranks share: each move is collective.
+        # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
         for ranks, names in self.groups.items():
-            if tables := [located[name] for name in names if name in moved]:
-                self._move(tables, group_over(ranks))
-        for data in located.values():
-            self._follow_devices(data)
-
-    def _follow_devices(self, data: ShardedData) -> None:
-        table = self._tables[data.name]
-        # A model may have been moved, such as by .to(), since the bits were stored.
-        devices = [shard.tensor.device for shard in data.shards]
-        if [mask.bits.device for mask in table.masks] == devices:
-            return
-        self.version += 1
-        table.samples = None
-        table.masks = [
-            BlockMask(mask.rect, mask.block, mask.bits.to(device))
-            for mask, device in zip(table.masks, devices, strict=True)
-        ]
-        if table.counted is not None:
-            # Counts are summed on the device of the lookups.
-            counts = zip(table.counts, devices, strict=True)
-            table.counts = [count.to(device) for count, device in counts]
+            tables = [located[name] for name in names if name in moved]
+            moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
+            arrived = iter(pieces.exchange(group_over(ranks), moves) if moves else ())
+            for data in tables:
+                self._tables[data.name].take(data, arrived)
+                self.version += 1
+        for name, data in located.items():
+            # A model may have been moved, such as by .to(), since the bits were stored.
+            if self._tables[name].follow(data):
+                self.version += 1
 
     # Masks.
 
@@ -364,14 +369,12 @@ class PackedStore:
         masks: list[BlockMask],
         block: Block,
         removed: int | None,
-        updates: int | None = None,
     ) -> None:
-        """Replace the masks of this rank's shards by masks of the rectangles that it holds in
-        ``data``.
+        """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
+        it holds in ``data``.
 
         Args:
             removed: blocks that they remove over all ranks, if known without asking.
-            updates: mask updates since registration; None is one more than before.
         """
         assert all(mask.block == block for mask in masks)
         assert [mask.rect for mask in masks] == [shard.rect for shard in data.shards]
@@ -381,7 +384,7 @@ class PackedStore:
             self.version += 1
             table.samples = None
         table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
-        table.updates = table.updates + 1 if updates is None else updates
+        table.updates += 1
 
     def mask(self, name: str) -> Tensor:
         """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept.
@@ -410,7 +413,7 @@ class PackedStore:
         """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as
         :meth:`mask`."""
         masks = self._masks_in_place(name)
-        return [((mask.rect.row, mask.rect.col), mask.dense()) for mask in masks]
+        return [(mask.rect[:2], mask.dense()) for mask in masks]
 
     def weight(self, name: str) -> Tensor:
         """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
@@ -425,33 +428,19 @@ class PackedStore:
         return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
-    def apply(self, located: Mapping[str, ShardedData]) -> None:
-        """Write zero to the removed weights of this rank's shards. Local."""
-        for name, data in located.items():
-            for mask, shard in zip(self.masks(name), data.shards, strict=True):
-                mask.apply_(shard.tensor)
+    def apply(self, names: Sequence[str]) -> None:
+        """Write zero to the removed weights of this rank's shards. Local, unless shards have moved:
+        then collective."""
+        if not names:
+            return
+        located = self.current()
+        for shard, mask in self.shards({name: located[name] for name in names}):
+            mask.apply_(shard.tensor)
 
-    def found_in(
-        self, other: nn.Module | Mapping[str, Tensor], located: Mapping[str, ShardedData]
-    ) -> dict[str, ShardedData]:
-        """Return the counterparts of the located tables in a copy of their model, or in a mapping
-        from fully qualified (or registered) names to whole tensors. Local; raises ValueError if one
-        is missing or sharded otherwise."""
-        if isinstance(other, nn.Module):
-            copies = {data.fqn: data for data in model_source(other, dense=True).locate()}
-            found = {name: copies.get(data.fqn) for name, data in located.items()}
-        else:
-            found = {name: _whole_tensor(other, data) for name, data in located.items()}
-        counterparts = {}
+    def shards(self, located: Mapping[str, ShardedData]) -> Iterator[tuple[Shard, BlockMask]]:
+        """Yield all shards of these tables on this rank, each with its mask."""
         for name, data in located.items():
-            copy = found[name]
-            if copy is None or copy.tiling != data.tiling:
-                raise ValueError(
-                    f"Table {name!r} ({data.fqn}) is not in the copy, or is sharded otherwise"
-                    " there."
-                )
-            counterparts[name] = copy
-        return counterparts
+            yield from zip(data.shards, self.masks(name), strict=True)
 
     # Saving.
 
@@ -472,13 +461,12 @@ class PackedStore:
                 "removed": table.removed,
                 "config": configs[name],
             }
-            masks[name] = saved_mask(table.shape, table.block, writes[name], table.masks)
+            masks[name] = pieces.saved_mask(table.shape, table.block, writes[name], table.masks)
             if table.counted is not None:
                 rank = group_over(table.ranks).rank
-                rects, owned = table.tiling[rank], owners(table.tiling)[rank]
-                counts[name] = saved_counts(
-                    table.shape[0], table.counted, rects, owned, table.counts
-                )
+                held = dict(zip(table.tiling[rank], table.counts, strict=True))
+                owned = owners(table.tiling)[rank]
+                counts[name] = pieces.saved_counts(table.shape[0], table.counted, held, owned)
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
@@ -488,34 +476,33 @@ class PackedStore:
         :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
         bytes of a mask: then collective over the group."""
         found: dict[str, list[BlockMask]] = {}
-        parcels, arriving = Parcels(group), {}
+        moves: dict[str, pieces.Move] = {}
         for name in names:
             table = self._tables[name]
-            parts = [table.written(owned) for owned in owners(table.tiling)]
-            if any(table.needs_bits_of_others(*part) for part in itertools.chain(*parts)):
+            parts = pieces.written(table.tiling, table.block, table.shape)
+            if any(part.needs_bits_of_others for part in itertools.chain(*parts)):
                 # From the parts of all ranks: all of them take part in the exchange, or none.
-                new = tuple(tuple(to for _, to in held) for held in parts)
-                arriving[name] = new[group.rank], table.send_masks(parcels, group.rank, new)
+                new = tuple(tuple(part.to for part in held) for held in parts)
+                moves[name] = pieces.move_of_masks(table.masks, table.block, table.tiling, new)
             else:
                 masks = {mask.rect: mask for mask in table.masks}
-                found[name] = [masks[rect].cut(to) for rect, to in parts[group.rank]]
+                found[name] = [masks[part.shard].cut(part.to) for part in parts[group.rank]]
         cpu = torch.device("cpu")
-        if arriving:
-            parcels.exchange(cpu)
-        for name, (rects, read) in arriving.items():
-            pieces, block = read(), self._tables[name].block
-            found[name] = [assembled(rect, block, pieces, cpu) for rect in rects]
+        arrived = pieces.exchange(group, list(moves.values())) if moves else []
+        for (name, move), bits in zip(moves.items(), arrived, strict=True):
+            block = self._tables[name].block
+            rects = move.new[group.rank]
+            found[name] = [pieces.assembled(rect, block, bits, cpu) for rect in rects]
         return found
 
     def prepare(
         self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
-    ) -> dict[str, Loaded]:
-        """Return masks and counts of this rank's shards from saved pieces. Checks everything,
-        changes nothing, local.
+    ) -> dict[str, TableMasks]:
+        """Return masks and counts of this rank's shards from saved ones. Checks everything, changes
+        nothing, local.
 
         Args:
-            saved: the tables of a :meth:`state_dict`, by name: see
-                :func:`~dist_sparse.sparsifiers.pieces.entries_of`.
+            saved: a :meth:`state_dict`, or empty.
             located: the registered tables as they are stored now.
 
         Raises:
@@ -523,71 +510,55 @@ class PackedStore:
                 since they were saved, differ where they overlap, or do not cover this rank's
                 shards.
         """
-        if missing := [name for name in self._tables if name not in saved]:
+        entries = pieces.tables_of(saved)
+        if missing := [name for name in self._tables if name not in entries]:
             raise ValueError(
                 f"The state has no masks of the registered tables {missing}; it has those of"
-                f" {sorted(saved)}."
+                f" {sorted(entries)}."
             )
-        if unknown := [name for name in saved if name not in self]:
+        if unknown := [name for name in entries if name not in self]:
             raise ValueError(
                 f"The state has masks of tables {unknown} that are not registered: call add_model()"
                 " before loading."
             )
-        loaded = {}
-        for name, entry in saved.items():
-            data, counted = located[name], self._tables[name].counted
-            loaded[name] = Loaded(
-                data=data,
-                masks=masks_from(data, entry),
-                block=block_of(entry),
-                counts=[] if counted is None else counts_from(data, entry, counted),
+        masks, counts = pieces.part_of(saved, "masks"), pieces.part_of(saved, "counts")
+        prepared = {}
+        for name, entry in entries.items():
+            table = self._tables[name]
+            loaded = pieces.loaded_table(
+                located[name],
+                entry,
+                masks.get(name),
+                counts.get(name),
+                registered=table.block,
+                counted=table.counted,
+            )
+            prepared[name] = replace(
+                table,
+                tiling=located[name].tiling,
+                # The state's: without DCP it may differ from the configured one.
+                block=loaded.block,
+                masks=loaded.masks,
+                counts=loaded.counts,
                 removed=entry.get("removed"),
                 updates=entry.get("updates", 0),
             )
-        return loaded
+        return prepared
 
-    def note_loaded(
-        self,
-        noted: Sequence[tuple[Facts, list[str]]],
-        loaded: Mapping[str, Loaded],
-        configs: Mapping[str, Any],
-    ) -> None:
-        """Note what must be equal on all ranks before a state is loaded."""
-        for facts, names in noted:
-            facts.on_drift = _refuse_drift
-            for name in filter(loaded.__contains__, names):
-                one = loaded[name]
-                values = [one.block, configs[name], one.updates, one.removed]
-                facts[f"the state of table {name!r}"] = values
-                rank = group_over(one.data.ranks).rank
-                facts.replicas |= shared_bits(one.data, one.block, one.masks, rank)
-
-    def snapshot(self, located: Mapping[str, ShardedData]) -> dict[str, Loaded]:
+    def snapshot(self) -> dict[str, TableMasks]:
         """Return the masks as they are, for :meth:`load`. Nothing is copied: masks are replaced,
         and counts of lookups go on."""
-        found = {}
-        for name, table in self._tables.items():
-            found[name] = Loaded(
-                data=located[name],
-                block=table.block,
-                masks=table.masks,
-                counts=table.counts,
-                removed=table.removed,
-                updates=table.updates,
-            )
-        return found
+        return {name: replace(table) for name, table in self._tables.items()}
+
+    def load(self, loaded: Mapping[str, TableMasks]) -> None:
+        """Put what :meth:`prepare` or :meth:`snapshot` has returned in place."""
+        self._tables |= {name: replace(table, samples=None) for name, table in loaded.items()}
+        self.version += 1
 
     @property
     def keeps_all(self) -> bool:
         """Whether no mask removes anything. The same on every rank."""
         return all(table.removed == 0 for table in self._tables.values())
-
-    def load(self, loaded: Mapping[str, Loaded]) -> None:
-        """Put what :meth:`prepare` has returned in place."""
-        for name, one in loaded.items():
-            # By the block of the state: without DCP it may differ from the configured one.
-            self.replace(one.data, one.masks, one.block, one.removed, one.updates)
-            self._tables[name].counts = one.counts
 
     def _check_shape(self, data: ShardedData) -> None:
         shape = self._tables[data.name].shape
@@ -606,33 +577,6 @@ class PackedStore:
             )
         return self.masks(name)
 
-    def _move(self, tables: Sequence[ShardedData], group: Group) -> None:
-        # One all-to-all for all tables of a group.
-        parcels = Parcels(group)
-        arriving = [self._tables[data.name].move(parcels, group.rank, data) for data in tables]
-        parcels.exchange(torch.device("cpu"))
-        for put_together in arriving:
-            put_together()
-        self.version += 1
-
-
-def _whole_tensor(tensors: Mapping[str, Tensor], data: ShardedData) -> ShardedData | None:
-    """Return a table as stored in a mapping from names to whole tensors, if it is there."""
-    tensor = tensors.get(data.fqn or data.name, tensors.get(data.name))
-    if tensor is None or any(shard.rect.numel != tensor.numel() for shard in data.shards):
-        return None
-    # Each shard is the whole table, or the tensor does not fit it.
-    whole = tensor.data.view(data.shape)
-    return replace(data, shards=tuple(Shard(shard.rect, whole) for shard in data.shards))
-
-
-def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
-    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
-    raise ValueError(
-        f"The saved masks of the ranks do not fit together; they differ at {places}. Nothing was"
-        " changed."
-    )
-
 
 def _check_single(name: str, shards: int) -> None:
     if shards != 1:
@@ -641,6 +585,15 @@ def _check_single(name: str, shards: int) -> None:
         )
 
 
-def _spans(data: ShardedData) -> list[Span]:
+def _memory_of(data: ShardedData) -> list[tuple[str, Span]]:
+    return _memory(data.name, [shard.tensor for shard in data.shards])
+
+
+def _memory(name: str, tensors: Sequence[Tensor]) -> list[tuple[str, Span]]:
     # Empty tensors have no memory to share.
-    return [Span.of(shard.tensor) for shard in data.shards if shard.tensor.numel()]
+    return [(name, Span.of(tensor)) for tensor in tensors if tensor.numel()]
+
+
+def _signed(value: int) -> int:
+    """Return the int64 with the bits of a hash, which has no sign."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from dist_sparse.checks import integer
 from dist_sparse.facts import cut, from_json
-from dist_sparse.groups import Parcels
+from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, owners
+from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
@@ -31,85 +31,79 @@ MOST_COUNTED = 1 << 30
 many again can be counted before a clamp."""
 
 
-class _Route(NamedTuple):
-    """From the owners in one tiling to the holders in another; ``rank`` is this rank."""
-
-    rank: int
-    old: Tiling
-    new: Tiling
+Piece = tuple[Rect, Tensor]
+"""Bits or counts of a rectangle."""
 
 
 # Exchange. Both sides derive the order of messages from the tilings, so only bits are sent.
 
 
-def send_masks(
-    parcels: Parcels, rank: int, masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling
-) -> Callable[[], list[BlockMask]]:
-    """Pack the parts of a table's masks that other holders need.
+class Move(NamedTuple):
+    """Values of a table on their way from the owners in one tiling to the holders in another.
 
     Args:
-        parcels: over the ranks of the table.
-        rank: this rank in that group.
-        masks: of this rank's rectangles of ``old``.
-        block: of the masks, known on ranks without one too.
         old, new: the rectangles before, and the rectangles to cover.
-
-    Returns:
-        A function that gives pieces that cover this rank's rectangles of ``new``, once the parcels
-        have been exchanged.
+        part: the values of a rectangle inside one that this rank owns: ``part(rect, owned)``.
+        length: how many values a rectangle has, known on ranks without one too.
+        dtype: of the values.
     """
-    held = dict(zip(old[rank], masks, strict=True))
-    expected = _send(
-        parcels,
-        _Route(rank, old, new),
+
+    old: Tiling
+    new: Tiling
+    part: Callable[[Rect, Rect], Tensor]
+    length: Callable[[Rect], int]
+    dtype: torch.dtype
+
+
+def move_of_masks(masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling) -> Move:
+    """Return the move of this rank's ``masks`` of its rectangles of ``old``."""
+    held = {mask.rect: mask for mask in masks}
+    return Move(
+        old,
+        new,
         # Blocks that a border cuts are in both parts; assembled() compares them.
-        lambda rect, source: held[source].cut(rect).bits,
+        lambda rect, owned: held[owned].cut(rect).bits,
         lambda rect: grid_of(rect, block).bytes,
         torch.uint8,
     )
-    # Copies: a view would keep the received bytes of all tables alive.
-    return lambda: [BlockMask(rect, block, read().clone()) for rect, read in expected]
 
 
-def send_counts(
-    parcels: Parcels,
-    rank: int,
-    counts: Sequence[Tensor],
-    dtype: torch.dtype,
-    old: Tiling,
-    new: Tiling,
-) -> Callable[[], list[tuple[Rect, Tensor]]]:
-    """Pack a table's lookup counts, one number per row, as :func:`send_masks` packs its masks."""
-    held = dict(zip(old[rank], counts, strict=True))
-    expected = _send(
-        parcels,
-        _Route(rank, old, new),
-        lambda rect, source: held[source][rect.row - source.row : rect.row_end - source.row],
+def move_of_counts(
+    rects: Sequence[Rect], counts: Sequence[Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
+) -> Move:
+    """Return the move of lookup counts, one number per row, of this rank's ``rects`` of ``old``."""
+    held = dict(zip(rects, counts, strict=True))
+    return Move(
+        old,
+        new,
+        lambda rect, owned: held[owned][rect.row - owned.row : rect.row_end - owned.row],
         lambda rect: rect.rows,
         dtype,
     )
-    return lambda: [(rect, read()) for rect, read in expected]
 
 
-def _send(
-    parcels: Parcels,
-    route: _Route,
-    part: Callable[[Rect, Rect], Tensor],
-    length: Callable[[Rect], int],
-    dtype: torch.dtype,
-) -> list[tuple[Rect, Callable[[], Tensor]]]:
-    """Pack the parts of this rank's rectangles for other holders. Return what arrives, by
-    rectangle."""
-    owned = owners(route.old)
-    for receiver, wanted in enumerate(route.new):
-        for rect, source in _common(owned[route.rank], wanted):
-            parcels.send(receiver, part(rect, source))
-    # The senders loop over the same rectangles in the same order.
-    expected = []
-    for sender, theirs in enumerate(owned):
-        for rect, _ in _common(theirs, route.new[route.rank]):
-            expected.append((rect, parcels.expect(sender, (length(rect),), dtype)))
-    return expected
+def exchange(group: Group, moves: Sequence[Move]) -> list[list[Piece]]:
+    """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
+    CPU. Collective over ``group``: one all-to-all."""
+    parcels, arriving = Parcels(group), []
+    for move in moves:
+        owned = owners(move.old)
+        for receiver, wanted in enumerate(move.new):
+            for rect, source in _common(owned[group.rank], wanted):
+                parcels.send(receiver, move.part(rect, source))
+        # The senders loop over the same rectangles in the same order.
+        expected = []
+        for sender, theirs in enumerate(owned):
+            for rect, _ in _common(theirs, move.new[group.rank]):
+                expected.append((rect, parcels.expect(sender, (move.length(rect),), move.dtype)))
+        arriving.append(expected)
+    parcels.exchange(torch.device("cpu"))
+    # Copies: a view would keep the received bytes of all tables alive.
+    return [_read(expected) for expected in arriving]
+
+
+def _read(expected: Sequence[tuple[Rect, Callable[[], Tensor]]]) -> list[Piece]:
+    return [(rect, read().clone()) for rect, read in expected]
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -121,31 +115,72 @@ def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rec
                 yield rect, source
 
 
-def assembled(
-    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
-) -> BlockMask:
-    """Return the mask of ``rect`` from the pieces inside it."""
+def assembled(rect: Rect, block: Block, bits: Sequence[Piece], device: torch.device) -> BlockMask:
+    """Return the mask of ``rect`` from the bits of rectangles inside it."""
     # A rank has pieces of all its shards; overlapping parts of blocks are compared.
-    inside = [piece for piece in pieces if piece.rect.intersect(rect) == piece.rect]
+    inside = [BlockMask(at, block, part) for at, part in bits if at.intersect(rect) == at]
     return BlockMask.assemble(rect, block, inside, device)
 
 
 # Saving.
 
 
-def written(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
-    """Return the part of a table's mask that the owner of the shard ``rect`` writes: the bytes
-    whose first block begins in it.
+class Written(NamedTuple):
+    """A shard, and the part ``to`` of the table's mask that its owner writes to a checkpoint."""
+
+    shard: Rect
+    to: Rect
+    needs_bits_of_others: bool
+    """Whether the last byte holds bits of other shards."""
+
+
+def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> list[list[Written]]:
+    """Return for each rank the parts of a table's mask that it writes: of each shard that it owns,
+    the bytes whose first block begins in it.
 
     Over all shards they tile the table. Blocks of the last byte may belong to other shards.
     """
     # A byte is eight blocks of one row of blocks.
-    height, cols = block[0], 8 * block[1]
-    top, bottom = -(-rect.row // height) * height, -(-rect.row_end // height) * height
-    left, right = -(-rect.col // cols) * cols, -(-rect.col_end // cols) * cols
+    height, width = block[0], 8 * block[1]
+    parts = []
+    for owned in owners(tiling):
+        held = []
+        for rect in owned:
+            # The last block of a table may be smaller.
+            top, bottom = (min(_up(at, height), shape[0]) for at in (rect.row, rect.row_end))
+            left, right = (min(_up(at, width), shape[1]) for at in (rect.col, rect.col_end))
+            to = Rect(top, left, bottom - top, right - left)
+            if to.numel:
+                last = grid_of(to, block).col_end
+                held.append(Written(rect, to, last > grid_of(rect, block).col_end))
+        parts.append(held)
+    return parts
+
+
+def _up(number: int, step: int) -> int:
+    """Return the next multiple of ``step``."""
+    return -(-number // step) * step
+
+
+def whole_blocks(rect: Rect, block: Block, shape: tuple[int, int]) -> Rect:
+    """Return a rectangle of a table with all of the blocks that it touches."""
+    grid = grid_of(rect, block)
+    top, left = grid.row * block[0], grid.col * block[1]
     # The last block of a table may be smaller.
-    bottom, right = min(bottom, shape[0]), min(right, shape[1])
-    return Rect(top, left, max(bottom - top, 0), max(right - left, 0))
+    rows = min(grid.rows * block[0], shape[0] - top)
+    return Rect(top, left, rows, min(grid.cols * block[1], shape[1] - left))
+
+
+def begun(mask: BlockMask) -> BlockMask:
+    """Return the part of a shard's mask with the blocks that begin in the shard, so that each block
+    is counted once."""
+    rect = mask.rect
+    top = min(_up(rect.row, mask.block[0]), rect.row_end)
+    left = min(_up(rect.col, mask.block[1]), rect.col_end)
+    inside = Rect(top, left, rect.row_end - top, rect.col_end - left)
+    if inside.numel == 0:
+        return BlockMask.full(inside, mask.block, mask.bits.device)
+    return mask.cut(inside)
 
 
 def saved_mask(
@@ -155,14 +190,15 @@ def saved_mask(
 
     Args:
         shape: of the table.
+        block: of its masks.
         writes: the parts that this rank writes: see :func:`written`.
         masks: of this rank's shards.
     """
     grid = grid_of(Rect(0, 0, *shape), block)
-    chunks = [(_first_byte(mask), _bytes_of(mask)) for mask in writes if mask.blocks]
+    chunks = [(_place_of(mask.grid)[0], _bytes_of(mask)) for mask in writes if mask.blocks]
     # Bytes at the borders of shards are wanted by both.
-    wants = [(_first_byte(mask), (mask.grid.rows, _columns(mask))) for mask in masks]
-    pieces = [
+    wants = [_place_of(mask.grid) for mask in masks]
+    kept = [
         {
             "rect": tuple(mask.rect),
             "bits": mask.bits.to("cpu", copy=True),
@@ -170,34 +206,26 @@ def saved_mask(
         }
         for mask in masks
     ]
-    return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, pieces)
+    return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, kept)
 
 
 def saved_counts(
-    rows: int,
-    dtype: torch.dtype,
-    rects: Sequence[Rect],
-    owned: Sequence[Rect],
-    counts: Sequence[Tensor],
+    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], owned: Sequence[Rect]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
     Args:
         rows: of the table.
         dtype: of the counts.
-        rects: of this rank's shards.
+        counts: of this rank's shards, by rectangle.
         owned: the rectangles among them that no lower rank holds.
-        counts: of this rank's shards.
     """
-    writes, pieces = [], []
-    for rect, count in zip(rects, counts, strict=True):
-        kept = count.to("cpu", copy=True)
-        pieces.append({"rect": tuple(rect), "counts": kept})
-        # Shards of the same rows have the same counts: the leftmost is written.
-        if rect in owned and rect.col == 0:
-            writes.append(((rect.row,), kept))
-    wants = [((rect.row,), (rect.rows,)) for rect in rects]
-    return ChunkedTensor((rows,), dtype, writes, wants, pieces)
+    kept = [(rect, count.to("cpu", copy=True)) for rect, count in counts.items()]
+    # Shards of the same rows have the same counts: the leftmost is written.
+    writes = [((rect.row,), count) for rect, count in kept if rect in owned and rect.col == 0]
+    wants = [((rect.row,), (rect.rows,)) for rect in counts]
+    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept]
+    return ChunkedTensor((rows,), dtype, writes, wants, entries)
 
 
 # Loading.
@@ -210,50 +238,27 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
     """
+    if not saved:
+        return {}
     # JSON, not pickled values: torch.load(weights_only=True) reads it.
     tables = from_json("the tables of the state", saved.get("tables"))
     for name, entry in tables.items():
-        _check_entry(name, entry)
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+            raise ValueError(f"Table {name!r}: the state has no configuration of it.")
+        # An unknown key may change the meaning of the others.
+        if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
+            raise ValueError(
+                f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
+                " release."
+            )
+        for key in ("updates", "removed"):
+            if entry.get(key) is not None:
+                integer(key, entry[key], least=0, of=name)
     return tables
 
 
-def _check_entry(name: str, entry: object) -> None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
-        raise ValueError(f"Table {name!r}: the state has no configuration of it.")
-    # An unknown key may change the meaning of the others.
-    if unknown := sorted(set(entry) - {"shape", "block", "updates", "removed", "config"}):
-        raise ValueError(
-            f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
-            " release."
-        )
-    for key in ("updates", "removed"):
-        if entry.get(key) is not None:
-            integer(key, entry[key], least=0, of=name)
-
-
-def entries_of(saved: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, dict[str, Any]]:
-    """Return the entry of each table in a state: its JSON values, and this rank's ``pieces``.
-
-    Args:
-        saved: ``tables``, JSON; ``masks`` and ``counts`` by table.
-        blocks: of the masks of the registered tables; DCP has loaded by them.
-
-    Raises:
-        ValueError: a part is missing or malformed, or DCP has loaded masks of other blocks.
-    """
-    entries = tables_of(saved)
-    masks, counts = _part(saved, "masks"), _part(saved, "counts")
-    for name, entry in entries.items():
-        if masks.get(name) is None and name not in blocks:
-            # DCP leaves out what was not asked for; the caller names the table.
-            continue
-        entry["pieces"] = _mask_pieces(name, masks.get(name), entry, blocks.get(name))
-        if isinstance(counts.get(name), ChunkedTensor):
-            _add_counts(name, entry["pieces"], counts[name])
-    return entries
-
-
-def _part(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+def part_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return the ``masks`` or ``counts`` of a state, by table."""
     value = saved.get(part, {})
     if not isinstance(value, Mapping):
         raise ValueError(
@@ -263,71 +268,35 @@ def _part(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return value
 
 
-def _mask_pieces(
-    name: str, mask: object, entry: Mapping[str, Any], registered: Block | None
-) -> list[dict[str, Any]]:
-    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
-    if not isinstance(mask, ChunkedTensor):
-        raise ValueError(f"Table {name!r}: the state has no mask of it.")
-    pieces = _pieces_of(name, mask)
-    if mask.loaded is None:
-        return pieces
-    if (block := block_of(entry)) != registered:
-        raise ValueError(
-            f"Table {name!r}: its masks were saved by blocks {block}, and it is registered by"
-            f" {registered}: register it with the sparse_block_shape of the checkpoint."
-        )
-    for piece, chunk in zip(pieces, mask.loaded, strict=True):
-        # The hash is of the bits that this rank held when it asked DCP to load.
-        piece["bits"], piece["hash"] = _bits_of(Rect(*piece["rect"]), block, chunk), None
-    return pieces
+class Loaded(NamedTuple):
+    """What a state has of this rank's shards of one table, in their order."""
+
+    block: Block
+    masks: list[BlockMask]
+    counts: list[Tensor]
 
 
-def _pieces_of(name: str, saved: ChunkedTensor) -> list[dict[str, Any]]:
-    """Return copies of this rank's pieces of a saved tensor."""
-    # A state may have been edited by hand, or damaged.
-    if not isinstance(saved.kept, list) or not all(isinstance(piece, dict) for piece in saved.kept):
-        raise ValueError(
-            f"Table {name!r}: the state has no pieces of it, but {cut(repr(saved.kept), 80)}."
-        )
-    # Copies: bits and counts are put in below, and the caller may load the state again.
-    return [dict(piece) for piece in saved.kept]
+def loaded_table(
+    data: ShardedData,
+    entry: Mapping[str, Any],
+    masks: object,
+    counts: object,
+    *,
+    registered: Block,
+    counted: torch.dtype | None,
+) -> Loaded:
+    """Return masks and lookup counts of one table from a state.
 
-
-def _add_counts(name: str, pieces: Sequence[dict[str, Any]], saved: ChunkedTensor) -> None:
-    """Add the lookup counts to the pieces of a mask, which have the same order."""
-    counts: list[Any] = [piece.get("counts") for piece in _pieces_of(name, saved)]
-    if saved.loaded is not None:
-        counts = saved.loaded
-    if len(pieces) != len(counts):
-        raise ValueError(
-            f"Table {name!r}: the state has {len(pieces)} pieces of masks and {len(counts)} of"
-            " counts."
-        )
-    for piece, count in zip(pieces, counts, strict=True):
-        piece["counts"] = count
-
-
-def block_of(entry: Mapping[str, Any]) -> Block:
-    """Return the block of one table's saved masks.
+    Args:
+        data: the table as it is stored now.
+        entry: see :func:`tables_of`.
+        masks, counts: its tensors in the state.
+        registered: the block of its present masks.
+        counted: dtype of its counts; None if lookups are not counted.
 
     Raises:
-        ValueError: it is not two positive ints.
-    """
-    height, width = _ints("block", entry.get("block"), 2)
-    if min(height, width) < 1:
-        raise ValueError(
-            f"Invalid block={entry.get('block')!r} in the state: must be two positive ints."
-        )
-    return height, width
-
-
-def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
-    """Return the masks of this rank's shards of one table from its saved ``entry``.
-
-    Raises:
-        ValueError: it does not fit the table, was changed since it was saved, or does not cover the
-            shards.
+        ValueError: they do not fit the table, were changed since they were saved, or do not cover
+            the shards.
     """
     # Tuples in a state of torch.save, lists where it has been through JSON.
     if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
@@ -336,53 +305,97 @@ def masks_from(data: ShardedData, entry: Mapping[str, Any]) -> list[BlockMask]:
             f" {shape}."
         )
     try:
-        block = block_of(entry)
-        pieces = [_piece(piece, block) for piece in entry["pieces"]]
-        return [_mask_from(shard.rect, block, pieces, shard.tensor.device) for shard in data.shards]
+        block = _block_of(entry)
+        saved = _saved_masks(masks, block, registered)
+        found = [_mask_from(shard.rect, block, saved, shard.tensor.device) for shard in data.shards]
+        lookups = [] if counted is None else _counts_from(data, counts, saved, counted)
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
             " state_dict() has only the bits of its own rank."
         ) from error
+    return Loaded(block, found, lookups)
+
+
+def _block_of(entry: Mapping[str, Any]) -> Block:
+    height, width = _ints("block", entry.get("block"), 2)
+    if min(height, width) < 1:
+        raise ValueError(
+            f"Invalid block={entry.get('block')!r} in the state: must be two positive ints."
+        )
+    return height, width
+
+
+def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
+    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
+    if not isinstance(saved, ChunkedTensor):
+        raise ValueError("the state has no mask of it.")
+    if saved.loaded is not None and block != registered:
+        raise ValueError(
+            f"its masks were saved by blocks {block}, and it is registered by {registered}:"
+            " register it with the sparse_block_shape of the checkpoint."
+        )
+    masks, loaded = [], saved.loaded
+    for i, piece in enumerate(_pieces_of(saved)):
+        rect = Rect(*_ints("rect", piece.get("rect"), 4))
+        bits = piece.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
+        if min(rect) < 0 or not isinstance(bits, Tensor):
+            raise ValueError(
+                f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
+            )
+        # Refuses bits of another length.
+        masks.append(BlockMask(rect, block, bits))
+        # The hash is of the bits that this rank held when it asked DCP to load.
+        if loaded is None and piece.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+            raise ValueError(
+                f"The bits of {rect} are not those that were saved: their hash differs."
+            )
+    return masks
+
+
+def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
+    # A state may have been edited by hand, or damaged.
+    if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
+        return saved.kept
+    raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
 def _mask_from(
-    rect: Rect, block: Block, pieces: Sequence[BlockMask], device: torch.device
+    rect: Rect, block: Block, saved: Sequence[BlockMask], device: torch.device
 ) -> BlockMask:
     parts = []
-    for piece in pieces:
-        if (common := piece.rect.intersect(rect)) is not None:
-            parts.append((piece, common))
-    if [piece.rect for piece, _ in parts] == [rect]:
+    for mask in saved:
+        if (common := mask.rect.intersect(rect)) is not None:
+            parts.append(mask.cut(common))
+    if [part.rect for part in parts] == [rect]:
         # The same shard as when it was saved: nothing to unpack.
-        return BlockMask(rect, block, parts[0][0].bits.to(device))
-    return BlockMask.assemble(rect, block, [piece.cut(common) for piece, common in parts], device)
+        return BlockMask(rect, block, parts[0].bits.to(device))
+    return BlockMask.assemble(rect, block, parts, device)
 
 
-def counts_from(data: ShardedData, entry: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
-    """Return the lookup counts of this rank's shards of one table from its saved ``entry``:
-    ``(rect.rows,)``.
+def _counts_from(
+    data: ShardedData, saved: object, masks: Sequence[BlockMask], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the lookup counts of this rank's shards: ``(rect.rows,)``.
 
-    The pieces cover the shards, or :func:`masks_from` has refused them. Shards of the same rows
+    The pieces of ``masks``, which cover the shards, have the same order. Shards of the same rows
     have the same counts.
-
-    Raises:
-        ValueError: a piece has no counts, or invalid ones.
     """
+    if not isinstance(saved, ChunkedTensor):
+        raise ValueError("the state has no counts of lookups; it is of another score.")
+    counts: Sequence[Any] | None = saved.loaded
+    if counts is None:
+        counts = [piece.get("counts") for piece in _pieces_of(saved)]
+    if len(masks) != len(counts):
+        raise ValueError(f"the state has {len(masks)} pieces of masks and {len(counts)} of counts.")
     pieces = []
-    for piece in entry["pieces"]:
-        rect, saved = Rect(*piece["rect"]), piece.get("counts")
-        if saved is None:
+    for mask, count in zip(masks, counts, strict=True):
+        if not _valid_counts(count, mask.rect.rows):
             raise ValueError(
-                f"Table {data.name!r}: the state has no counts of lookups; it is of another score."
-            )
-        if not _valid_counts(saved, rect.rows):
-            raise ValueError(
-                f"Table {data.name!r}: the counts of {rect} must be {rect.rows} int32 or float64"
-                " >= 0."
+                f"the counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
             )
         # Of any counted dtype: a state of another decay is converted.
-        pieces.append((rect, saved))
+        pieces.append((mask.rect, count))
     return new_counts(data, dtype, pieces)
 
 
@@ -410,25 +423,21 @@ def new_counts(
     return counts
 
 
-def _first_byte(mask: BlockMask) -> tuple[int, int]:
-    return mask.grid.row, mask.grid.col // 8
-
-
-def _columns(mask: BlockMask) -> int:
-    """Return the number of bytes that the mask touches in a row of blocks."""
-    return -(-(mask.grid.col % 8 + mask.grid.cols) // 8)
+def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where the bytes that a grid of blocks touches begin in a saved mask, and how many rows
+    and columns of bytes they are."""
+    wide = -(-(grid.col % 8 + grid.cols) // 8)
+    return (grid.row, grid.col // 8), (grid.rows, wide)
 
 
 def _bytes_of(mask: BlockMask) -> Tensor:
     """Return the bits of a mask that begins with a byte, a row of bytes for each row of blocks:
     uint8, on the CPU."""
-    rows, cols, wide = mask.grid.rows, mask.grid.cols, _columns(mask)
     assert mask.grid.col % 8 == 0
-    if cols % 8 == 0:
-        return mask.bits.view(rows, wide).to("cpu", copy=True)
-    out = torch.empty(rows, wide, dtype=torch.uint8)
+    out = torch.empty(_place_of(mask.grid)[1], dtype=torch.uint8)
+    wide = out.shape[1]
     for first, last in mask.row_chunks():
-        flags = functional.pad(mask.flags(first, last), (0, 8 * wide - cols))
+        flags = functional.pad(mask.flags(first, last), (0, 8 * wide - mask.grid.cols))
         out[first:last] = pack(flags.flatten()).view(-1, wide)
     return out
 
@@ -437,29 +446,16 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     """Return the bits of the mask of ``rect`` from the bytes that it touches,
     ``(rows of blocks, bytes)``."""
     grid, wide = grid_of(rect, block), chunk.shape[1]
-    lead = grid.col % 8
-    if lead == 0 and grid.cols % 8 == 0:
+    if grid.blocks == 0:
         return chunk.flatten()
-    # The shard begins or ends within a byte: its bits move.
+    # The shard may begin or end within a byte: then its bits move.
+    lead = grid.col % 8
     writer = BitWriter(grid.blocks, chunk.device)
     # In chunks of about a million flags, a byte each.
     for part in torch.split(chunk, max(1, (1 << 20) // (8 * wide))):
         flags = unpack(part.flatten(), 8 * part.numel()).view(-1, 8 * wide)
         writer.add(flags[:, lead : lead + grid.cols].contiguous().flatten())
     return writer.close()
-
-
-def _piece(saved: Mapping[str, Any], block: Block) -> BlockMask:
-    rect, bits = Rect(*_ints("rect", saved.get("rect"), 4)), saved.get("bits")
-    if min(rect) < 0 or not isinstance(bits, Tensor):
-        raise ValueError(
-            f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
-        )
-    # Refuses bits of another length.
-    mask = BlockMask(rect, block, bits)
-    if saved.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
-        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
-    return mask
 
 
 def _ints(key: str, value: object, count: int) -> tuple[int, ...]:

@@ -13,10 +13,11 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dist_sparse.sparsifiers.packed_store import Loaded, PackedStore
-from dist_sparse.sparsifiers.pieces import entries_of, tables_of
-from dist_sparse.sparsifiers.stats import count_removed
+from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
+from dist_sparse.sparsifiers.pieces import tables_of
+from dist_sparse.sparsifiers.stats import removed_blocks
 from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.tables.shards import ShardedData
 
 
 def save(sparsifier: MaskMaker) -> dict[str, Any]:
@@ -38,8 +39,7 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         ValueError: it is not the state of a sparsifier.
     """
     saved = _whole(saved)
-    tables = tables_of(saved["sharded"]) if saved["sharded"] else {}
-    given = {name: entry["config"] for name, entry in tables.items()}
+    given = {name: entry["config"] for name, entry in tables_of(saved["sharded"]).items()}
     return copy.deepcopy({**saved["data_groups"], **given})
 
 
@@ -53,24 +53,32 @@ def prepare_load(
     :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
     """
     dense, packed = sparsifier.masks.plain, sparsifier.masks.tables
-    loaded: dict[str, Loaded] = {}
+    loaded: dict[str, TableMasks] = {}
     with packed.agreeing("load_state_dict()") as noted:
         configs, saved = saved_configs(saved), _whole(saved)
         _refuse_plain_data(sparsifier, saved["state"])
         commit_dense = dense.prepare(saved, configs, strict=strict)
+        located = packed.locate()
         # If not strict, tables that are registered stay as they are.
         if strict:
-            blocks = {name: packed.block(name) for name in packed.names}
-            entries = entries_of(saved["sharded"], blocks) if saved["sharded"] else {}
-            loaded = packed.prepare(entries, packed.locate())
-        for name, one in loaded.items():
+            loaded = packed.prepare(saved["sharded"], located)
+        for name in loaded:
             # A state may be of another class of sparsifier: the next mask update would fail.
-            _check_complete(name, configs[name], sparsifier.defaults)
-            sparsifier.check_config(one.data, configs[name])
-        packed.note_loaded(noted, loaded, configs)
+            if lacking := sorted(set(sparsifier.defaults) - set(configs[name])):
+                raise ValueError(
+                    f"Error loading {name!r}: its configuration in the state lacks {lacking}."
+                )
+            sparsifier.check_config(located[name], configs[name])
+        for facts, names in noted:
+            for name in filter(loaded.__contains__, names):
+                one = loaded[name]
+                values = [one.block, configs[name], one.updates, one.removed]
+                facts[f"the state of table {name!r}"] = values
     if loaded:
+        refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
+        packed.compare_holders("load_state_dict()", located, loaded, refusal)
         # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
-        _check_removed(packed, loaded)
+        _check_removed(packed, loaded, located)
 
     # Nothing below can fail: all ranks load, or none.
     def commit() -> dict[str, dict[str, Any]]:
@@ -96,21 +104,18 @@ def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check_removed(packed: PackedStore, loaded: Mapping[str, Loaded]) -> None:
-    """Compare the sums over all ranks with the saved ones. Collective."""
-    counts = count_removed(packed, {name: (one.data, one.masks) for name, one in loaded.items()})
-    for name, count in counts.items():
-        # The same on every rank, so that all raise or none.
+def _check_removed(
+    packed: PackedStore, loaded: Mapping[str, TableMasks], located: Mapping[str, ShardedData]
+) -> None:
+    """Compare the removed blocks over all ranks with the saved numbers. Collective."""
+    here = {name: [removed_blocks(one.masks, located[name])] for name, one in loaded.items()}
+    # In one order on every rank, so that all raise the same.
+    for name, [count] in sorted(packed.summed(here).items()):
         if loaded[name].removed not in (None, count):
             raise ValueError(
                 f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
                 f"{loaded[name].removed} when they were saved. Nothing was changed."
             )
-
-
-def _check_complete(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    if lacking := sorted(set(defaults) - set(config)):
-        raise ValueError(f"Error loading {name!r}: its configuration in the state lacks {lacking}.")
 
 
 def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +128,10 @@ def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
         )
-    whole: dict[str, Any] = {"state": {}, "data_groups": {}, "_container": {}, "sharded": {}}
-    whole |= saved
-    for part in (*parts, "sharded"):
-        if not isinstance(whole[part], Mapping):
+    whole = {part: saved.get(part, {}) for part in (*parts, "sharded")}
+    for part, value in whole.items():
+        if not isinstance(value, Mapping):
             raise ValueError(
-                f"Invalid state: {part!r} must be a mapping, and is a {type(whole[part]).__name__}."
+                f"Invalid state: {part!r} must be a mapping, and is a {type(value).__name__}."
             )
     return whole

@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
-from dist_sparse.groups import Facts, Group, Rider, rank_in
+from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_tables
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.dense_store import as_sharded
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -98,15 +99,6 @@ class ScoreSparsifier(BaseDataSparsifier):
     floors: Mapping[str, float] = MappingProxyType({})
     full_every: int = 100
 
-    edits_masks = False
-    _measured_fast: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # The fast measure of a parent is that of the parent's score.
-        if "score" in vars(cls) and "_measured_fast" not in vars(cls):
-            cls._measured_fast = False
-
     def __init__(
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
@@ -117,7 +109,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
         # Kept scores, while an enforcer tracks writes.
-        self._keeper: _Keeper | None = None
+        self._keeper = _Keeper()
         self._whole_blocks = zeros_per_block is None
         # As a number, like the ancestor's.
         if zeros_per_block is None:
@@ -150,7 +142,13 @@ class ScoreSparsifier(BaseDataSparsifier):
             NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite
                 scores, or an impossible config.
         """
-        made = self._plain_masks(name, data, config)
+        if not data.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
+            )
+        matrix = _as_scored_matrix(name, data.detach())
+        table = as_sharded(name, matrix)
+        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group(None, None))
         self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
 
     @property
@@ -170,10 +168,9 @@ class ScoreSparsifier(BaseDataSparsifier):
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
         if self.masks.enforcer is None:
-            # Nothing tracks writes any more.
-            self._keeper = None
+            # Nothing tracks writes any more; masks may not be with their shards yet.
+            self._keeper = _Keeper()
         elif integer("full_every", self.full_every, least=1) > 1:
-            self._keeper = self._keeper or _Keeper()
             written, masks = self.masks.enforcer.written(), self.masks.tables.masks
             goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
         return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
@@ -184,11 +181,11 @@ class ScoreSparsifier(BaseDataSparsifier):
         return None if self.measure is None else (self.measure, self.measure)
 
     def select_masks(
-        self, scored: Mapping[str, ScoredTable], names: list[str], group: Group, rider: Rider | None
+        self, scored: Mapping[str, ScoredTable], names: list[str], group: Group
     ) -> dict[str, MadeMasks]:
         """Return the new masks of ``names``: the collective half of a mask update."""
         tables = [scored[name] for name in names]
-        made = new_masks(tables, group, rider, pooled=self.scope == "global")
+        made = new_masks(tables, group, pooled=self.scope == "global")
         return dict(zip(names, made, strict=True))
 
     def audit(self) -> dict[str, str]:
@@ -209,10 +206,10 @@ class ScoreSparsifier(BaseDataSparsifier):
                     _check_kept(one, other)
         return super().audit()
 
-    def apply_masks(self, to: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        super().apply_masks(to)
+    def apply_masks(self) -> None:
+        super().apply_masks()
         # It is called after writes that torch does not count.
-        self._keeper = None
+        self._keeper = _Keeper()
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.
@@ -267,27 +264,6 @@ class ScoreSparsifier(BaseDataSparsifier):
                 "scope='global' can't compare rotated columns, which are removed by position."
             )
 
-    def _plain_masks(self, name: str, data: Tensor, config: Mapping[str, Any]) -> MadeMasks:
-        """Return the new mask of plain data."""
-        if not data.dtype.is_floating_point:
-            raise NotImplementedError(
-                f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
-            )
-        matrix = _as_scored_matrix(name, data.detach())
-        # A sharded table over a world of one.
-        rect = Rect(0, 0, *matrix.shape)
-        table = ShardedData(
-            name=name,
-            shape=(rect.rows, rect.cols),
-            dtype=data.dtype,
-            sharding="plain",
-            ranks=None,
-            tiling=((rect,),),
-            shards=(Shard(rect, matrix),),
-        )
-        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group(None, None))
-        return made
-
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
         whole_columns, area = config["sparse_block_shape"][0] == COL, block[0] * block[1]
@@ -303,7 +279,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             level = 1.0
         else:
             level = number("sparsity_level", config["sparsity_level"], of=data.name)
-            level = min(max(level, 0.0), 1.0)
+        level = min(max(level, 0.0), 1.0)
         most = self._most_removed(data, block, blocks, level)
         k = round(level * blocks)
         if zeros == 0:
@@ -350,12 +326,12 @@ class ScoreSparsifier(BaseDataSparsifier):
         if self.masks.rotation is not None and data.name in self.masks.rotation.names:
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
-        return self.measure or self.element_measure(data.name, config)
+        return self.element_measure(data.name, config)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        """Return how the elements of a table are scored if :attr:`measure` is None: by
+        """Return how the elements of a table are scored: by :attr:`measure`, or by
         :meth:`score`."""
-        return partial(self._scored, name, config)
+        return self.measure or partial(self._scored, name, config)
 
     def _scored(
         self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]
@@ -409,8 +385,6 @@ class DataNormSparsifier(ScoreSparsifier):
                 [ 0.,  0.]])
     """
 
-    _measured_fast = True
-
     def __init__(
         self,
         data_list: Iterable[tuple[str, Any]] | None = None,
@@ -426,7 +400,8 @@ class DataNormSparsifier(ScoreSparsifier):
 
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
-        if not self._measured_fast:
+        # The fast measure of a parent is that of the parent's score.
+        if type(self).score is not DataNormSparsifier.score:
             return None
         return "L1" if self.norm == "L1" else "L2"
 

@@ -6,41 +6,122 @@ same call.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Facts, Parcels, group_over
-from dist_sparse.masking.masks import BlockMask, count_bits, pack
+from dist_sparse.groups import group_over
+from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import TableStats
-from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
-from dist_sparse.sparsifiers.digest import element_counts, mask_hash, shape_hash, shared_bits
+from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
+from dist_sparse.sparsifiers.digest import mask_hash, shape_hash
+from dist_sparse.sparsifiers.lookups import knows_removed_rows
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Tiling, assembled, send_masks
+from dist_sparse.sparsifiers.pieces import assembled, begun, exchange, move_of_masks
 from dist_sparse.sparsifiers.recorder import configured_level
-from dist_sparse.tables.shards import Rect, ShardedData, grid_of
+from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
+from dist_sparse.text import (
+    block_shape_text,
+    block_text,
+    level_text,
+    number_of,
+    shape_text,
+    table_lines,
+)
 
 Configs = Mapping[str, Mapping[str, Any]]
 
 
+_HEAD = (
+    *("name", "shape", "dtype", "sharding", "shards (here)"),
+    *("block", "zeros/block", "level", "mask bytes (here)"),
+)
+
+
+def describe(sparsifier: MaskMaker) -> str:
+    """Return a text table of everything registered: name, shape, dtype, sharding, shards,
+    configuration, level, mask bytes. Local.
+
+    "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts
+    over all ranks.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, describe
+        >>> data = [("user", torch.ones(10, 4))]
+        >>> print(describe(DataNormSparsifier(data, sparse_block_shape=(1, 4))))
+        DataNormSparsifier: 1 registered, over 1 rank
+        name  shape   dtype    sharding  shards (here)  block  zeros/block  level  mask bytes (here)
+        ----  ------  -------  --------  -------------  -----  -----------  -----  -----------------
+        user  10 x 4  float32  plain     1 (1)          1x4    all          0.5    160
+    """
+    packed = sparsifier.masks.tables
+    rows = []
+    held = _all_held(sparsifier.masks, packed.locate())
+    for name, config in sparsifier.data_groups.items():
+        data, size = held[name].data, held[name].nbytes
+        dtype = str(data.dtype).removeprefix("torch.")
+        shards = f"{len(data.rects)} ({len(data.shards)})"
+        block, level = config.get("sparse_block_shape"), config.get("sparsity_level")
+        zeros = block_text(block, config.get("zeros_per_block"))
+        shown = "-" if level is None else level_text(level)
+        stored = shape_text(data.shape), dtype, data.sharding, shards
+        rows.append((name, *stored, block_shape_text(block), zeros, shown, f"{size:,}"))
+    ranks = number_of(max((len(ranks or (0,)) for ranks in packed.groups), default=1), "rank")
+    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks}"
+    return "\n".join([title, *table_lines(_HEAD, rows)])
+
+
+class _Held(NamedTuple):
+    """The masks of one name on this rank, and their bytes; of plain data element by element."""
+
+    data: ShardedData
+    block: Block
+    masks: Sequence[BlockMask]
+    nbytes: int
+
+    @property
+    def owned(self) -> list[BlockMask]:
+        """The masks of the shards that this rank owns, without empty ones."""
+        return _owned(self.masks, self.data)
+
+
+def _all_held(masks: Masks, located: Mapping[str, ShardedData]) -> dict[str, _Held]:
+    packed, dense = masks.tables, masks.plain
+    found = {}
+    for name, data in located.items():
+        mine = packed.masks(name)
+        found[name] = _Held(data, packed.block(name), mine, sum(each.bits.numel() for each in mine))
+    for name in dense.names:
+        # Masks of plain data may have any shape inside a block, and any dtype.
+        mask, matrix = dense.mask(name), as_matrix(dense.mask(name))
+        data = replace(as_sharded(name, matrix), dtype=dense.held(name).dtype)
+        elements = BlockMask.of_elements(data.shards[0].rect, matrix)
+        found[name] = _Held(data, (1, 1), [elements], mask.nbytes)
+    return found
+
+
 def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
     """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
-    packed, dense = masks.tables, masks.plain
+    packed = masks.tables
     located = packed.current("table_stats()")
     # A rank that runs out of memory here would leave the others waiting.
     with packed.agreeing("table_stats()"):
-        counts = {name: _count(packed.masks(name), data) for name, data in located.items()}
+        held = _all_held(masks, located)
+        counts = {name: _count(one) for name, one in held.items()}
     # One all-reduce for all three counts of all tables of a group.
-    sums = _summed(packed, counts)
+    sums = packed.summed(counts)
     found = {}
-    for name, data in located.items():
-        grid = grid_of(Rect(0, 0, *data.shape), packed.block(name))
-        removed, elements, size = sums[name]
+    for name, (data, block, _, _) in held.items():
+        removed, removed_elements, mask_bytes = sums[name]
+        elements = data.shape[0] * data.shape[1]
         found[name] = TableStats(
             name=name,
             shape=data.shape,
@@ -49,44 +130,13 @@ def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
             shards=len(data.rects),
             sparse_block_shape=configs[name].get("sparse_block_shape"),
             target=configured_level(configs[name]),
-            blocks=grid.blocks,
+            blocks=grid_of(Rect(0, 0, *data.shape), block).blocks,
             removed_blocks=removed,
-            mask_bytes=size,
-            table_bytes=data.shape[0] * data.shape[1] * data.dtype.itemsize,
-            kept_bytes=(data.shape[0] * data.shape[1] - elements) * data.dtype.itemsize,
+            mask_bytes=mask_bytes,
+            table_bytes=elements * data.dtype.itemsize,
+            kept_bytes=(elements - removed_elements) * data.dtype.itemsize,
         )
-    for name in dense.names:
-        found[name] = _plain_stats(name, dense, configs[name])
     return found
-
-
-def _plain_stats(name: str, dense: DenseStore, config: Mapping[str, Any]) -> TableStats:
-    """Count plain data element by element: its masks may have any shape inside a block."""
-    mask, dtype = as_matrix(dense.mask(name)), dense.held(name).dtype
-    removed = int((mask == 0).sum())
-    return TableStats(
-        name=name,
-        shape=(mask.shape[0], mask.shape[1]),
-        dtype=dtype,
-        sharding="plain",
-        shards=1,
-        sparse_block_shape=config.get("sparse_block_shape"),
-        target=configured_level(config),
-        blocks=mask.numel(),
-        removed_blocks=removed,
-        # As stored: a mask of the ancestor's may be float32.
-        mask_bytes=mask.numel() * mask.element_size(),
-        table_bytes=mask.numel() * dtype.itemsize,
-        kept_bytes=(mask.numel() - removed) * dtype.itemsize,
-    )
-
-
-def count_removed(
-    packed: PackedStore, tables: Mapping[str, tuple[ShardedData, Sequence[BlockMask]]]
-) -> dict[str, int]:
-    """Return how many blocks these masks remove from each table. Collective over the tables'
-    groups: one all-reduce each."""
-    return _sum(packed, {name: _count(masks, data)[0] for name, (data, masks) in tables.items()})
 
 
 def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None) -> dict[str, int]:
@@ -98,9 +148,10 @@ def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None
 
 def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Count removed weights that are not zero. Collective: one all-reduce a group."""
-    counts = dict.fromkeys(located, 0)
+    counts = {}
     for name, data in located.items():
-        for mask, shard in zip(packed.masks(name), data.shards, strict=True):
+        counts[name] = 0
+        for shard, mask in packed.shards({name: data}):
             # In chunks: the mask of elements may be as large as the weights.
             for rows, kept in mask.element_chunks():
                 counts[name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
@@ -114,92 +165,59 @@ def _revived_plain(dense: DenseStore) -> dict[str, int]:
     }
 
 
-def full_mask(packed: PackedStore, name: str, max_bytes: int) -> Tensor:
+def full_mask(packed: PackedStore, name: str) -> Tensor:
     """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
     data, block = packed.find(name), packed.block(name)
     group, whole = group_over(data.ranks), Rect(0, 0, *data.shape)
     with group.agreeing("full_mask()") as facts:
         facts["name"] = name
-        if whole.numel > max_bytes:
-            raise ValueError(
-                f"The mask of table {name!r} takes {whole.numel} bytes: more than {max_bytes=}."
-            )
     packed.reshard({name: data})
     # As if every rank held all of the table.
-    parcels, everywhere = Parcels(group), ((whole,),) * group.size
-    read = send_masks(parcels, group.rank, packed.masks(name), block, data.tiling, everywhere)
-    cpu = torch.device("cpu")
-    parcels.exchange(cpu)
-    return assembled(whole, block, read(), cpu).dense()
+    everywhere = ((whole,),) * group.size
+    move = move_of_masks(packed.masks(name), block, data.tiling, everywhere)
+    [bits] = exchange(group, [move])
+    return assembled(whole, block, bits, torch.device("cpu")).dense()
 
 
 def fingerprints(masks: Masks, action: str) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call, for
     messages."""
-    packed, dense = masks.tables, masks.plain
-    located = packed.current(action)
-    shapes = {name: data.shape for name, data in located.items()}
-    hashes = {name: 0 for name in located}
-    for name, data in located.items():
-        for mask in _owned(packed.masks(name), data):
-            hashes[name] += mask_hash(mask)
+    held = _all_held(masks, masks.tables.current(action))
+    hashes = {name: sum(map(mask_hash, one.owned)) for name, one in held.items()}
+    found = {}
     # A hash is a sum over elements: over ranks it is that of the whole mask.
-    hashes = _sum(packed, hashes)
-    for name in dense.names:
-        matrix = as_matrix(dense.mask(name))
-        rect = Rect(0, 0, *matrix.shape)
-        shapes[name] = rect.rows, rect.cols
-        hashes[name] = mask_hash(BlockMask.of_elements(rect, matrix))
-    return {
-        name: f"{(value + shape_hash(shapes[name])) % (1 << 64):016x}"
-        for name, value in hashes.items()
-    }
+    for name, value in _sum(masks.tables, hashes).items():
+        found[name] = f"{(value + shape_hash(held[name].data.shape)) % (1 << 64):016x}"
+    return found
 
 
 def audit(masks: Masks) -> dict[str, str]:
     """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
-    packed, enforcer = masks.tables, masks.enforcer
+    packed, enforced = masks.tables, masks.enforcer is not None
     located = packed.current("audit()")
-    with packed.agreeing("audit()") as noted:
-        for facts, names in noted:
-            _note_shared_bits(facts, packed, [located[name] for name in names])
-        if enforcer is not None:
-            # Dirty rows are zeroed before a forward reads them: they are no errors.
-            enforcer.settle()
+    with packed.agreeing("audit()"):
+        # Dirty rows are zeroed before a forward reads them: they are no errors.
+        masks.hooks.settle()
+    refusal = "Masks differ between their holders."
+    packed.compare_holders("audit()", located, packed.snapshot(), refusal)
     revived = _revived(packed, located)
-    if enforcer is not None:
+    if enforced:
         # Without an enforcer, plain data keeps the weights that it removes.
         revived |= _revived_plain(masks.plain)
     # Of all groups: ranks that hold none of a table must not go on alone.
     with packed.agreeing("audit()"):
-        _report_revived(revived, enforced=enforcer is not None)
+        _report_revived(revived, enforced=enforced)
     return fingerprints(masks, "audit()")
-
-
-def _note_shared_bits(facts: Facts, packed: PackedStore, tables: Sequence[ShardedData]) -> None:
-    facts.on_drift = _refuse_differing_masks
-    for data in tables:
-        rank = group_over(data.ranks).rank
-        facts.replicas |= shared_bits(data, packed.block(data.name), packed.masks(data.name), rank)
-
-
-def _refuse_differing_masks(drifted: Mapping[str, list[int]]) -> None:
-    wrong = "; ".join(
-        f"{place}: ranks {ranks} differ from the first holder" for place, ranks in drifted.items()
-    )
-    raise ValueError(f"Masks differ between their holders. {wrong}")
 
 
 def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
-    found = [
-        f"table {name!r}: {count} removed weights are not zero"
-        for name, count in revived.items()
-        if count
-    ]
+    found = {name: count for name, count in revived.items() if count}
     if not found:
         return
-    counts = "; ".join(found)
+    counts = "; ".join(
+        f"table {name!r}: {count} removed weights are not zero" for name, count in found.items()
+    )
     if enforced:
         raise ValueError(
             f"Masks and weights differ, although an enforcer is attached. {counts}. They were"
@@ -215,95 +233,34 @@ def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
 
 def dead_rows(masks: Masks) -> dict[str, int]:
     """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`."""
-    packed, dense = masks.tables, masks.plain
-    located = packed.current("dead_rows()")
-    counts = {}
-    for ranks, names in packed.groups.items():
-        # One all-to-all for the tables of a group that are cut by columns; none without them.
-        parcels, arriving = Parcels(group_over(ranks)), {}
-        for name in names:
-            data, mine = located[name], packed.masks(name)
-            if all(rect.cols == data.shape[1] for rect in data.rects):
-                counts[name] = sum(int(mask.dead_rows().sum()) for mask in _owned(mine, data))
-            else:
-                arriving[name] = _send_kept_rows(parcels, data, mine)
-        if arriving:
-            parcels.exchange(torch.device("cpu"))
-        for name, count in arriving.items():
-            counts[name] = count()
-    dead = _sum(packed, counts)
-    for name in dense.names:
-        dead[name] = int((as_matrix(dense.mask(name)) == 0).all(1).sum())
-    return dead
+    packed, counts = masks.tables, {}
+    for name, one in _all_held(masks, packed.current("dead_rows()")).items():
+        # No rank sees a whole row of other tables.
+        if knows_removed_rows(one.data, one.block):
+            rows = [mask.dead_rows().sum() for mask in one.owned if mask.rect.col == 0]
+            counts[name] = sum(map(int, rows))
+    return _sum(packed, counts)
 
 
-def _send_kept_rows(
-    parcels: Parcels, data: ShardedData, masks: Sequence[BlockMask]
-) -> Callable[[], int]:
-    """Pack one bit a row: whether a shard keeps any of it. Return a function that counts the dead
-    rows of this rank's share, once the parcels have been exchanged.
+def removed_blocks(masks: Sequence[BlockMask], data: ShardedData) -> int:
+    """Return how many blocks the masks of this rank's shards remove. Replicas and cut blocks count
+    for their first holder only."""
+    owned = map(begun, _owned(masks, data))
+    return sum(mask.blocks - count_bits(mask.bits) for mask in owned)
 
-    No rank sees a whole row of a table that is cut by columns: each counts an equal share of the
-    rows, and gets the bits of these rows from all shards.
-    """
-    group, (rows, cols) = group_over(data.ranks), data.shape
-    edges = [rows * rank // group.size for rank in range(group.size + 1)]
-    shares: Tiling = tuple(
-        (Rect(first, 0, last - first, cols),) for first, last in itertools.pairwise(edges)
-    )
-    whole_row = (1, cols)
-    kept = []
-    for mask in masks:
-        bits = pack(~mask.dead_rows().cpu()) if mask.blocks else mask.bits.cpu()
-        kept.append(BlockMask(mask.rect, whole_row, bits))
-    read = send_masks(parcels, group.rank, kept, whole_row, data.tiling, shares)
 
-    def count() -> int:
-        [share] = shares[group.rank]
-        dead = torch.ones(share.rows, dtype=torch.bool)
-        # A row is dead if no shard keeps any of it.
-        for piece in read():
-            first = piece.rect.row - share.row
-            dead[first : first + piece.rect.rows] &= ~piece.flags().flatten()
-        return int(dead.sum())
-
-    return count
+def _count(held: _Held) -> list[int]:
+    """Return removed blocks, removed elements and mask bytes of this rank's shards."""
+    elements = 0
+    for mask in held.owned:
+        for _, kept in mask.element_chunks(only_removing=True):
+            elements += int((~kept).sum())
+    return [removed_blocks(held.masks, held.data), elements, held.nbytes]
 
 
 def _sum(packed: PackedStore, values: Mapping[str, int]) -> dict[str, int]:
-    sums = _summed(packed, {name: [value] for name, value in values.items()})
+    sums = packed.summed({name: [value] for name, value in values.items()})
     return {name: value for name, [value] in sums.items()}
-
-
-def _summed(packed: PackedStore, values: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Sum integers of every table over its ranks, modulo 2**64: one all-reduce a group."""
-    summed: dict[str, list[int]] = {}
-    for ranks, names in packed.groups.items():
-        # Hashes have 64 bits and no sign; collectives sum int64.
-        rows = [list(map(_signed, values[name])) for name in names]
-        total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
-        summed.update(zip(names, total.tolist(), strict=True))
-    return summed
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the bits of a hash, which has no sign."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _count(masks: Sequence[BlockMask], data: ShardedData) -> list[int]:
-    """Return removed blocks, removed elements and mask bytes of this rank's shards. Replicas and
-    cut blocks count for their first holder only."""
-    removed = elements = 0
-    for mask in _owned(masks, data):
-        top, left = mask.rect.row % mask.block[0] > 0, mask.rect.col % mask.block[1] > 0
-        if top or left:
-            # The first row or column of blocks begins in another shard, which counts it.
-            removed += int((~mask.flags()[int(top) :, int(left) :]).sum())
-        else:
-            removed += mask.blocks - count_bits(mask.bits)
-        elements += element_counts(mask)
-    return [removed, elements, sum(mask.bits.numel() for mask in masks)]
 
 
 def _owned(masks: Sequence[BlockMask], data: ShardedData) -> list[BlockMask]:

@@ -6,65 +6,88 @@ masks of plain data are put back if the update fails, whatever the reason.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Facts, Group, Parcels, Rider, group_over
+from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.digest import shared_weights
-from dist_sparse.sparsifiers.lookups import lookups_here
-from dist_sparse.sparsifiers.masks import Masks
+from dist_sparse.sparsifiers.masks import Enforcer, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Tiling, send_masks
-from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.tables.shards import CACHED, ShardedData, check_writable, owners
+from dist_sparse.sparsifiers.pieces import Tiling, exchange, move_of_masks
+from dist_sparse.tables.shards import (
+    CACHED,
+    Block,
+    ShardedData,
+    check_cached,
+    check_writable,
+    owners,
+)
 
-Ranks = tuple[int, ...] | None
 Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]
 Noted = Sequence[tuple[Facts, list[str]]]
 """The facts of each group, and the names of its tables."""
 
-_WAITING = "the list of unsent counts of earlier mask updates"
 
-
-class MaskMaker(Protocol):
-    """The attributes and methods of a sparsifier that mask updates and loads use."""
+class MaskMaker(abc.ABC):
+    """What mask updates and loads need of a sparsifier: its attributes, and the methods that
+    subclasses define. See :class:`~dist_sparse.extend.BaseDataSparsifier`."""
 
     defaults: dict[str, Any]
     data_groups: dict[str, dict[str, Any]]
     masks: Masks
+    counts_lookups = trains_removed = False
+
+    @abc.abstractmethod
+    def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
+        """Edit ``get_mask(name)`` in place (or set its ``.data``). Must not communicate.
+
+        Called once per plain name and once per local shard of a sharded table, with the
+        configuration of that moment.
+        """
+
+    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
+        """Return the block of elements that one bit of a new sharded table's masks covers. For
+        subclasses.
+
+        Raises:
+            ValueError: no mask update could follow the configuration; names the table, the value
+                and the rule.
+        """
+        return check_cached(data, (1, 1))
 
     def note(self, facts: Facts, located: Sequence[ShardedData]) -> None:
-        """Note what else must be equal on all ranks of the group of ``located``, once they are
-        scored. Local."""
-        ...
-
-    @property
-    def edits_masks(self) -> bool:
-        """Whether ``score_tables`` edits the present masks of sharded tables."""
-        ...
-
-    def update_mask(self, name: str, data: Tensor, **config: Any) -> Any: ...
-
-    def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> object: ...
+        """Note what else must be equal on all ranks of the group of ``located`` in a mask update.
+        For subclasses."""
+        facts["sparsifier.counts_lookups"] = self.counts_lookups
 
     def score_tables(self, located: Located, configs: Configs) -> Any:
-        """Score this rank's shards. Local: must neither communicate nor change anything."""
-        ...
+        """Score this rank's shards: the local half of a mask update. Here :meth:`update_mask` on
+        each shard.
 
-    def select_masks(
-        self, scored: Any, names: list[str], group: Group, rider: Rider | None
-    ) -> Mapping[str, MadeMasks]:
-        """Return the new masks of ``names``. Collective over ``group``; its first all-reduce, if
-        any, carries ``rider``."""
-        ...
+        For subclasses that make masks in another way, with :meth:`select_masks`, which gets the
+        returned value. Must neither communicate nor change anything.
+
+        Args:
+            located: the sharded tables as they are stored now, by name.
+            configs: name -> configuration.
+        """
+        return masks_by_shard(self.masks.tables, self.update_mask, located, configs)
+
+    def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
+        """Return the new masks of ``names``, which are stored over ``group``: the collective half
+        of a mask update. Here it sends nothing."""
+        return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
 
 
 @torch.no_grad()
@@ -75,36 +98,30 @@ def update_masks(sparsifier: MaskMaker) -> None:
         ValueError: on every rank; no mask and no weight has changed, but that tables may be
             rotated.
     """
-    packed, enforcer = sparsifier.masks.tables, sparsifier.masks.enforcer
-    if sparsifier.masks.rotation is not None:
+    masks, packed = sparsifier.masks, sparsifier.masks.tables
+    if masks.rotation is not None:
         # Before anything is scored: it moves the norm of a table into its first columns.
-        sparsifier.masks.rotation.update()
-    recorder = sparsifier.masks.recorder if packed else None
-    undo: list[tuple[Tensor, Tensor]] = []
-
-    def update_plain() -> None:
-        if enforcer is not None:
-            # Zeroes revived weights, which scores must not see.
-            enforcer.begin_step()
-        _update_plain(sparsifier, undo)
-
+        masks.rotation.update()
+    recorder = masks.recorder if packed else None
+    before: list[tuple[Tensor, Tensor]] = []
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(sparsifier, update_plain, recorder)
-            if sparsifier.masks.undo is not None:
-                sparsifier.masks.undo.keep(sparsifier.masks, located, made)
-            _apply(packed, located, made, sparsifier.data_groups, recorder)
+            located, made = make_masks(sparsifier, partial(_update_plain, sparsifier, before))
+            if recorder is not None:
+                recorder.note(packed, located, made, sparsifier.data_groups)
+            if masks.undo is not None:
+                masks.undo.keep(masks, located, made)
+            _apply(packed, located, made)
     except BaseException:
         # KeyboardInterrupt too: a mask of plain data that was half edited must not stay.
-        for mask, before in undo:
-            mask.data = before
+        for mask, old in before:
+            mask.data = old
         raise
-    if enforcer is not None:
-        enforcer.end_step()
+    (masks.enforcer or Enforcer()).end_step()
 
 
 def make_masks(
-    sparsifier: MaskMaker, first: Callable[[], None], recorder: Recorder | None = None
+    sparsifier: MaskMaker, first: Callable[[], None]
 ) -> tuple[Located, dict[str, MadeMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
@@ -112,40 +129,28 @@ def make_masks(
     Args:
         sparsifier: whose masks.
         first: local work before scoring; an error in it is raised on every rank.
-        recorder: whose waiting counts travel along.
     """
     packed = sparsifier.masks.tables
-    noted: Noted = []
-    try:
-        # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops
-        # all ranks here.
+    # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all
+    # ranks here.
+    with packed.agreeing("step()") as noted:
+        located = packed.locate()
+        _note_facts(noted, located, sparsifier)
+        moves_first = packed.moved(located) and _uses_masks_in_place(sparsifier)
+        if not moves_first:
+            scored = _score(sparsifier, located, first, noted)
+    if moves_first:
+        # The exchange is collective: all ranks have agreed before it, and agree again on the
+        # scores.
+        packed.reshard(located)
         with packed.agreeing("step()") as noted:
-            located = packed.locate()
-            _note_facts(noted, located, sparsifier, recorder)
-            moved = packed.moved(located) and _uses_masks_in_place(sparsifier)
-            if not moved:
-                scored = _score(sparsifier, located, first, noted)
-        if moved:
-            # The exchange is collective: all ranks have agreed before it, and agree again on the
-            # scores.
-            packed.reshard(located)
-            with packed.agreeing("step()") as noted:
-                _note_facts(noted, located, sparsifier, recorder)
-                scored = _score(sparsifier, located, first, noted)
-    except ValueError:
-        if recorder is not None:
-            _forget_differing_counts(recorder, list(packed.groups), noted)
-        raise
+            scored = _score(sparsifier, located, first, noted)
     # 3. Collective: bring masks to their shards, select.
     packed.reshard(located)
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
-        rider = None if recorder is None else recorder.rider(ranks)
-        selected = sparsifier.select_masks(scored, names, group, rider)
-        # A selection without an all-reduce has not carried the rider.
-        if recorder is not None and rider is not None:
-            recorder.arrived(ranks, rider, group)
+        selected = sparsifier.select_masks(scored, names, group)
         made |= _of_first_copies(selected, located, group)
     return located, made
 
@@ -153,7 +158,8 @@ def make_masks(
 def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
     """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
     zeroes weights by them."""
-    return sparsifier.edits_masks or sparsifier.masks.enforcer is not None
+    edits = type(sparsifier).score_tables is MaskMaker.score_tables
+    return edits or sparsifier.masks.enforcer is not None
 
 
 def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
@@ -169,14 +175,6 @@ def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], n
         _note_replicas(facts, tables)
         sparsifier.note(facts, tables)
     return scored
-
-
-def _forget_differing_counts(recorder: Recorder, groups: Sequence[Ranks], noted: Noted) -> None:
-    """Drop counts that the ranks of a group can't sum: on all of these ranks alike, so that the
-    next mask update can agree."""
-    for ranks, (facts, _) in zip(groups, noted, strict=False):
-        if _WAITING in facts.differing:
-            recorder.forget(ranks)
 
 
 def masks_by_shard(
@@ -197,34 +195,26 @@ def masks_by_shard(
     return made
 
 
-def _update_plain(sparsifier: MaskMaker, undo: list[tuple[Tensor, Tensor]]) -> None:
-    """Run ``update_mask`` on every plain tensor. Adds each mask to ``undo`` before it may
+def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) -> None:
+    """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
+    # Zeroes revived weights, which scores must not see.
+    (sparsifier.masks.enforcer or Enforcer()).begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
         # A user's update_mask may edit it in place.
-        undo.append((mask, mask.detach().clone()))
+        before.append((mask, mask.detach().clone()))
         sparsifier.update_mask(name, dense.weight(name), **sparsifier.data_groups[name])
 
 
-def _apply(
-    packed: PackedStore,
-    located: Located,
-    made: Mapping[str, MadeMasks],
-    configs: Configs,
-    recorder: Recorder | None,
-) -> None:
+def _apply(packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]) -> None:
     """Zero newly removed weights, and put the new masks in place. Local."""
     # All tables in one list: many small ones are zeroed together.
     changes = []
     for name, new in made.items():
-        data, before = located[name], packed.masks(name)
-        if recorder is not None:
-            # Of the old masks, which have answered these lookups.
-            lookups = lookups_here(packed, data)
-            recorder.note(data, before, packed.block(name), new, configs[name], lookups)
-        for shard, old, (mask, dirty) in zip(data.shards, before, new.masks, strict=True):
+        shards = zip(located[name].shards, packed.masks(name), new.masks, strict=True)
+        for shard, old, (mask, dirty) in shards:
             changes.append((mask, shard.tensor, old, dirty))
     BlockMask.apply_all_changed_(changes)
     # Masks last: if a write fails, none of them claims zeros that were not written.
@@ -232,17 +222,12 @@ def _apply(
         packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
 
 
-def _note_facts(
-    noted: Noted, located: Located, sparsifier: MaskMaker, recorder: Recorder | None
-) -> None:
+def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
     """Note what must be equal on all ranks."""
     moved = set(sparsifier.masks.tables.moved(located))
     for facts, names in noted:
-        facts["whether steps are recorded"] = recorder is not None
+        facts["whether steps are recorded"] = sparsifier.masks.recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.masks.enforcer is not None
-        if recorder is not None:
-            # They are summed position by position.
-            facts[_WAITING] = recorder.waiting_for(located[names[0]].ranks)
         facts["the list of moved tables"] = [name for name in names if name in moved]
         for name in names:
             data = located[name]
@@ -281,17 +266,13 @@ def _of_first_copies(
     if not copied:
         # The same on every rank: the tables of a group are.
         return dict(made)
-    parcels, arriving = Parcels(group), {}
+    moves = []
     for name, data in copied.items():
         masks, block = [mask for mask, _ in made[name].masks], made[name].block
-        arriving[name] = send_masks(
-            parcels, group.rank, masks, block, data.tiling, _later_copies(data)
-        )
-    # Masks go on to the devices of their shards one by one.
-    parcels.exchange(torch.device("cpu"))
+        moves.append(move_of_masks(masks, block, data.tiling, _later_copies(data)))
     taken = dict(made)
-    for name, read in arriving.items():
-        first = {mask.rect: mask for mask in read()}
+    for name, arrived in zip(copied, exchange(group, moves), strict=True):
+        first = dict(arrived)
         new = [_of_first_copy(own, first.get(own.mask.rect)) for own in made[name].masks]
         taken[name] = made[name]._replace(masks=new)
     return taken
@@ -305,9 +286,9 @@ def _later_copies(data: ShardedData) -> Tiling:
     return tuple(later)
 
 
-def _of_first_copy(own: NewMask, first: BlockMask | None) -> NewMask:
+def _of_first_copy(own: NewMask, first: Tensor | None) -> NewMask:
     if first is None:
         return own
-    bits = first.bits.to(own.mask.bits.device)
+    bits = first.to(own.mask.bits.device)
     # Blocks that are zero in this copy already need not be those that the other removes.
-    return NewMask(BlockMask(first.rect, first.block, bits), ~bits)
+    return NewMask(replace(own.mask, bits=bits), ~bits)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.masks import Masks
-from dist_sparse.sparsifiers.packed_store import Loaded
+from dist_sparse.sparsifiers.packed_store import TableMasks
 from dist_sparse.tables.shards import ShardedData
 
 
@@ -46,7 +46,7 @@ class LastUpdate:
     """
 
     def __init__(self) -> None:
-        self.before: Mapping[str, Loaded] = {}
+        self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
     @property
@@ -64,7 +64,7 @@ class LastUpdate:
         self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
     ) -> None:
         """Take the place of the update that was kept so far. Called before anything is zeroed."""
-        states = {} if masks.enforcer is None else masks.enforcer.states()
+        states = masks.hooks.states()
         self._removed = {}
         for name, new in made.items():
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
@@ -72,7 +72,7 @@ class LastUpdate:
                 _removed_of(shard.tensor, states.get(shard.tensor.data_ptr(), ()), old, mask)
                 for shard, old, (mask, _) in shards
             ]
-        self.before = masks.tables.snapshot(located)
+        self.before = masks.tables.snapshot()
 
     def check(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse to undo an update of tables that are stored elsewhere by now.
@@ -80,9 +80,7 @@ class LastUpdate:
         Raises:
             ValueError: names them.
         """
-        moved = [
-            name for name, one in self.before.items() if located[name].tiling != one.data.tiling
-        ]
+        moved = [name for name, one in self.before.items() if located[name].tiling != one.tiling]
         if moved:
             raise ValueError(
                 f"The shards of the tables {moved} have moved since the last mask update, which"
@@ -93,10 +91,9 @@ class LastUpdate:
     def undo(self, masks: Masks, located: Mapping[str, ShardedData]) -> None:
         """Put masks, removed weights and their optimizer state back, as they were before."""
         masks.tables.load(self.before)
-        if masks.enforcer is not None:
-            # Zeroes the blocks that the update brought back; the weights below must come later.
-            masks.enforcer.renew()
-        states = {} if masks.enforcer is None else masks.enforcer.states()
+        # Zeroes the blocks that the update brought back; the weights below must come later.
+        masks.hooks.renew()
+        states = masks.hooks.states()
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
                 _put(shard.tensor, one.mask, one.weights)
@@ -104,8 +101,7 @@ class LastUpdate:
                 live = states.get(shard.tensor.data_ptr(), ())
                 for state, kept in zip(live, one.states, strict=False):
                     _put_state(state, one, kept)
-        if masks.enforcer is not None:
-            masks.enforcer.end_step()
+        masks.hooks.end_step()
         self.forget()
 
     def forget(self) -> None:

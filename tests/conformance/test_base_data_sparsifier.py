@@ -51,15 +51,10 @@ class TestConstruction:
         assert text.index("w") < text.index("a: 2") < text.index("b: 1")
 
 
-def test_repr_of_many_groups_is_short() -> None:
-    """torch.ao's lists all of them; here ten are listed as it does, and of more the first three."""
-    few = [(f"table_{i}", torch.ones(2, 2)) for i in range(10)]
-    ours, ancestors = repr(Ours(few, a=1)).splitlines(), repr(Ancestor(few, a=1)).splitlines()
+def test_repr_of_many_groups() -> None:
+    many = [(f"table_{i}", torch.ones(2, 2)) for i in range(12)]
+    ours, ancestors = repr(Ours(many, a=1)).splitlines(), repr(Ancestor(many, a=1)).splitlines()
     assert ours[1:] == [line for line in ancestors[1:] if line]
-    many = Ours([(f"table_{i}", torch.ones(2, 2)) for i in range(300)], a=1)
-    lines = repr(many).splitlines()
-    assert lines[:-2] == ours[: len(lines) - 2]
-    assert lines[-2:] == ["\t... and 297 more data groups", ")"] and len(lines) < 25
 
 
 class TestAddData:

@@ -45,7 +45,7 @@ def trained(name: str, world: int, guarded: bool, **plan: Any) -> dict[str, Any]
     found |= {f"sums of {name}": total for name, total in sums.items()}
     found["masks"] = sparse.sparsifier.audit()
     tables = sparse.sparsifier.masks.tables
-    kept = tables.snapshot(tables.locate())
+    kept = tables.snapshot()
     found["counts"] = {name: (one.updates, one.removed) for name, one in kept.items()}
     sparse.detach()
     return found

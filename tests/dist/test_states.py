@@ -123,7 +123,7 @@ def test_a_state_without_a_table(world: int) -> None:
     )
     refused(
         lambda s: s.pop("data_groups"),
-        r"'plain': the state has a mask for it but no config",
+        r"'plain': the state has no config of it",
         rank=last,
     )
     refused(lambda s: s.clear(), r"not the state of a sparsifier: it lacks \['state'", rank=last)
