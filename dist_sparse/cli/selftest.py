@@ -39,6 +39,12 @@ def _run(options: argparse.Namespace) -> int:
     return status or (0 if found.passed else 1)
 
 
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"Invalid {text!r}: must be a whole number, at least 1")
+    return int(text)
+
+
 def add_selftest(commands: Commands) -> None:
     """Add the subcommand."""
     parser = subcommand(
@@ -48,7 +54,7 @@ def add_selftest(commands: Commands) -> None:
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
     )
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="processes; default: one a GPU, 2 on a CPU"
+        "--nproc", type=_processes, metavar="N", help="processes; default: one a GPU, 2 on a CPU"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="writes JSON for an issue")
     add_json(parser)

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.groups import Group
-from dist_sparse.tables.shards import Rect, ShardedData
+if TYPE_CHECKING:
+    from dist_sparse.groups import Group
+    from dist_sparse.tables.shards import Rect, ShardedData
 
 ENTRIES: Final = 256
 """Entries of a book: a byte has as many values."""

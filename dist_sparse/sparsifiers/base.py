@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from dist_sparse.groups import group_over, weights_are_on, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers import stats
-from dist_sparse.sparsifiers.dense_store import DenseStore, Masked, check_name
+from dist_sparse.sparsifiers.dense_store import (
+    DenseStore,
+    Masked,
+    check_name,
+    refuse_attribute,
+)
 from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
@@ -133,6 +138,7 @@ class BaseDataSparsifier(MaskMaker):
             return self._add_sharded(name, weight, config)
         if type(data) not in SUPPORTED_TYPES:
             raise AssertionError(f"specified data type:{type(data)} not supported at the moment")
+        refuse_attribute(name)
         if name in self.masks.tables:
             raise ValueError(f"Name {name!r} belongs to a sharded table already.")
         known = name in self.masks.plain

@@ -191,16 +191,20 @@ def check_name(name: object) -> str:
 
     Raises:
         TypeError: it is not a string.
-        KeyError: it is empty, holds a dot, or is an attribute that modules have.
+        KeyError: it is empty, or holds a dot.
     """
     if not isinstance(name, str):
         raise TypeError(f"Invalid {name=}: must be a string.")
     if not name or "." in name:
         raise KeyError(f"Invalid {name=}: must not be empty or hold a '.'.")
+    return name
+
+
+def refuse_attribute(name: str) -> None:
+    """Raise a KeyError if the name of plain data is an attribute that modules have."""
     # It would shadow the attribute in the container, or in the ModuleDict of its parametrizations.
     if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
-    return name
 
 
 def as_matrix(mask: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dist_sparse import FollowingTables, export, sparsify
 from dist_sparse.report import Quality
+from dist_sparse.serving.export import Exported
 from dist_sparse.text import size, table_lines
 from dlrm.batches import Batch, Dataset, batches
 from dlrm.movielens import fetch, load
@@ -98,13 +99,13 @@ class Online:
         self.model.train()
         return quality.compute()["auc"]
 
-    def publish(self, folder: Path) -> Path:
+    def publish(self, folder: Path) -> Exported:
         """Write what has changed since the last time, at first everything. Collective."""
         path = folder / DELTA.format(len(self.published))
         since = self.published or None
-        export(self.model, self.sparse, path, dtype="int8", since=since)
-        self.published.append(path)
-        return path
+        written = export(self.model, self.sparse, path, dtype="int8", since=since)
+        self.published.append(written.path)
+        return written
 
     def _batches(self, index: Tensor) -> Iterator[Batch]:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -131,24 +132,25 @@ def main(options: argparse.Namespace) -> None:
     for day, index in enumerate(job.days, 1):
         trained = job.auc(index)
         served = auc_of(client.logits(index, day - 1), data.labels[index]) if client else 0.0
-        moved = sum(job.slots.moved.values())
         job.train(index)
         held = job.sparse.guard(job.auc(job.validation), tolerance=_TOLERANCE)
-        delta = job.publish(published)
+        written = job.publish(published)
         # What would have to be published without deltas.
         export(job.model, job.sparse, full / DELTA.format(day), dtype="int8")
         level = f"{job.sparse.sparsity:.0%}"  # collective
         if not first:
             continue
-        sizes.append((bytes_of(delta), bytes_of(full / DELTA.format(day))))
-        came = sum(job.slots.moved.values()) - moved
-        figures = (f"{trained:.4f}", f"{served:.4f}", *map(size, sizes[-1]), str(came))
+        sizes.append((bytes_of(written.path), bytes_of(full / DELTA.format(day))))
+        assert written.delta is not None  # the base was published before the first day
+        tables = written.delta.tables.values()
+        ids = str(sum(each.came for each in tables)), str(sum(each.gone for each in tables))
+        figures = (f"{trained:.4f}", f"{served:.4f}", *map(size, sizes[-1]), *ids)
         lines.append((str(day), *figures, level, "holds" if held else "undone"))
         print(f"day {day} of {len(job.days)}: published {size(sizes[-1][0])}", flush=True)
     if client:
         client.logits(job.validation[:100], len(job.days))  # every delta is applied
         client.close()
-        print("\n" + "\n".join(table_lines(_HEAD, lines, right=range(7))))
+        print("\n" + "\n".join(table_lines(_HEAD, lines, right=range(8))))
         print("\n" + conclusion(sizes, lines, client))
 
 
