@@ -69,11 +69,13 @@ def quantize(
             first.
         optimizer: the optimizer that steps it, or a sequence of all of them.
         codes: bytes of a row, a divisor of the table's columns; of all tables, or by table name.
-        begin, end, every: first and last step at which books and codes change, and the steps
-            between them. Steps count from 0. After ``end`` they stay as they are, so that other
-            layers fit to them; None goes on for good. An assignment costs some 3 us a row of 64
-            columns on one CPU thread: 8 times an epoch are enough.
-        include, exclude: globs over table names and fully qualified names.
+        begin: the first step at which books and codes change; steps count from 0.
+        end: the last one. After it they stay as they are, so that other layers fit to them; None
+            goes on for good.
+        every: steps between two changes. An assignment costs some 3 us a row of 64 columns on one
+            CPU thread: 8 times an epoch are enough.
+        include: globs over table names and fully qualified names; None is every table.
+        exclude: globs of what to leave out.
         order: tables whose columns may change places, as of :func:`~dist_sparse.rotate`:
             ``"table"`` turns the outputs of each table back, groups of names share an order, and
             only dot products between them may read them. At the first fit their columns are dealt

@@ -51,7 +51,9 @@ class LaunchSpec:
         env: variables for the ranks. Keys match `[A-Z_][A-Z0-9_]*`.
         max_restarts: how often torchrun restarts all ranks after one of them has failed.
         grace: seconds that ranks have to exit after a signal before they are killed.
-        cpus, gpus, memory_gib: of a node, for schedulers; None is the scheduler's default.
+        cpus: of a node, for schedulers; None is the scheduler's default.
+        gpus: of a node, for schedulers; None is the scheduler's default.
+        memory_gib: of a node, for schedulers; None is the scheduler's default.
         time: limit on the run, `HH:MM:SS` or `DAYS-HH:MM:SS`, for Slurm.
         image: the container image, for Kubernetes.
         python: the interpreter.

@@ -64,8 +64,9 @@ class OptimScheduler(abc.ABC):
         ft_factor: factor of all learning rates, for fine-tuning.
         grad_clip: largest norm of this object's gradients, over all ranks; None does not clip.
         grad_norm_type: p of the norm, > 0.
-        data_sparsifier, data_scheduler: stepped after every update of the weights, in this order.
-            A :class:`~dist_sparse.MaskEnforcer` on ``.optimizer`` keeps pruned weights at zero.
+        data_sparsifier: stepped after every update of the weights. A
+            :class:`~dist_sparse.MaskEnforcer` on ``.optimizer`` keeps pruned weights at zero.
+        data_scheduler: stepped after the sparsifier.
         amp_dtype: ``torch.float16``, or ``torch.bfloat16``, which needs no scaler.
         **sche_conf: arguments of :meth:`sche_init`.
 

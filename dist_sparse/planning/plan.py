@@ -154,7 +154,8 @@ def plan(
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
             tables are stepped by an Adagrad, fused or not, the rows that training has never touched
             are known.
-        include, exclude: globs over tables, as for ``add_model``; excluded tables are not counted.
+        include: globs over table names and fully qualified names; None is every table.
+        exclude: globs of tables to leave out, which are not counted.
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; on every rank.

@@ -42,7 +42,10 @@ class ReadyDataScheduler(BaseDataScheduler):
         begin: the first mask update; steps count from 0, the one of the construction.
         end: the last mask update; None, where a schedule allows it, is never.
         every: steps between mask updates (``end`` is an update even off that grid).
-        data_sparsifier, schedule_param, last_epoch, verbose: as in :class:`BaseDataScheduler`.
+        data_sparsifier: whose configuration is scheduled, as in :class:`BaseDataScheduler`.
+        schedule_param: the scheduled key, as there.
+        last_epoch: the step to go on from, as there.
+        verbose: as there.
 
     Raises:
         ValueError: a step or an interval is invalid, a level is outside [0, 1] (where
@@ -179,9 +182,14 @@ class CurveDataScheduler(ReadyDataScheduler):
             state. None is the curve that the class is named after.
         final: the value at ``end`` and after, for all data, or a mapping from names or globs to
             values; the last match wins. Data without a match is not scheduled.
-        initial, begin, end, every: as in :class:`ReadyDataScheduler`. Curves that grow need an
-            ``end``.
-        data_sparsifier, schedule_param, last_epoch, verbose: as in :class:`BaseDataScheduler`.
+        initial: as in :class:`ReadyDataScheduler`, like the next three.
+        begin: the first mask update.
+        end: the last mask update. Curves that grow need it.
+        every: steps between mask updates.
+        data_sparsifier: whose configuration is scheduled, as in :class:`BaseDataScheduler`.
+        schedule_param: the scheduled key, as there.
+        last_epoch: the step to go on from, as there.
+        verbose: as there.
 
     Raises:
         ValueError: see :class:`ReadyDataScheduler`.

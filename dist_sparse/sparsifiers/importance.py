@@ -92,7 +92,8 @@ class ImportanceSparsifier(DataNormSparsifier):
         decay: after each mask update, counts are multiplied by it, so that old traffic counts less:
             counts are float64 then, 8 bytes per row. At 1, all traffic since ``attach()`` counts
             equally, and counts are left as they are. Fixed once a table is registered.
-        scope, floors: see the attributes of :class:`~dist_sparse.extend.ScoreSparsifier`.
+        scope: see the attributes of :class:`~dist_sparse.extend.ScoreSparsifier`.
+        floors: see there too.
 
     Attributes:
         scored_by: the score; may be replaced between mask updates, on all ranks, except by

@@ -404,7 +404,7 @@ class SparseTraining:
 
 def sparsify(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     level: Levels | None = None,
     budget: int | str | None = None,
@@ -459,10 +459,11 @@ def sparsify(
         floor: the least fraction of blocks that a table keeps, for all or by globs as in ``level``.
         protect: globs of tables that stay dense but count towards ``budget`` (tables in ``exclude``
             do not).
-        end, begin, every: last and first step of mask updates, and the steps between them;
-            ``every`` is cut to ``end - begin``. Steps count from 0, so ``level`` is reached by call
-            number ``end + 1`` of ``step()``. After ``end`` masks stay as they are. None removes
+        end: the last step of mask updates. Steps count from 0, so ``level`` is reached by call
+            number ``end + 1`` of ``step()``; after it masks stay as they are. None removes
             ``level`` from ``begin`` on, and updates masks for good.
+        begin: the first step of mask updates.
+        every: steps between mask updates, at most ``end - begin``.
         block: shape of the blocks that are removed as a whole: ``(rows, columns)``, ``"row"`` or
             ``(1, ROW)`` for whole rows, ``"col"`` or ``(COL, 1)`` for whole columns, or text such
             as ``"1x4"``.
@@ -472,7 +473,9 @@ def sparsify(
             blocks are compared; see :class:`~dist_sparse.ImportanceSparsifier`. None is
             ``"norm_accumulator"`` for whole rows if Adagrad steps all tables and no ``norm`` is
             given, and ``"norm"`` otherwise; ``summary()`` names it.
-        include, exclude, dense: as in :meth:`~dist_sparse.BaseDataSparsifier.add_model`.
+        include: globs over table names and fully qualified names; None is every table.
+        exclude: globs of what to leave out; a module that is refused can be left out by its path.
+        dense: globs of other parameters to register too, True for all.
         schedule: ``"constant"``, ``"cosine"``, ``"cubic"``, ``"exponential"``, ``"linear"``,
             ``"one_shot"`` (at ``begin``), or a ready scheduler's class that takes ``final``,
             ``begin``, ``end`` and ``every``. None is ``"cubic"``, or ``"constant"`` with

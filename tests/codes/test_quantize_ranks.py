@@ -24,11 +24,20 @@ CELLS = {
     2: ("table_wise", "row_wise", "column_wise_uneven", "data_parallel", "ec_row_wise", "mixed"),
     4: ("row_wise", "column_wise", "grid_shard", "row_wise_dense_kernel"),
 }
-EVERY = [(world, name) for world, names in CELLS.items() for name in names]
-
+# Six seconds each: two of them in the quick tests.
+QUICK = {(2, "column_wise_uneven"), (4, "grid_shard")}
+EVERY = [
+    pytest.param(world, name, marks=() if (world, name) in QUICK else pytest.mark.slow)
+    for world, names in CELLS.items()
+    for name in names
+]
 
 # Columns that change places travel between column cuts.
-ORDERED = [(2, "row_wise"), (2, "column_wise_uneven"), (4, "column_wise")]
+ORDERED = [
+    pytest.param(2, "row_wise", marks=pytest.mark.slow),
+    (2, "column_wise_uneven"),
+    pytest.param(4, "column_wise", marks=pytest.mark.slow),
+]
 
 
 def quantized(cell: Cell, model: torch.nn.Module, path: Path, order: Any = None) -> Any:
