@@ -79,7 +79,7 @@ class Diagnosis:
 def installed() -> dict[str, str]:
     """Return the version of every installed distribution that is checked, by name."""
     found = {}
-    for name in ("torch", "torchrec", *_FBGEMM, "safetensors"):
+    for name in ("torch", "torchrec", *_FBGEMM):
         # Metadata only: importing a broken torch can end the process.
         try:
             found[name] = importlib.metadata.version(name)
@@ -113,7 +113,6 @@ def examine(
         Finding("torch", torch.fault is None, torch.fault or versions["torch"], reinstall),
         _package("torchrec", versions, advice),
         _fbgemm(versions, cuda, advice),
-        _package("safetensors", versions, f"{_PIP} install safetensors"),
     ]
     # Without one of them, or in a broken mix, a lookup would only fail once more.
     if all(each.ok for each in findings):

@@ -19,7 +19,6 @@ GOOD = {
     "torch": "2.13.0",
     "torchrec": "1.8.0",
     "fbgemm-gpu-cpu": "1.8.0",
-    "safetensors": "0.8.0",
 }
 READY = "Everything needed to train is here, on "
 
@@ -46,14 +45,14 @@ def test_this_machine() -> None:
     said = json.loads(json.dumps(answer.to_json()))
     assert said["can_train"]
     assert [each["what"] for each in said["findings"]] == [each.what for each in answer.findings]
-    assert {"torch", "torchrec", "safetensors"} <= set(installed())
+    assert {"torch", "torchrec"} <= set(installed())
 
 
 @pytest.mark.usefixtures("no_probes")
 def test_the_verdict_comes_first_and_one_command_installs_both() -> None:
-    text = examine({"torch": "2.13.0", "safetensors": "0.8.0"}, cuda=False).text()
+    text = examine({"torch": "2.13.0"}, cuda=False).text()
     assert text.startswith("TorchRec models can't be trained here: torchrec, fbgemm.\n  torchrec")
-    assert text.count("To fix:") == 1 and "safetensors" not in text
+    assert text.count("To fix:") == 1
 
 
 @pytest.mark.usefixtures("no_probes")
@@ -76,7 +75,6 @@ def test_the_verdict_comes_first_and_one_command_installs_both() -> None:
             "both installed",
             "uninstall -y fbgemm-gpu fbgemm-gpu-cpu && ",
         ),
-        ({"torch": "2.13.0"}, "safetensors", "not installed", "-m pip install safetensors"),
     ],
 )
 def test_packages(versions: dict[str, str], what: str, says: str, fix: str) -> None:
@@ -99,9 +97,7 @@ def test_torch_fits_the_torchrec_that_is_here(
     versions: dict[str, str], torch: str, release: str | None
 ) -> None:
     """The commands install releases that fit together, in any order."""
-    fixes = [
-        each.fix for each in examine(versions, cuda=False).broken if each.what != "safetensors"
-    ]
+    fixes = [each.fix for each in examine(versions, cuda=False).broken]
     assert f'install --force-reinstall "torch=={torch}.*"' in fixes[0]
     assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(fixes))) == {torch}
     assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(fixes))) == (
@@ -215,7 +211,7 @@ def test_it_runs_without_a_torch_that_loads(code: str | None, tmp_path: Path) ->
     )
     done = run("doctor")
     assert done.returncode == 1 and not done.stderr, done.stderr
-    broken = "torch, torchrec, fbgemm, safetensors"
+    broken = "torch, torchrec, fbgemm"
     assert done.stdout.startswith(f"TorchRec models can't be trained here: {broken}.\n")
     said = {
         "missing": "not installed",
