@@ -189,6 +189,7 @@ def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
 def _ms_per_step(one: Run) -> float | None:
     """Return the logged value, else the mean of rank 0 while the log was open."""
     logged = one.last("ms_per_step")
-    if logged is not None or one.last_step is None or not one.spent.total:
+    # A single step is no training: its time is that of what came before and after.
+    if logged is not None or not one.last_step or not one.spent.total:
         return logged
     return 1000 * one.spent.total / (one.last_step + 1)
