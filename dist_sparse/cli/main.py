@@ -54,8 +54,7 @@ _SERVE_CHECK = f"""examples:
   dist-sparse serve-check served/ monday/ tuesday/
 
 ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=).
-Every byte is verified, and what the deltas add up to. Needs torch and
-safetensors, no model.
+Every byte is verified, and what the deltas add up to. Needs torch, no model.
 
 {STATUS}
 """
@@ -65,7 +64,7 @@ _MERGE = f"""examples:
 
 ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=),
 in order. The new folder equals a full export at the last delta, byte for byte.
-Needs torch and safetensors, no model.
+Needs torch, no model.
 
 {STATUS}
 """

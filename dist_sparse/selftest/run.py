@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from dist_sparse.selftest.results import WRONG, Outcome, Results
+from dist_sparse.text import number_of
 
 WORKER: Final = ("-m", "dist_sparse.selftest.worker")
 """What Python runs in each process."""
@@ -56,7 +57,8 @@ def selftest(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus else "cpu")
     if device == "cuda" and gpus < (nproc or 1):
-        raise ValueError(f"Invalid {device=} with {nproc=}: torch finds {gpus} GPUs here.")
+        processes = number_of(nproc or 1, "process", "processes")
+        raise ValueError(f"Invalid {device=} for {processes}: torch finds {gpus} GPUs here.")
     world = nproc or (gpus if device == "cuda" else 2)
     outcomes: list[Outcome] = []
     while len(outcomes) < len(NAMES):

@@ -349,6 +349,7 @@ def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]])
     if shard.tensor.data_ptr() not in totals:
         raise ValueError(
             f"Table {name!r}: no Adagrad steps it, so that there are no sums of squared gradients"
-            " to score it by; score='norm' needs none, 'frequency' counts lookups."
+            " to score it by; score='norm' needs none, 'frequency' counts lookups of fused tables."
+            " The level 'untouched' needs Adagrad's sums or these counts."
         )
     return _Known(shard.rect, *totals[shard.tensor.data_ptr()])

@@ -305,7 +305,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         """
         raise ValueError(
             f"Table {data.name!r}: the level 'untouched' needs a score that is 0 for rows without"
-            " a lookup: an ImportanceSparsifier with score='accumulator' or 'frequency'."
+            " a lookup: an ImportanceSparsifier with score='accumulator', where Adagrad steps the"
+            " table, or 'frequency', where its optimizer is fused."
         )
 
     def _most_removed(self, data: ShardedData, block: Block, blocks: int, level: float) -> int:
