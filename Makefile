@@ -54,10 +54,10 @@ train: $(READY)  ## trains a DLRM on MovieLens-100K: dense, sparsified, smaller
 
 two-tower: $(READY)  ## two towers wide, narrowed and narrow: DATA=gowalla.npz
 	@test -n '$(DATA)' || { echo 'Name the interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items.' >&2; exit 2; }
-	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 examples/two_tower/main.py -- --data '$(DATA)' $(ARGS)
+	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/two_tower/main.py -- --data '$(DATA)' $(ARGS)
 
 online: $(READY)  ## MovieLens-100K day by day: train, publish, serve; 2 minutes
-	$(BIN)/python -m launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)
+	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)
 
 frontier: $(READY)  ## measures that DLRM at 50, 20, 10 and 5% of its bytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)

@@ -3,8 +3,8 @@
 One process:               python examples/resume.py runs/resumed
 Killed after 70 steps:     python examples/resume.py runs/resumed --kill-at 70
 The same again, to go on:  python examples/resume.py runs/resumed
-On two processes:          python -m launch --nproc 2 examples/resume.py -- runs/resumed
-Restarted by itself:       python -m launch --nproc 2 --max-restarts 1 examples/resume.py --
+On two processes:          dist-sparse launch --nproc 2 examples/resume.py -- runs/resumed
+Restarted by itself:       dist-sparse launch --nproc 2 --max-restarts 1 examples/resume.py --
 runs/again --kill-at 70
 
 The number of processes may change from one start to the next: tables are sharded by rows over those

@@ -4,8 +4,8 @@ ids are hashed into.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
-The same:        python -m launch --nproc 2 examples/dlrm/main.py
-With restarts:   python -m launch --nproc 2 --max-restarts 3 examples/dlrm/main.py -- --checkpoint
+The same:        dist-sparse launch --nproc 2 examples/dlrm/main.py
+With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 examples/dlrm/main.py -- --checkpoint
 runs/saved
 """
 

@@ -1,6 +1,6 @@
 """A model that is trained, published and served day by day.
 
-Two processes:   python -m launch --nproc 2 --ranks 0 examples/online/main.py
+Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/online/main.py
 
 MovieLens-100K in order of time, cut into days of equal length. Each day the ratings are first
 predicted, by the model in training and by a server of what was published the evening before, then

@@ -3,7 +3,7 @@ tables, which it sparsifies, and one for the layers, each with a learning rate, 
 schedule of its own.
 
 One process:     python examples/optim_scheduler/main.py
-Two processes:   python -m launch --nproc 2 examples/optim_scheduler/main.py
+Two processes:   dist-sparse launch --nproc 2 examples/optim_scheduler/main.py
 Interrupted:     ... --checkpoint runs/ranker.pt --stop-at 100
 and resumed:     ... --checkpoint runs/ranker.pt --resume
 

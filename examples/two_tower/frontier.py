@@ -1,7 +1,7 @@
 """What wide towers are worth at a few sizes of their tables, every method measured on held-out
 interactions.
 
-Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/frontier.py -- --data
+Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/two_tower/frontier.py -- --data
 gowalla.npz One process:     python examples/two_tower/frontier.py --data gowalla.npz
 
 Small dense tables are trained too. A run that is interrupted goes on if --out is the same.

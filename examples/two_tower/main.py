@@ -1,7 +1,7 @@
 """Train a two-tower model wide, narrowed while it trains, and narrow from the start; serve each in
 32, 8 and 4 bits.
 
-Two processes:   python -m launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data
+Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data
 gowalla.npz One process:     python examples/two_tower/main.py --data gowalla.npz
 """
 
