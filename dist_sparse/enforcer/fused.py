@@ -206,11 +206,12 @@ class TableBatchHooks:
         """Mark every row as dirty, after weights were written outside of a backward."""
         self.mark_in_sync()
         self._rows.revived = True
-        self._add_all_written()
 
     def mark_in_sync(self) -> None:
-        """Mark the current storage as in sync with the dirty rows."""
+        """Mark the current storage as in sync with the dirty rows, after a write that revived none:
+        it may have been in any row."""
         self._in_sync = self._storage()
+        self._add_all_written()
 
     def written(self, reader: str) -> Iterator[tuple[int, Written]]:
         """Yield the address of the weights and the possibly written rows (live) of each registered

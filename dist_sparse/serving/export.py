@@ -114,9 +114,10 @@ def export(
             whose stored bytes have changed, the ids that came, and the ids that went. It takes
             ``load_served([base, delta])`` to what a whole export would serve, bit for bit. All
             weights are streamed and compared; from the second delta of a process on, of tables
-            with a fused optimizer on the CPU, only rows that the enforcer has seen written. With
-            ``scale="column"`` a scale that has changed may change the codes of all rows. Only rank
-            0 reads these folders.
+            with a fused optimizer on the CPU, only rows that the enforcer has seen written: after
+            writes that torch does not count (through ``.data``, numpy, or a collective on weights)
+            call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that has
+            changed may change the codes of all rows. Only rank 0 reads these folders.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are

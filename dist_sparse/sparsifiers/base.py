@@ -267,8 +267,9 @@ class BaseDataSparsifier(MaskMaker):
     def apply_masks(self) -> None:
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
-        as long as a mask update."""
+        as long as a mask update. After it, any row counts as written."""
         self.masks.tables.apply(self.masks.tables.names)
+        self.masks.hooks.renew()
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
     # ranks make the same call.

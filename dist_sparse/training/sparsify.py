@@ -167,7 +167,8 @@ class SparseTraining:
 
         What an update removes is kept until its validation, on the rank that holds it, with its
         optimizer state: a copy of the removed weights of that one update. It is not saved: a state
-        that was saved between an update and its validation can't undo that update.
+        that was saved between an update and its validation can't undo that update. If you load
+        other weights in between, an undo still writes the ones that it kept: validate first.
 
         Args:
             metric: a finite number, the same on every rank: reduce it first.

@@ -23,9 +23,11 @@ from dist_sparse.cli.main import main
 from dist_sparse.serving.artifact import open_artifact
 from dist_sparse.serving.check import check_artifact, merge
 from dist_sparse.serving.sources import ServedTable
-from tests.dist.cells import build
-from tests.dist.enforcing import optimizer_of, trained_cells
+from tests.dist.cells import batch, build
+from tests.dist.copies import build_copies, copied_cells
+from tests.dist.enforcing import loss_of, optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks
+from tests.dist.test_copies import _optimizer
 from tests.dist.test_importance import learn
 from tests.serving.stored import crcs
 
@@ -321,4 +323,61 @@ def test_writes_that_training_does_not_make(tmp_path: Path) -> None:
         assert crcs(tmp_path / f"merged{day}") == crcs(tmp_path / f"full{day}"), day
         came = sum(table.came for table in last.delta.tables.values())
         assert day != 6 or came > 0
+    sparse.detach()
+
+
+@on_ranks(4)
+def test_averages_of_copies_are_written_rows(tmp_path: Path) -> None:
+    """A sync() changes rows that only the other copy has trained."""
+    cell = copied_cells()["table_wise"]
+    model = build_copies(cell)
+    optimizer = _optimizer(model)
+    sparse = sparsify(model, optimizer, level=0.3, block="row", end=1, every=1, min_rows=0)
+    folders: list[Path] = []
+    for day in range(4):
+        optimizer.zero_grad()
+        loss_of(model(batch(cell, seed=1000 * day + dist.get_rank(), size=1))).backward()
+        optimizer.step()
+        sparse.step()
+        model.sync()
+        folders.append(export(model, sparse, tmp_path / str(day), since=folders or None).path)
+    export(model, sparse, tmp_path / "full")
+    if dist.get_rank() == 0:
+        merge(*folders, out=tmp_path / "merged")
+        assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    sparse.detach()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("block", ["row", (1, 4)])
+def test_writes_that_torch_does_not_count(block: Any, tmp_path: Path) -> None:
+    cell = trained_cells(1)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, level=0.3, block=block, end=1, every=1, min_rows=0)
+    folders: list[Path] = []
+    for day in range(3):
+        learn(model, optimizer, cell, 2 + day)
+        sparse.step()
+        folders.append(export(model, sparse, tmp_path / str(day), since=folders or None).path)
+    for weight in model.parameters():
+        weight.data.mul_(2)
+    sparse.sparsifier.apply_masks()
+    folders.append(export(model, sparse, tmp_path / "3", since=folders).path)
+    export(model, sparse, tmp_path / "full")
+    merge(*folders, out=tmp_path / "merged")
+    assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    sparse.detach()
+
+
+def test_revived_weights_of_plain_tables_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.EmbeddingBag(200, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level=0.5, block=(1, 4), end=0)
+    sparse.step()
+    folders = [export(model, sparse, tmp_path / "0").path]
+    folders.append(export(model, sparse, tmp_path / "1", since=folders).path)
+    model.weight.data[model.weight == 0] = 1.0
+    with pytest.raises(ValueError, match="removed weights that are not zero"):
+        export(model, sparse, tmp_path / "2", since=folders)
     sparse.detach()
