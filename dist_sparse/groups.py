@@ -42,7 +42,6 @@ __all__ = [
     "Parcels",
     "Refused",
     "Replica",
-    "Rider",
     "Traffic",
     "agreeing",
     "group_over",
@@ -117,22 +116,6 @@ class Facts(dict[str, Json]):
         self.drifted: dict[str, list[int]] = {}
         self.differing: frozenset[str] = frozenset()
         self.on_drift: Callable[[dict[str, list[int]]], object] | None = None
-
-
-class Rider:
-    """Values that travel with another all-reduce, without a message of their own.
-
-    Pass it to the calls that may carry it: the first int64 :meth:`Group.all_reduce` does. Every
-    rank must pass one of the same shape.
-
-    Attributes:
-        values: int64, of any shape.
-        summed: their sum over ranks; None until a call has carried them.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.summed: Tensor | None = None
 
 
 class _Sent(threading.local):
@@ -257,21 +240,14 @@ class Group:
             _bound_device() or _weights_device or torch.device("cuda", torch.cuda.current_device())
         )
 
-    def all_reduce(self, tensor: Tensor, rider: Rider | None = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks. Collective over the group.
 
         Args:
             tensor: of any shape, on any device, where the result is too; it may be overwritten.
-            rider: more to sum, in the same message; skipped if it has been carried already.
-                ``tensor`` must be int64.
         """
         if self.process_group is None:
             return tensor
-        if rider is not None and rider.summed is None:
-            values = rider.values.flatten().to(tensor.device)
-            both = self.all_reduce(torch.cat([tensor.flatten(), values]))
-            rider.summed = both[tensor.numel() :].view(rider.values.shape)
-            return both[: tensor.numel()].view(tensor.shape)
         sent = tensor.to(self.device).contiguous()
         with self._issued("all_reduce", sent):
             dist.all_reduce(sent, group=self.process_group)

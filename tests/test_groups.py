@@ -9,7 +9,7 @@ import torch
 
 from dist_sparse import groups
 from dist_sparse.facts import explain_actions, explain_errors, explain_facts
-from dist_sparse.groups import Group, Parcels, Rider, agreeing, group_over, set_timeout, traffic
+from dist_sparse.groups import Group, Parcels, agreeing, group_over, set_timeout, traffic
 
 ALONE = Group(None, None)
 WORLD = range(512)
@@ -30,8 +30,7 @@ def test_interrupts_are_not_held_back() -> None:
 
 def test_nothing_is_sent_by_a_world_of_one() -> None:
     before = traffic()
-    rider = Rider(torch.ones(2, dtype=torch.int64))
-    assert ALONE.all_reduce(torch.tensor([3]), rider).tolist() == [3] and rider.summed is None
+    assert ALONE.all_reduce(torch.tensor([3])).tolist() == [3]
     parcels = Parcels(group_over(None))
     parcels.send(0, torch.tensor([1, 2, 3], dtype=torch.uint8))
     parcels.send(0, torch.tensor([[0.5], [1.5]], dtype=torch.float64))

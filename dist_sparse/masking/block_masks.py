@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group, Rider
+from dist_sparse.groups import Group
 from dist_sparse.masking.block_scores import Goal, ScoredTable
 from dist_sparse.masking.cuts import (
     CutTable,
@@ -54,9 +54,7 @@ class MadeMasks(NamedTuple):
     removed: int | None = None
 
 
-def new_masks(
-    scored: Sequence[ScoredTable], group: Group, rider: Rider | None = None, pooled: bool = False
-) -> list[MadeMasks]:
+def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False) -> list[MadeMasks]:
     """Return the new masks of this rank's shards, per table in the order of its shards. Collective
     over ``group``.
 
@@ -64,7 +62,7 @@ def new_masks(
     smallest.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces
-    if scores tie over ranks. The first all-reduce carries ``rider``.
+    if scores tie over ranks.
     """
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
     # rank that owns it.
@@ -75,7 +73,7 @@ def new_masks(
     # 2. Select: the exact threshold of every table.
     pool = _pool_of(scored) if pooled else None
     candidates = [_candidates(table, pooled=pool is not None) for table in scored]
-    thresholds = select_smallest(candidates, group, rider, pool)
+    thresholds = select_smallest(candidates, group, pool)
     for table, threshold in zip(scored, thresholds, strict=True):
         table.threshold = threshold
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Group, Rider
+from dist_sparse.groups import Group
 from dist_sparse.masking.device import count_within, on_host
 from dist_sparse.masking.flat import NO_PLACE, FlatScores
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
@@ -152,7 +151,6 @@ class Candidates:
 def select_smallest(
     candidates: Sequence[Candidates],
     group: Group,
-    rider: Rider | None = None,
     pool: Pool | None = None,
 ) -> list[Threshold]:
     """Return for every table the exact threshold of its ``k`` smallest blocks over all ranks.
@@ -160,8 +158,7 @@ def select_smallest(
     is not 0, ``k`` is the maximum.
 
     At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose
-    threshold ties over ranks. None of the sizes depends on the number of scores. ``rider`` is
-    carried by the first all-reduce, if any.
+    threshold ties over ranks. None of the sizes depends on the number of scores.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
@@ -176,7 +173,7 @@ def select_smallest(
             thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds
-    _find_scores(list(searches.values()), partial(group.all_reduce, rider=rider), pool)
+    _find_scores(list(searches.values()), group.all_reduce, pool)
     _split_ties([search for search in searches.values() if search.splits_ties], group)
     for i, search in searches.items():
         thresholds[i] = search.threshold()

@@ -1,4 +1,4 @@
-"""Agreement, riders, parcels and timeouts on real ranks."""
+"""Agreement, parcels and timeouts on real ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from dist_sparse.groups import (
     Disagreement,
     Parcels,
     Replica,
-    Rider,
     agreeing,
     group_over,
     set_timeout,
@@ -120,20 +119,6 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
     assert agree(None) == {"bias": [1]}
     with pytest.raises(ValueError, match=r"drifted: \{'bias': \[1\]\}"):
         agree(refuse)
-
-
-@on_ranks(2)
-def test_a_rider_is_carried_once() -> None:
-    group, rank = group_over(world_ranks()), dist.get_rank()
-    rider = Rider(torch.tensor([[rank, 10]]))
-    before = traffic()
-    group.all_reduce(torch.tensor([5]))  # somebody else's, which does not know the rider
-    assert rider.summed is None
-    assert group.all_reduce(torch.tensor([rank, 1]), rider).tolist() == [1, 2]
-    assert rider.summed is not None and rider.summed.tolist() == [[1, 20]]
-    assert group.all_reduce(torch.tensor([4]), rider).tolist() == [8]
-    assert traffic().collectives == before.collectives + 3
-    assert traffic().bytes == before.bytes + 8 * (1 + 2 + 2 + 1)
 
 
 @on_ranks(4)
