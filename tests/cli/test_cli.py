@@ -374,6 +374,7 @@ def run_code(code: str, folder: Path, text: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_doctor_as_a_module(tmp_path: Path) -> None:
     """In a process of its own, in another folder, of which nothing is imported. A real process
     group starts on a missing network interface; the exit status matches the text."""

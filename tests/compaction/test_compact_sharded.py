@@ -35,7 +35,7 @@ from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.kept_rows import kept_rows
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.port import collection_of
-from tests.dist.cells import Cell, batch, build, cells, gathered
+from tests.dist.cells import Cell, batch, build, cells, gathered, marked
 from tests.dist.plugin import on_ranks
 
 CELLS = {
@@ -51,7 +51,7 @@ CELLS = {
     ),
     4: ("row_wise", "table_row_wise", "table_column_wise", "grid_shard", "ec_column_wise", "mixed"),
 }
-EVERY = [(world, name) for world, names in CELLS.items() for name in names]
+EVERY = marked((world, name) for world, names in CELLS.items() for name in names)
 
 
 ROWS_ARE_CUT = (

@@ -22,7 +22,7 @@ from tests.compaction.test_compact import OPTIMIZERS, Net
 from tests.compaction.test_compact import train as train_plain
 from tests.compaction.test_compact_agreed import failing
 from tests.compaction.test_compact_sharded import Run, cell_of, check_equal
-from tests.dist.cells import batch, gathered
+from tests.dist.cells import batch, gathered, marked
 from tests.dist.plugin import on_ranks
 
 CELLS = {
@@ -30,7 +30,7 @@ CELLS = {
     2: ("table_wise", "row_wise", "row_wise_dense_kernel", "column_wise_fp16", "data_parallel"),
     4: ("table_row_wise", "grid_shard", "ec_column_wise", "mixed"),
 }
-EVERY = [(world, name) for world, names in CELLS.items() for name in names]
+EVERY = marked((world, name) for world, names in CELLS.items() for name in names)
 
 
 def reset_removed(optimizer: Any, tables: list[Tensor]) -> None:

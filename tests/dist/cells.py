@@ -8,10 +8,11 @@ world of 4 is two "hosts" of two ranks (``LOCAL[4]``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -131,6 +132,24 @@ class Net(nn.Module):
         return self.over(
             torch.stack([found[key].values().float().sum(0) for key in sorted(found.keys())]).sum(0)
         )
+
+
+def every_cell() -> list[Any]:
+    """Parameters ``("world", "name")``: every cell of 1, 2 and 4 ranks."""
+    return marked((world, name) for world in (1, 2, 4) for name in cells(world))
+
+
+def marked(cases: Iterable[Sequence[Any]]) -> list[Any]:
+    """Parameters that begin with a world and the name of a cell, most of them marked as slow.
+
+    Quick are cells of two ranks, and of four those that need four, or mix kinds of sharding.
+    """
+    quick = {(2, name) for name in cells(2)} | {(4, name) for name in cells(4).keys() - cells(2)}
+    quick.add((4, "mixed"))
+    return [
+        pytest.param(*case, marks=() if tuple(case[:2]) in quick else pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def cells(world: int) -> dict[str, Cell]:

@@ -12,7 +12,7 @@ from torchrec.distributed.sharding_plan import row_wise
 
 from dist_sparse import COL, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights
+from tests.dist.cells import Cell, TableSpec, batch, build, cells, every_cell, gathered, set_weights
 from tests.dist.enforcing import Run, trained_cells
 from tests.dist.plugin import on_ranks
 from tests.dist.test_reshard import moves, reshard
@@ -22,9 +22,7 @@ BLOCKS: tuple[tuple[Any, int], ...] = ((COL, 1), (COL, 3))
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
-)
+@pytest.mark.parametrize(("world", "name"), every_cell())
 def test_masks_equal_the_oracle(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)

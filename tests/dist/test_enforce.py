@@ -20,7 +20,16 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW
-from tests.dist.cells import Cell, TableSpec, batch, build, cells, set_weights, weights
+from tests.dist.cells import (
+    Cell,
+    TableSpec,
+    batch,
+    build,
+    cells,
+    marked,
+    set_weights,
+    weights,
+)
 from tests.dist.enforcing import (
     SMALL,
     Run,
@@ -55,7 +64,7 @@ def trainings() -> list[tuple[int, str, int]]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name", "turn"), trainings())
+@pytest.mark.parametrize(("world", "name", "turn"), marked(trainings()))
 def test_training(world: int, name: str, turn: int) -> None:
     """Five mask updates; in the second half weights are read from outside after every step, before
     it never."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dist_sparse import ROW, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from tests.dist.cells import build, cells, set_weights, weights
+from tests.dist.cells import build, cells, every_cell, set_weights, weights
 from tests.dist.harness import Ranks
 from tests.dist.plugin import on_ranks
 
@@ -62,9 +62,7 @@ def measure(world: int, name: str) -> dict[str, list[Any]]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
-)
+@pytest.mark.parametrize(("world", "name"), every_cell())
 def test_fingerprints_and_traffic_are_golden(world: int, name: str) -> None:
     assert measure(world, name) == json.loads(GOLDEN.read_text())[str(world)][name]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import ROW, DataNormSparsifier
-from tests.dist.cells import build, cells, gathered, set_weights
+from tests.dist.cells import build, cells, every_cell, gathered, set_weights
 from tests.dist.plugin import on_ranks
 from tests.oracle import oracle_mask
 
@@ -64,9 +64,7 @@ def known_mask(full: Tensor, level: float, block: tuple[int, Any], norm: str) ->
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
-)
+@pytest.mark.parametrize(("world", "name"), every_cell())
 def test_masks_equal_the_single_process_oracle(world: int, name: str) -> None:
     """Every block and norm on one model, with the next weights and level each time; other cells
     begin with others.

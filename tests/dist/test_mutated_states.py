@@ -19,6 +19,7 @@ from tests.mutated_states import outcomes
 CASES = range(int(os.environ.get("MUTATED_STATES", "60")))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("cell", "plan"),

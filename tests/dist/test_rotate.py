@@ -17,7 +17,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dist_sparse import DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, rotate, sparsify
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.tables.modules import modules_by_path
-from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
+from tests.dist.cells import Cell, batch, build, cells, every_cell, gathered, set_weights, weights
 from tests.dist.enforcing import SMALL, kernels, loss_of, optimizer_of, pieces, small
 from tests.dist.plugin import on_ranks
 from tests.dist.test_enforce import GENERATORS
@@ -81,9 +81,7 @@ def near(got: Mapping[str, Tensor], want: Mapping[str, Tensor], atol: float = 1e
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
-)
+@pytest.mark.parametrize(("world", "name"), every_cell())
 def test_each_table_by_itself(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)

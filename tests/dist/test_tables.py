@@ -35,14 +35,12 @@ from torchrec.modules.mc_modules import (
 
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Rect, ShardedData, check_tiling
-from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, weights
+from tests.dist.cells import LOCAL, Cell, batch, build, cells, every_cell, gathered, weights
 from tests.dist.plugin import on_ranks
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in (1, 2, 4) for name in cells(world)]
-)
+@pytest.mark.parametrize(("world", "name"), every_cell())
 def test_tables_are_found_in_place(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)

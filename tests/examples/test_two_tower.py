@@ -117,6 +117,7 @@ def test_two_ranks_print_what_they_serve(npz: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("out/*/manifest.json"))) == 9
 
 
+@pytest.mark.slow
 def test_wrong_options_are_refused(npz: Path, tmp_path: Path) -> None:
     for options, says in (
         (["--width", 6], "multiple of 4"),

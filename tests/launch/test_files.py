@@ -171,6 +171,7 @@ def test_a_script_called_like_a_word_of_the_meeting_is_quoted(name: str, tmp_pat
     assert command.count(own) == 1 and command[-1] == f"${own}"
 
 
+@pytest.mark.slow
 def test_an_sbatch_script_runs_a_real_job(tmp_path: Path) -> None:
     words = [
         "launch",
@@ -225,6 +226,7 @@ def as_kubernetes(trainer: dict[str, Any], pod: dict[str, str]) -> tuple[list[st
     ], variables
 
 
+@pytest.mark.slow
 def test_a_trainjob_on_two_nodes_is_a_real_job(tmp_path: Path) -> None:
     """Two pods of this machine, with the variables that Kubeflow's torch policy sets."""
     spec = LaunchSpec(

@@ -59,6 +59,7 @@ os._exit(0)  # gloo's own teardown aborts now and then
 """
 
 
+@pytest.mark.slow
 def test_a_job_on_one_machine(tmp_path: Path) -> None:
     """Words, environment, prefixes, and one restart: a rank dies, and all train on with a new
     store."""

@@ -28,6 +28,7 @@ from tests.dist.cells import (
     build,
     cells,
     gathered,
+    marked,
     plain,
     set_weights,
     weights,
@@ -105,7 +106,7 @@ def tables_of(cell: Cell) -> tuple[str, ...]:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world", "name"), EVERY)
+@pytest.mark.parametrize(("world", "name"), marked(EVERY))
 def test_files_depend_on_the_model_alone(
     world: int, name: str, tmp_path: Path, expected: dict[Any, Any]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.mutated_states import outcomes
 CASES = range(int(os.environ.get("MUTATED_STATES", "120")))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse training stopped", "ignore:The names or globs")
 def test_mutated_states() -> None:
     torch.manual_seed(0)
