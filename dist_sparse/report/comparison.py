@@ -7,7 +7,7 @@ baseline's are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,25 +103,43 @@ def headline(run: Run) -> str:
         value = known_text(row.delta, delta_text, unknown=f"{row.auc:.4f}")
         text += f" at {value} {quality(run)[0].replace('_auc', ' AUC').replace('auc', 'AUC')}"
     if run.sparsity_share is not None:
-        text += f"; sparsity took {percent(run.sparsity_share)} of the time"
+        text += f"; sparsity took {percent(run.sparsity_share)} of a step's time"
     return f"{text}."
 
 
 def verdict(run: Run) -> str:
-    """Return sentences about what is smallest at the baseline's AUC, over all runs and artifacts,
-    and about how far seeds alone move an AUC; "" without a baseline that has an AUC."""
+    """Return sentences about what is smallest at the baseline's AUC, over all runs and artifacts:
+    first what needs no second training. And about how far seeds alone move an AUC. "" without a
+    baseline that has an AUC."""
     base = baseline(run)
     wanted = None if base is None else quality(base)[1]
     if base is None or wanted is None:
         return ""
-    close = []
-    for one in run.all_runs:
-        for each in artifacts_of(one):
-            if each.auc >= wanted - TOLERANCE:
-                close.append((each.bytes, each.auc, f"{one.name}, {each.name}"))
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
-    best = [f"Smallest {goal}: {name}, {size(n)} at {auc:.4f}." for n, auc, name in sorted(close)]
-    return " ".join([*(best or [f"Nothing is {goal}."])[:1], *_noise(run)])
+    smallest = _smallest(run.all_runs, wanted - TOLERANCE)
+    # What was made of the baseline's own weights: its artifacts, and runs that trained nothing.
+    made = [one for one in run.all_runs if one.artifacts and (one is base or not one.trained)]
+    at_once = _smallest(made, wanted - TOLERANCE)
+    if smallest == "":
+        said = [f"Nothing is {goal}."]
+    elif at_once in ("", smallest):
+        said = [f"Smallest {goal}: {smallest}."]
+    else:
+        said = [f"Smallest {goal} without a second training: {at_once}. Serve it first."]
+        said += [f"Trained anew: {smallest}."]
+    return " ".join([*said, *_noise(run)])
+
+
+def _smallest(runs: Iterable[Run], least: float) -> str:
+    """Return the artifact of the fewest bytes whose AUC is ``least`` or more; "" if there is
+    none."""
+    close = []
+    for one in runs:
+        for each in artifacts_of(one):
+            if each.auc >= least:
+                text = f"{one.name}, {each.name}, {size(each.bytes)} at {each.auc:.4f}"
+                close.append((each.bytes, each.auc, text))
+    return min(close)[-1] if close else ""
 
 
 def _noise(run: Run) -> list[str]:
@@ -181,15 +199,6 @@ def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
         auc=auc,
         # AUC during training is of other examples than AUC of the test set: nothing is compared.
         delta=difference(one, base, key),
-        ms_per_step=_ms_per_step(one),
+        ms_per_step=one.ms_per_step,
         changed={key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
     )
-
-
-def _ms_per_step(one: Run) -> float | None:
-    """Return the logged value, else the mean of rank 0 while the log was open."""
-    logged = one.last("ms_per_step")
-    # A single step is no training: its time is that of what came before and after.
-    if logged is not None or not one.last_step or not one.spent.total:
-        return logged
-    return 1000 * one.spent.total / (one.last_step + 1)

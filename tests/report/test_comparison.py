@@ -113,8 +113,9 @@ def test_auc_over_bytes(tmp_path: Path) -> None:
 
 
 def test_the_command_compares_runs_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     a = log(tmp_path / "a", level=0.5, auc=0.7, name="half", lr=0.1)
     b, c = (
         log(tmp_path / "b", level=0.9, auc=0.6, name="half"),
@@ -153,7 +154,9 @@ def test_the_latest_run_and_the_browser(
     assert (runs / "latest").readlink() == Path("newer")
     command = ["report", str(runs / "latest"), "--open"]
     assert main(command) == 0 and opened == [(newer / "report.html").as_uri()]
-    assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
+    assert (
+        main(command) == 1 and "no browser was found to open\n  file://" in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match=r"The newest of the runs inside is .*runs/latest\."):
         read_run(runs)
     # Runs/*: latest and newer are one run.
