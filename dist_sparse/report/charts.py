@@ -99,7 +99,8 @@ def _churn(run: Run) -> list[LineChart]:
 def _over_updates(run: Run, key: str, title: str, note: str, value_of: ValueOf) -> LineChart:
     """Return a chart of shares after each mask update: all tables of each run, and each table."""
     lines = []
-    for one in run.all_runs:
+    # A run that has trained nothing has no line over steps.
+    for one in [run, *(one for one in run.compared.values() if one.trained)]:
         name = one.name if run.compared else "all tables"
         lines.append(_held(run, name, _role(one, run), _points(one, value_of), one.number))
     names = [*run.last_changes]

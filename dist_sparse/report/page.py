@@ -199,7 +199,8 @@ def environment() -> Environment:
         keep_trailing_newline=True,  # a file ends with one
     )
     texts = (amount, block_shape_text, count, duration, number_of, percent, size)
-    environment.filters |= {text.__name__: text for text in texts} | {"short": _short}
+    environment.filters |= {text.__name__: text for text in texts}
+    environment.filters |= {"short": _short, "known": lambda text: "" if text == "-" else text}
     return environment
 
 

@@ -265,7 +265,7 @@ def test_without_jinja2_the_command_says_so(
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Keeps 50.0% of table bytes (160 B of 320 B) at 0.5000 AUC; ")
+    assert said.startswith("run keeps 50.0% of table bytes (160 B of 320 B) at 0.5000 AUC; ")
     assert said.endswith(f"report: {(folder / 'report.html').as_uri()}\n")
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
@@ -329,7 +329,7 @@ def test_a_page_that_the_disk_has_no_room_for(
     )
     with full_disk(largest - 1):
         status = main(["report", str(folder)])
-    assert status == 1 and re.search(r"File too large: '.*report.*'", capsys.readouterr().err)
+    assert status == 1 and re.search(r"File too large:\s+'.*report.*'", capsys.readouterr().err)
     assert before == {
         file.name: (file.stat().st_mtime_ns, file.read_bytes())
         for file in folder.iterdir()
