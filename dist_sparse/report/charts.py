@@ -86,7 +86,9 @@ def _sparsity(run: Run) -> list[LineChart]:
         # An update is logged one update late, so that the order of lines is not that of steps.
         points = [*_points(run, _sparsity_of), (undone.step, undone.check.sparsity)]
         main = _held(run, main.name, "main", sorted(points, key=_place))
-    return [replace(chart, lines=(main, target, *others))]
+    # The level "untouched" is no number to draw.
+    targets = [target] if target.heights else []
+    return [replace(chart, lines=(main, *targets, *others))]
 
 
 def _churn(run: Run) -> list[LineChart]:

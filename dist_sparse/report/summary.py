@@ -132,7 +132,7 @@ def status(run: Run) -> str:
 
 
 def summary(run: Run, report: Path) -> str:
-    """Return the sentences on top of a report, the compared runs and where the report is as text."""
+    """Return the sentences on top of a report, the compared runs and the report's address."""
     lines = _wrapped([verdict(run), headline(run), status(run)])
     lines += [*_comparison_lines(run), *_wrapped([f"report: {report.as_uri()}"])]
     return "\n".join(lines)

@@ -40,7 +40,7 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 _HEAD = (
     *("name", "shape", "dtype", "sharding", "shards (here)"),
-    *("block", "zeros/block", "level", "mask bytes (here)"),
+    *("block", "zeros per block", "level", "mask bytes (here)"),
 )
 
 
@@ -67,11 +67,10 @@ def describe(sparsifier: MaskMaker | _Handle) -> str:
         >>> data = [("user", torch.ones(10, 4))]
         >>> print(describe(DataNormSparsifier(data, sparse_block_shape=(1, 4))))
         DataNormSparsifier: 1 registered, over 1 rank
-        name  shape   dtype    sharding  shards     block  zeros/block  level  mask
-                                         (here)                                bytes
-                                                                               (here)
-        ----  ------  -------  --------  ---------  -----  -----------  -----  ---------
-        user  10 x 4  float32  plain     1 (1)      1x4    all          0.5    160
+        name  shape   dtype    sharding  shards     block  zeros per   level  mask bytes
+                                         (here)            block              (here)
+        ----  ------  -------  --------  ---------  -----  ----------  -----  ----------
+        user  10 x 4  float32  plain     1 (1)      1x4    all         0.5    160
     """
     if not isinstance(sparsifier, MaskMaker):
         sparsifier = sparsifier.sparsifier

@@ -269,7 +269,7 @@ def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
     assert verdict(read_run(tmp_path / "run")).startswith(
         "Serve untouched, int4 (1.95 KiB, 5.7% of dense, AUC 0.7499), the smallest within 0.002 of"
         " dense's AUC (0.7500) without a second training. Smaller, but trained anew: pruned, codes"
-        " (1000 B, 2.8% of dense, AUC 0.7491). One seed each"
+        " (0.977 KiB, 2.8% of dense, AUC 0.7491). One seed each"
     )
 
 
