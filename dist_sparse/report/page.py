@@ -44,7 +44,6 @@ _SECTIONS: Final = {
     "value": "Over steps",
     "bytes": "Tables",
     "traffic": "Tables",
-    "churn": "Mask updates",
 }
 """The heading of each chart, by the first word of its key, in the order of the page."""
 

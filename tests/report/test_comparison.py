@@ -232,7 +232,7 @@ def test_the_head_says_how_the_run_was_started(
 
 
 def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
-    """A run that prunes nothing has no sparsity and no churn."""
+    """A run that prunes nothing has no sparsity."""
     log(tmp_path / "run", level=0.0)
     found = {chart.key for chart in charts(read_run(tmp_path / "run"))}
     assert found == {"value_loss", "bytes"}

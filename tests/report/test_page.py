@@ -83,7 +83,6 @@ def test_the_page_says_what_the_run_did(folder: Path) -> None:
         "value_loss_less",
         "value_auc",
         "bytes",
-        "churn",
     }
     text = " ".join(shown.words)
     for said in ("50.0%", "160 B", "dense", "The run ended at step 8.", '"lr": 0.1', "20 x 4"):
@@ -105,7 +104,7 @@ def test_what_charts_hold(folder: Path) -> None:
     found = {chart.key: chart for chart in charts(read_run(folder))}
     sparsity, loss = found["sparsity"], found["value_loss"]
     assert isinstance(sparsity, LineChart) and isinstance(loss, LineChart)
-    assert [line.role for line in sparsity.lines] == ["main", "target", "table"]
+    assert [line.role for line in sparsity.lines] == ["main", "target"]
     assert sparsity.lines[0].points[-1] == sparsity.lines[1].points[-1] == (8, 0.5)
     assert {line.name for line in loss.lines} == {"run", "dense"}
 
