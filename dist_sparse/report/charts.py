@@ -83,11 +83,8 @@ def _sparsity(run: Run) -> LineChart:
     # A run that has trained nothing has no line over steps.
     for one in [run, *filter(attrgetter("trained"), run.compared.values())]:
         name = one.name if run.compared else "all tables"
-        line = _held(one, name, _role(one, run), _sparsity_of, run.end)
-        if one is run and undone:
-            # An update is logged one update late: the order of lines is not that of steps.
-            line = replace(line, points=tuple(sorted([*line.points, *undone], key=_place)))
-        lines.append(line)
+        more = undone if one is run else []
+        lines.append(_held(one, name, _role(one, run), _sparsity_of, run.end, more))
     lines.insert(1, _held(run, "target", "target", target_of, end))
     return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True, mark=mark)
 
@@ -102,10 +99,13 @@ def _held(
     role: str,
     value_of: Callable[[Sequence[MaskChange]], float | None],
     end: float,
+    more: Sequence[Point] = (),
 ) -> Line:
-    """Return a value after each mask update where it is known, constant between updates and after
-    the last one up to ``end``."""
-    values = [(due.step, value_of(due.record.tables)) for due in one.due]
+    """Return a value after each mask update where it is known, and ``more``; constant between
+    updates and after the last one up to ``end``."""
+    values = [*more, *((due.step, value_of(due.record.tables)) for due in one.due)]
+    # An update is logged one update late: the order of lines is not that of steps.
+    values.sort(key=_place)
     # A gap in the line would look like a value that is not finite.
     points = [point for point in values if point[1] is not None]
     last = [(end, value) for _, value in points[-1:]]

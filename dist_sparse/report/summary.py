@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import MaskChange, TableStats
+from dist_sparse.records import TableStats
 from dist_sparse.report.comparison import (
     HEAD,
     baseline,
@@ -208,26 +208,19 @@ def _lookups_text(run: Run) -> str:
 
 def _tables(run: Run) -> list[dict[str, Any]]:
     """Return a row per table: its last change, and what the end of the run knows of it."""
-    # In the order of the model, which the end knows.
-    rows = {table.name: _row(table) for table in run.tables}
-    for name, change in run.last_changes.items():
-        rows[name] = _row(change) | {"sparsity": change.sparsity, "churn": change.churn}
-    # The end is newer than the last mask update, and knows more.
-    for table in run.tables:
-        rows[table.name] = rows[table.name] | _ended_fields(table)
-        rows[table.name]["dead_rows"] = run.dead_rows[table.name]
-    return [*rows.values()]
-
-
-def _row(one: MaskChange | TableStats) -> dict[str, Any]:
-    return {name: getattr(one, name, None) for name in TABLE_FIELDS}
-
-
-def _ended_fields(table: TableStats) -> dict[str, Any]:
-    """Return the state of a table at the end of a run."""
-    known = table_json(table)
-    sizes = {f"bytes_{kind}": known[name] for kind, name in _SIZES.items()}
-    return {name: known[name] for name in TABLE_FIELDS if name in known} | sizes
+    changes, rows = run.last_changes, []
+    # The end knows all tables, in the order of the model; before it, mask updates name them.
+    for one in run.tables or changes.values():
+        change = changes.get(one.name)
+        row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
+        if isinstance(one, TableStats):
+            # Newer than the last mask update.
+            known = table_json(one)
+            row |= {name: known[name] for name in TABLE_FIELDS if name in known}
+            row |= {f"bytes_{kind}": known[name] for kind, name in _SIZES.items()}
+            row["dead_rows"] = run.dead_rows[one.name]
+        rows.append(row)
+    return rows
 
 
 def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
