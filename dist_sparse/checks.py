@@ -90,7 +90,17 @@ def scheduled_level(name: str, value: object) -> Any:
         return level(name, value)
     if value == UNTOUCHED:
         return UNTOUCHED
-    raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1], or {UNTOUCHED!r}.")
+    known = f"must be a number in [0, 1], or {UNTOUCHED!r}"
+    raise ValueError(f"Invalid {name}={value!r}: {known}.{_meant_by(value)}")
+
+
+def _meant_by(text: str) -> str:
+    """Return a question that has the level which ``text`` is close to; "" without one."""
+    number = re.fullmatch(r"(\d*\.?\d+) ?(%?)", text, re.ASCII)
+    if number is not None:
+        share = float(number[1]) / (100 if number[2] else 1)
+        return f" Did you mean {share:g}?" if share <= 1 else ""
+    return f" Did you mean {UNTOUCHED!r}?" if _close(text.lower(), [UNTOUCHED]) else ""
 
 
 def name_list(name: str, value: object) -> tuple[str, ...]:
@@ -125,7 +135,7 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     text = value.lower() if isinstance(value, str) else ""
     if text in spelled:
         return spelled[text]
-    close = difflib.get_close_matches(text, spelled, n=1)
+    close = _close(text, spelled)
     hint = f" Did you mean {spelled[close[0]]!r}?" if close else ""
     listed = ", ".join(map(repr, spelled.values()))
     raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{hint}")
@@ -154,6 +164,10 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
         )
     rows, columns = match.groups()
     return "COL" if rows == "col" else int(rows), "ROW" if columns == "row" else int(columns)
+
+
+def _close(text: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(text, known, n=1)
 
 
 def _finite(value: object) -> Any:

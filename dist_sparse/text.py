@@ -9,10 +9,15 @@ are in powers of 1024. Names come from models and logs: control characters in th
 from __future__ import annotations
 
 import math
+import shutil
+import textwrap
 from collections.abc import Collection, Sequence
+from itertools import chain, zip_longest
 from typing import Final
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SHORT: Final = 16
+"""Cells up to here do not wrap."""
 
 
 def printable(text: str) -> str:
@@ -37,13 +42,30 @@ def shortened(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Return a text in lines that fit the terminal, the later ones indented. It is broken at
+    blanks only: a longer word, such as a URL, stays whole."""
+    lines = textwrap.wrap(
+        text,
+        _terminal(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines or [""]
+
+
 def table_lines(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[int] = (),
     total: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return the lines of a table: head, rule, rows and, below another rule, the total.
+    """Return the lines of a table that fits the terminal: head, rule, rows and, below another rule,
+    the total.
+
+    Where it is too wide, heads and long texts wrap at blanks. If that is not enough, a row takes
+    several lines: its first cell, and indented as many others as fit. No cell is cut.
 
     Args:
         head: names of the columns.
@@ -51,21 +73,103 @@ def table_lines(
         right: columns to align right.
         total: last row.
     """
-    rows = [list(map(printable, row)) for row in rows]
-    foot = [] if total is None else [total]
-    columns = zip(head, *rows, *foot, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    rule = ["-" * width for width in widths]
-    if foot:
-        foot.insert(0, rule)
-    return [_line(row, widths, right) for row in [head, rule, *rows, *foot]]
+    cells = [list(map(printable, row)) for row in (*rows, *([total] if total else []))]
+    columns = [*zip(head, *cells, strict=True)]
+    room = _terminal()
+    parts = [_Part(columns, range(len(columns)), right, room)]
+    if parts[0].width > room:
+        parts = [_Part(columns, [0], right, room), *_indented(columns, right, room - 2)]
+    blocks = [_stacked(parts, place) for place in range(1 + len(cells))]
+    rule = "  ".join("-" * width for width in parts[0].widths)
+    if len(parts) > 1:
+        rule = "-" * max(map(len, chain(*blocks)))
+    blocks.insert(1, [rule])
+    if total:
+        blocks.insert(-1, [rule])
+    return [*chain(*blocks)]
 
 
-def _line(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-    for i in right:
-        cells[i] = row[i].rjust(widths[i])
-    return "  ".join(cells).rstrip()
+class _Part:
+    """Columns side by side, as narrow as they must be.
+
+    Args:
+        columns: all columns of a table, heads first.
+        places: of the ones that are taken.
+        right: places of those to align right.
+        room: for all of them.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Sequence[str]],
+        places: Sequence[int],
+        right: Collection[int],
+        room: int,
+    ) -> None:
+        self.columns = [columns[place] for place in places]
+        self.right = [place in right for place in places]
+        self.widths = [max(map(len, column)) for column in self.columns]
+        # The first column names its row, and numbers have a blank before their unit.
+        whole = [place == 0 or place in right for place in places]
+        least = [*map(_narrowest, self.columns, whole)]
+        while self.width > room and self.widths != least:
+            spare = [place for place, width in enumerate(self.widths) if width > least[place]]
+            self.widths[max(spare, key=self.widths.__getitem__)] -= 1
+
+    @property
+    def width(self) -> int:
+        return sum(self.widths) + 2 * len(self.widths) - 2
+
+    def lines(self, row: int) -> list[str]:
+        """Return the lines of one row; row 0 is the head."""
+        cells = []
+        for column, width in zip(self.columns, self.widths, strict=True):
+            cell = column[row]
+            fits = len(cell) <= width
+            cells.append([cell] if fits else textwrap.wrap(cell, width, break_on_hyphens=False))
+        return [self._line(line) for line in zip_longest(*cells, fillvalue="")]
+
+    def _line(self, cells: Sequence[str]) -> str:
+        padded = []
+        for cell, width, right in zip(cells, self.widths, self.right, strict=True):
+            padded.append(cell.rjust(width) if right else cell.ljust(width))
+        return "  ".join(padded).rstrip()
+
+
+def _narrowest(column: Sequence[str], whole: bool) -> int:
+    """Return the width below which a head would break inside a word, or a cell that stays whole."""
+    head, *cells = column
+    words = head.split()
+    for cell in cells:
+        words += [cell] if whole or len(cell) <= _SHORT else cell.split()
+    return max(map(len, words), default=0)
+
+
+def _indented(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[_Part]:
+    """Return all columns but the first in parts that fit, each as large as possible."""
+    parts: list[_Part] = []
+    places: list[int] = []
+    for place in range(1, len(columns)):
+        places.append(place)
+        part = _Part(columns, places, right, room)
+        if part.width > room and len(places) > 1:
+            places = [place]
+            part = _Part(columns, places, right, room)
+        parts[len(parts) - (len(places) > 1) :] = [part]
+    return parts
+
+
+def _stacked(parts: Sequence[_Part], row: int) -> list[str]:
+    first, *others = parts
+    lines = first.lines(row)
+    for part in others:
+        lines += [f"  {line}" for line in part.lines(row)]
+    return lines
+
+
+def _terminal() -> int:
+    # 80 where there is none, as in a file, a notebook or a job's log.
+    return shutil.get_terminal_size().columns
 
 
 def shape_text(shape: Sequence[int | str] | None) -> str:

@@ -20,6 +20,7 @@ import pytest
 from tests import seeds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ["COLUMNS"] = "80"  # tables fit the terminal that tests are started from
 # Triton decides when it is imported; tests/device run its kernels on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # Only Linux has it, and not every container allows it.

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
-from dist_sparse.text import printable
+from dist_sparse.text import printable, wrapped
 from dist_sparse.torchrec.versions import advised, check_versions, fitting
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
@@ -61,12 +61,13 @@ class Diagnosis:
     def text(self, verbose: bool = False) -> str:
         """Return the verdict, and below it what is broken with the commands that fix it; if
         ``verbose`` all findings."""
-        lines = [f"Everything needed to train is here, on {self.device}."]
-        if self.broken:
-            names = ", ".join(each.what for each in self.broken)
-            lines = [f"TorchRec models can't be trained here: {names}."]
+        names = ", ".join(each.what for each in self.broken)
+        wrong = f"TorchRec models can't be trained here: {names}."
+        lines = wrapped(
+            wrong if names else f"Everything needed to train is here, on {self.device}."
+        )
         for each in self.findings if verbose else self.broken:
-            lines.append(f"  {each.what}: {printable(each.says)}")
+            lines += wrapped(f"  {each.what}: {printable(each.says)}", indent="    ")
         # One command may fix several findings.
         for fix in dict.fromkeys(each.fix for each in self.broken):
             lines += ["", "To fix:", f"  {fix}"]

@@ -5,7 +5,7 @@ A subcommand is a function that adds its parser and sets `run`, which takes the 
 returns the exit status. What it calls is imported when it runs, and torch with it: `--help` and
 `doctor` need no torch. Status 2 is for a command line that has to be changed, FUNCTION included;
 status 1 for what else a user can fix (a ValueError, a file that can't be read or written, a package
-that is missing). Both are a line or two; other exceptions keep their traceback.
+that is missing). Both are a sentence or two; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ missing or wrong, 2 invalid command line
 def main(words: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``words`` (``sys.argv[1:]`` by default) name; return the exit status.
 
-    0 is success, 1 a failure that one line on stderr explains, 2 an invalid command line, 130
+    0 is success, 1 a failure that stderr explains, 2 an invalid command line, 130
     Ctrl-C, 141 a closed pipe; `launch` has others.
     """
     # None: closed by the shell (>&-).

@@ -1,5 +1,5 @@
-"""Output of `dist-sparse`: text on stdout, one line per failure on stderr, and the exit status of
-either.
+"""Output of `dist-sparse`: text on stdout, one sentence per failure on stderr, and the exit status
+of either.
 
 A full disk is a failure; a reader that closed the pipe ends the command as it ends other programs.
 """
@@ -12,13 +12,18 @@ import signal
 import sys
 import warnings
 
-from dist_sparse.text import printable
+from dist_sparse.text import printable, wrapped
 
 
 def fail(command: str, why: Exception | str) -> int:
-    lines = str(why).split("\n")  # which may hold names of a model or a log
-    print(f"dist-sparse {command}: " + "\n".join(map(printable, lines)), file=sys.stderr)
+    complain(f"dist-sparse {command}: {why}")
     return 1
+
+
+def complain(text: str) -> None:
+    """Print to stderr, in lines that fit the terminal."""
+    for line in text.split("\n"):  # which may hold names of a model or a log
+        print("\n".join(wrapped(printable(line), indent="  ")), file=sys.stderr)
 
 
 def interrupted() -> int:

@@ -7,18 +7,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
+from dist_sparse.cli.output import complain
 from dist_sparse.launch.parsing import options_of, refuse_option
 
 Commands: TypeAlias = "argparse._SubParsersAction[Subcommand]"
 
-STATUS = "exit status: 0 success, 1 failure (one line says why), 2 wrong command line"
+STATUS = "exit status: 0 success, 1 failure (stderr says why), 2 wrong command line"
 
 
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are two lines: what is wrong, and which command shows the options."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\nUsage and options: {self.prog} --help\n")
+        complain(f"{self.prog}: error: {message}\nUsage and options: {self.prog} --help")
+        self.exit(2)
 
 
 class Subcommand(Parser):

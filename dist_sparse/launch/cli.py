@@ -8,10 +8,11 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dist_sparse.launch import kubeflow, sbatch
 from dist_sparse.launch.command import additions, argv
@@ -26,7 +27,7 @@ _COMMANDS = {
     "kubeflow": "write a TrainJob for Kubeflow Trainer v2",
 }
 
-_TYPED = {"script": "SCRIPT", "nproc_per_node": "--nproc", "rank": "--ranks"}
+_TYPED = {"script": "SCRIPT", "module": "MODULE", "nproc_per_node": "--nproc", "rank": "--ranks"}
 """What a user types for a field that a message names, where the option has another name."""
 
 _EXAMPLES = """\
@@ -213,6 +214,12 @@ _MEETINGS = [
 
 class _Command(argparse.ArgumentParser):
     """Parser of one command: an unknown option is reported with the closest known one."""
+
+    def error(self, message: str) -> NoReturn:
+        text = f"{self.prog}: error: {message}"
+        lines = textwrap.wrap(text, 80, subsequent_indent="  ", break_long_words=False)
+        self.print_usage(sys.stderr)
+        self.exit(2, "\n".join(lines) + "\n")
 
     def parse_known_args(  # type: ignore[override]  # which has four overloads
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -7,6 +7,7 @@ that are left.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
@@ -75,6 +77,17 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
     if (rank := max(ranks, default=0)) >= count:
         raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
+    # Another interpreter has other modules. Only the package is looked up: to import it takes long.
+    package = (spec.module or "").partition(".")[0]
+    if package and spec.python == sys.executable and not _is_here(package):
+        why = f"there is no module {package!r} here."
+        raise ValueError(f"Invalid module={spec.module!r}: {why}")
+
+
+def _is_here(package: str) -> bool:
+    # The current folder comes first for ranks, but not for this command.
+    local = PathFinder.find_spec(package, [os.getcwd()])
+    return local is not None or importlib.util.find_spec(package) is not None
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

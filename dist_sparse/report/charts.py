@@ -1,7 +1,7 @@
-"""Charts of a run as data: AUC over bytes; sparsity, series and churn over steps; tables.
+"""Charts of a run as data: AUC over bytes; sparsity and series over steps; tables.
 
 A chart is small however long the run: a line has at most 400 points, and of more than 30 tables a
-chart shows all together, or the largest. Time is linear in the number of lines of the log. Charts
+chart shows the largest. Time is linear in the number of lines of the log. Charts
 without anything to see are left out.
 """
 
@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from dist_sparse.records import MaskChange
 from dist_sparse.report.comparison import artifacts_of, baseline
@@ -30,7 +32,9 @@ _MOST_OTHERS = 12
 _MOST_POINTS = 400
 
 _SMOOTHED = 30
-"""A line with more points is drawn faintly under its running mean."""
+"""A line with more points is drawn faintly under at most twice as many means."""
+
+T = TypeVar("T")
 
 _TITLES = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
 _NOTES = {
@@ -42,15 +46,12 @@ _NOTES = {
     ),
 }
 
-ValueOf = Callable[[Sequence[MaskChange]], float | None]
-"""A value of one table, or of all together, after a mask update; None where it is unknown."""
-
 
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
     # The answer first, what led to it below.
-    found: list[Chart] = [_auc_over_bytes(run), *_sparsity(run), *_series_charts(run)]
-    found += [_bytes_kept(run), *_traffic_charts(run), *_churn(run)]
+    found: list[Chart] = [_auc_over_bytes(run), _sparsity(run), *_series_charts(run)]
+    found += [_bytes_kept(run), *_traffic_charts(run)]
     return [chart for chart in found if chart.is_drawn]
 
 
@@ -71,76 +72,45 @@ def _auc_over_bytes(run: Run) -> DotChart:
     return DotChart(key="auc_bytes", title="AUC over bytes", note=note, runs=drawn)
 
 
-def _sparsity(run: Run) -> list[LineChart]:
-    if not run.due:
-        return []
-    note = "Share of blocks pruned after each mask update."
-    chart = _over_updates(run, "sparsity", "Sparsity", note, _sparsity_of)
-    main, *others = chart.lines
-    target = _held(run, "target", "target", _points(run, target_of))
-    undone = run.undone
-    if undone is not None:
-        metric = f"{undone.check.metric:.4f}"
-        note = f"{chart.note} The guard undid the last update: the metric was {metric}."
-        chart = replace(chart, note=note, mark=(float(undone.step), f"undone at {metric}"))
-        # An update is logged one update late, so that the order of lines is not that of steps.
-        points = [*_points(run, _sparsity_of), (undone.step, undone.check.sparsity)]
-        main = _held(run, main.name, "main", sorted(points, key=_place))
-    return [replace(chart, lines=(main, target, *others))]
-
-
-def _churn(run: Run) -> list[LineChart]:
-    if not run.due:
-        return []
-    note = "Share of blocks that a mask update flipped."
-    return [_over_updates(run, "churn", "Churn", note, _churn_of)]
-
-
-def _over_updates(run: Run, key: str, title: str, note: str, value_of: ValueOf) -> LineChart:
-    """Return a chart of shares after each mask update: all tables of each run, and each table."""
+def _sparsity(run: Run) -> LineChart:
+    note, mark, end, undone = "Share of blocks pruned after each mask update.", None, run.end, []
+    if run.undone is not None:
+        step, check = run.undone.step, run.undone.check
+        metric = f"{check.metric:.4f}"
+        note += f" The guard undid the last update: the metric was {metric}."
+        mark, end, undone = (float(step), f"undone at {metric}"), step, [(step, check.sparsity)]
     lines = []
-    for one in run.all_runs:
+    # A run that has trained nothing has no line over steps.
+    for one in [run, *filter(attrgetter("trained"), run.compared.values())]:
         name = one.name if run.compared else "all tables"
-        lines.append(_held(run, name, _role(one, run), _points(one, value_of), one.number))
-    names = [*run.last_changes]
-    if len(names) > MOST_TABLES:
-        # They could not be told apart.
-        return _line_chart(run, key, title, f"{note} Of all tables.", lines, share=True)
-    for name in names:
-        lines.append(_held(run, name, "table", _points(run, value_of, name)))
-    return _line_chart(run, key, title, f"{note} Thin: each table.", lines, share=True)
-
-
-def _points(run: Run, value_of: ValueOf, name: str | None = None) -> list[Point]:
-    """Return a value of the table ``name``, or of all, after each mask update where it is known."""
-    points: list[Point] = []
-    for due in run.due:
-        changes = [change for change in due.record.tables if name in (None, change.name)]
-        value = value_of(changes)
-        # A gap in the line would look like a value that is not finite.
-        if value is not None:
-            points.append((due.step, value))
-    return points
+        more = undone if one is run else []
+        lines.append(_held(one, name, _role(one, run), _sparsity_of, run.end, more))
+    lines.insert(1, _held(run, "target", "target", target_of, end))
+    return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True, mark=mark)
 
 
 def _sparsity_of(changes: Sequence[MaskChange]) -> float | None:
     return share_of(total(changes, "removed_blocks"), total(changes, "blocks"))
 
 
-def _churn_of(changes: Sequence[MaskChange]) -> float | None:
-    # Unknown where the shape of the blocks has changed.
-    known = [change for change in changes if change.flipped_blocks is not None]
-    return share_of(total(known, "flipped_blocks"), total(known, "blocks"))
-
-
-def _held(run: Run, name: str, role: str, points: Sequence[Point], number: int = 0) -> Line:
-    """Return a line that stays constant between mask updates and after the last one."""
-    # Masks stay as they are until the run ends, or the guard undoes the last update.
-    end = run.end
-    if run.undone is not None and role in ("target", "table"):
-        end = run.undone.step
+def _held(
+    one: Run,
+    name: str,
+    role: str,
+    value_of: Callable[[Sequence[MaskChange]], float | None],
+    end: float,
+    more: Sequence[Point] = (),
+) -> Line:
+    """Return a value after each mask update where it is known, and ``more``; constant between
+    updates and after the last one up to ``end``."""
+    values = [*more, *((due.step, value_of(due.record.tables)) for due in one.due)]
+    # An update is logged one update late: the order of lines is not that of steps.
+    values.sort(key=_place)
+    # A gap in the line would look like a value that is not finite.
+    points = [point for point in values if point[1] is not None]
     last = [(end, value) for _, value in points[-1:]]
-    return Line(name=name, role=role, number=number, points=thinned([*points, *last]), steps=True)
+    kept = thinned([*points, *last])
+    return Line(name=name, role=role, number=one.number, points=kept, steps=True)
 
 
 def _role(one: Run, run: Run) -> str:
@@ -153,9 +123,8 @@ def _series_charts(run: Run) -> list[LineChart]:
     # A line needs two points.
     names = [name for name, series in run.values.items() if len(series) > 1]
     found: list[LineChart] = []
-    for name in _TITLES:
-        if name in names:
-            found += [_series_chart(run, name, f"value_{name}"), *_difference_chart(run, name)]
+    for name in filter(names.__contains__, _TITLES):
+        found += [_series_chart(run, name, f"value_{name}"), *_difference_chart(run, name)]
     # The table of last values has them all.
     others = sorted(set(names) - set(_TITLES))[:_MOST_OTHERS]
     for number, name in enumerate(others, start=1):
@@ -169,12 +138,11 @@ def _series_chart(run: Run, name: str, key: str) -> LineChart:
     lines = smoothed(run.name if run.compared else name, run.values[name])
     note = _NOTES.get(name, "As logged by the training script.")
     if len(lines) > 1:
-        note += " Thin: as logged. Thick: running mean."
+        note += " Thin: as logged. Thick: means."
     lost = [step for step, value in run.values[name] if value is None]
     if lost:
         note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
-    for other in run.compared.values():
-        lines.append(_curve(other, run, other.values.get(name, ())))
+    lines += [_curve(other, run, other.values.get(name, ())) for other in run.compared.values()]
     title = _TITLES.get(name, name)
     # Training examples are predicted before the model has learned from them, or with what it knows.
     if any(f"test_{name}" in one.values for one in run.all_runs):
@@ -183,7 +151,7 @@ def _series_chart(run: Run, name: str, key: str) -> LineChart:
 
 
 def _curve(one: Run, run: Run, series: Series) -> Line:
-    """Return the series of one of several runs: the running mean if there is one."""
+    """Return the series of one of several runs: its means if there are some."""
     curve = smoothed(one.name, series)[-1]
     return replace(curve, role=_role(one, run), number=one.number)
 
@@ -194,11 +162,8 @@ def _difference_chart(run: Run, name: str) -> list[LineChart]:
     base = baseline(run)
     if base is None:
         return []
-    lines = []
-    for one in run.all_runs:
-        if one is not base:
-            lines.append(_curve(one, run, _less(one, base, name)))
-    note = f"Less that of {base.name} at the same step; running mean."
+    lines = [_curve(one, run, _less(one, base, name)) for one in run.all_runs if one is not base]
+    note = f"Less that of {base.name} at the same step; means."
     title = f"{_TITLES[name]} against {base.name}"
     return [_line_chart(run, f"value_{name}_less", title, note, lines)]
 
@@ -215,22 +180,27 @@ def _less(one: Run, base: Run, name: str) -> Series:
 
 
 def _line_chart(
-    run: Run, key: str, title: str, note: str, lines: Sequence[Line], share: bool = False
+    run: Run, key: str, title: str, note: str, lines: Sequence[Line], **options: Any
 ) -> LineChart:
     # A single point is no line; single values are in the table of last values.
     drawn = tuple(line for line in lines if len(line.heights) > 1)
-    return LineChart(key=key, title=title, note=note, lines=drawn, end=run.end, share=share)
+    return LineChart(key=key, title=title, note=note, lines=drawn, end=run.end, **options)
 
 
 def smoothed(name: str, series: Series) -> list[Line]:
-    """Return a series as a line called ``name``; of more than 30 points as their running mean, over
-    those as logged."""
+    """Return a series as a line called ``name``; of more than 30 points as means of stretches, over
+    the points as logged."""
     if len(series) <= _SMOOTHED:
-        return [Line(name=name, points=thinned(series))]
-    return [
-        Line(name="as logged", role="raw", points=thinned(series)),
-        Line(name=name, points=_means(series)),
-    ]
+        return [Line(name=name, points=series)]
+    finite = [(step, value) for step, value in series if value is not None]
+    means: list[Point] = []
+    for part in _stretches(finite, 2 * _SMOOTHED):
+        values = [value for _, value in part]
+        # In the middle of its stretch; the last one at the end of the line.
+        place = part[len(part) // 2] if part[-1] is not finite[-1] else part[-1]
+        means.append((place[0], math.fsum(values) / len(values)))
+    raw = Line(name="as logged", role="raw", points=thinned(series))
+    return [raw, Line(name=name, points=tuple(means))]
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -238,15 +208,17 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     peaks, and the last point."""
     if len(points) <= _MOST_POINTS:
         return tuple(points)
-    # Two points of each stretch are kept, and the last one.
-    stretch = math.ceil(2 * len(points) / (_MOST_POINTS - 2))
     kept: dict[Point, None] = {}
-    for start in range(0, len(points), stretch):
-        part = points[start : start + stretch]
-        finite = [point for point in part if point[1] is not None]
-        ends = finite or part[:1]
+    for part in _stretches(points, _MOST_POINTS // 2 - 1):
+        ends = [point for point in part if point[1] is not None] or part[:1]
         kept |= dict.fromkeys((min(ends, key=_height), max(ends, key=_height)))
     return tuple(sorted(kept | {points[-1]: None}, key=_place))
+
+
+def _stretches(points: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Return the points in at most ``most`` parts of equal length."""
+    length = max(1, math.ceil(len(points) / most))
+    return [points[start : start + length] for start in range(0, len(points), length)]
 
 
 def _place(point: Point) -> float:
@@ -255,27 +227,6 @@ def _place(point: Point) -> float:
 
 def _height(point: Point) -> float:
     return point[1] or 0.0
-
-
-def _means(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return a running mean over a fifteenth of the finite points, at 400 of them at most.
-
-    Only the means that are drawn are computed, each from its own window, which is linear in the
-    points.
-    """
-    finite = [(x, y) for x, y in points if y is not None]
-    # A fifteenth in all: half on each side.
-    half = max(2, len(finite) // 30)
-    every = max(1, math.ceil(len(finite) / (_MOST_POINTS - 1)))
-    means: list[Point] = []
-    # The last mean is always drawn: it is the value at the end.
-    for place in sorted({*range(0, len(finite), every), len(finite) - 1}):
-        # Differences of prefix sums would be linear too, but one value of 1e20 would cost all later
-        # means their digits.
-        window = finite[max(0, place - half) : place + half + 1]
-        mean = math.fsum(y for _, y in window) / max(len(window), 1)
-        means += [(x, mean) for x, _ in finite[place : place + 1]]
-    return tuple(means)
 
 
 def _bytes_kept(run: Run) -> BarChart:

@@ -7,7 +7,7 @@ baseline's are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from dist_sparse.text import percent, printable, shortened, size
 TOLERANCE: Final = 0.002
 """Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
 
-HEAD = ("run", "sparsity", "table bytes", "of all", "AUC", "delta", "ms a step", "changed")
+HEAD = ("run", "of dense", "AUC", "delta", "table bytes", "sparsity", "ms a step", "changed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,36 +97,58 @@ def headline(run: Run) -> str:
     # Bytes are logged at the end.
     if row.bytes is None or row.share is None or whole is None:
         return ""
-    text = f"Keeps {percent(row.share)} of table bytes ({size(row.bytes)} of {size(whole)})"
+    text = (
+        f"{run.name} keeps {percent(row.share)} of table bytes ({size(row.bytes)} of {size(whole)})"
+    )
     if row.auc is not None:
         # The delta where there is a baseline, else the value itself.
         value = known_text(row.delta, delta_text, unknown=f"{row.auc:.4f}")
         text += f" at {value} {quality(run)[0].replace('_auc', ' AUC').replace('auc', 'AUC')}"
     if run.sparsity_share is not None:
-        text += f"; sparsity took {percent(run.sparsity_share)} of the time"
+        text += f"; sparsity took {percent(run.sparsity_share)} of a step's time"
     return f"{text}."
 
 
 def verdict(run: Run) -> str:
-    """Return sentences about what is smallest at the baseline's AUC, over all runs and artifacts,
-    and about how far seeds alone move an AUC; "" without a baseline that has an AUC."""
+    """Return sentences about what to serve: the smallest at the baseline's AUC, over all runs and
+    artifacts, first what needs no second training. And about how far seeds alone move an AUC. ""
+    without a baseline that has an AUC."""
     base = baseline(run)
     wanted = None if base is None else quality(base)[1]
     if base is None or wanted is None:
         return ""
-    close = []
-    for one in run.all_runs:
-        for each in artifacts_of(one):
-            if each.auc >= wanted - TOLERANCE:
-                close.append((each.bytes, each.auc, f"{one.name}, {each.name}"))
+    whole = whole_bytes(run)
+    smallest = _smallest(run.all_runs, wanted - TOLERANCE, whole)
+    # What was made of the baseline's own weights: its artifacts, and runs that trained nothing.
+    made = [one for one in run.all_runs if one.artifacts and (one is base or not one.trained)]
+    at_once = _smallest(made, wanted - TOLERANCE, whole)
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
-    best = [f"Smallest {goal}: {name}, {size(n)} at {auc:.4f}." for n, auc, name in sorted(close)]
-    return " ".join([*(best or [f"Nothing is {goal}."])[:1], *_noise(run)])
+    if smallest == "":
+        said = f"Nothing is {goal}."
+    elif at_once in ("", smallest):
+        said = f"Serve {smallest}, the smallest {goal}."
+    else:
+        said = f"Serve {at_once}, the smallest {goal} without a second training."
+        said += f" Smaller, but trained anew: {smallest}."
+    return f"{said} {_noise(run)}"
 
 
-def _noise(run: Run) -> list[str]:
-    """Return a sentence about the AUCs of runs that differ in their seed alone; none without such
-    runs."""
+def _smallest(runs: Iterable[Run], least: float, whole: int | None) -> str:
+    """Return the artifact of the fewest bytes whose AUC is ``least`` or more, with its share of the
+    ``whole``; "" if there is none."""
+    close = []
+    for one in runs:
+        for each in artifacts_of(one):
+            if each.auc >= least:
+                close.append((each.bytes, each.auc, f"{one.name}, {each.name}"))
+    if not close:
+        return ""
+    taken, auc, name = min(close)
+    return f"{name} ({size(taken)}, {percent(share_of(taken, whole))} of dense, AUC {auc:.4f})"
+
+
+def _noise(run: Run) -> str:
+    """Return a sentence about the AUCs of runs that differ in their seed alone."""
     # Of two runs with one seed, such as a model before and after, the last counts.
     seeds: dict[str, dict[str, float]] = {}
     for one in run.all_runs:
@@ -137,8 +159,8 @@ def _noise(run: Run) -> list[str]:
     ranges = [(max(aucs.values()) - min(aucs.values()), len(aucs)) for aucs in seeds.values()]
     widest, runs = max(ranges)
     if runs < 2:
-        return []
-    return [f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."]
+        return "One seed each: what trainings differ by may be chance."
+    return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
 
 
 def delta_text(delta: float) -> str:
@@ -158,12 +180,12 @@ def row_cells(row: RunRow) -> list[str]:
     changed = [f"{key}={shortened(value, most=40)}" for key, value in row.changed.items()]
     return [
         row.name,
-        percent(row.sparsity),
-        known_text(row.bytes, size),
         percent(row.share),
         known_text(row.auc, "{:.4f}".format),
         # The baseline differs from nothing: no dash, which would read as unknown.
         known_text(row.delta, delta_text, unknown=""),
+        known_text(row.bytes, size),
+        percent(row.sparsity),
         known_text(row.ms_per_step, "{:.1f}".format),
         printable(", ".join(changed)),
     ]
@@ -181,15 +203,6 @@ def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
         auc=auc,
         # AUC during training is of other examples than AUC of the test set: nothing is compared.
         delta=difference(one, base, key),
-        ms_per_step=_ms_per_step(one),
+        ms_per_step=one.ms_per_step,
         changed={key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
     )
-
-
-def _ms_per_step(one: Run) -> float | None:
-    """Return the logged value, else the mean of rank 0 while the log was open."""
-    logged = one.last("ms_per_step")
-    # A single step is no training: its time is that of what came before and after.
-    if logged is not None or not one.last_step or not one.spent.total:
-        return logged
-    return 1000 * one.spent.total / (one.last_step + 1)

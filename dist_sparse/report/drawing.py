@@ -8,6 +8,7 @@ by the name of a shape's look.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,8 +26,7 @@ _TIP_LINES = 7
 _NEAR = 60
 """Units of the plot: labels of dots closer than this may overlap."""
 
-_NAMED = ("main", "target", "other")
-_LAYERS = ("table", "raw", "other", "main", "target")
+_LAYERS = ("raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
 
 Label = tuple[float, str]
@@ -161,7 +161,8 @@ def _every(values: list[float], most: int) -> list[float]:
 def _line_plot(chart: LineChart) -> Plot:
     axes = _line_axes(chart)
     text_of = percent if chart.share else amount
-    named = [line for line in chart.lines if line.role in _NAMED]
+    # Values as logged are only behind their means.
+    named = [line for line in chart.lines if line.role != "raw"]
     # Later shapes cover earlier ones: the run itself is on top of the others.
     layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
     shapes = [(_look(line), _path(line, axes)) for line in layers]
@@ -176,7 +177,7 @@ def _line_plot(chart: LineChart) -> Plot:
         mark=mark,
         # A single line has the name of its chart.
         legend=_legend(named) if len(named) > 1 else (),
-        tips=_tips(chart, axes, text_of),
+        tips=_tips(named, axes, text_of),
     )
 
 
@@ -210,10 +211,9 @@ def _ends(lines: Sequence[Line], text_of: Text) -> str:
     return "; ".join(f"{line.name} ends at {text_of(line.heights[-1])}" for line in lines)
 
 
-def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:
+def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[Tip]:
     """Return the values at each step: one strip per point, halfway to its neighbors on both
     sides."""
-    lines = [line for line in chart.lines if line.role != "raw"]
     steps = set[float]().union(*(line.steps_at for line in lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
@@ -232,23 +232,19 @@ def _tips(chart: LineChart, axes: _Axes, text_of: Text) -> list[Tip]:
 
 
 def _value_at(line: Line, x: float) -> float | None:
-    return next((y for place, y in reversed(line.points) if place <= x), None)
+    before = bisect_right(line.steps_at, x)
+    return line.points[before - 1][1] if before else None
 
 
 def _path(line: Line, axes: _Axes) -> str:
     """Return the path of a line, with gaps where a value is not finite."""
-    path, begun = "", False
+    # h0: with round ends, a point alone is a dot.
+    begin, go_on = "M{} {}h0", "H{}V{}" if line.steps else "L{} {}"
+    path, form = "", begin
     for step, value in line.points:
-        if value is None:
-            begun = False
-            continue
-        x, y = axes.x_of(step), axes.y_of(value)
-        if not begun:
-            # h0: with round ends, a point alone is a dot.
-            path += f"M{x} {y}h0"
-            begun = True
-        else:
-            path += f"H{x}V{y}" if line.steps else f"L{x} {y}"
+        if value is not None:
+            path += form.format(axes.x_of(step), axes.y_of(value))
+        form = begin if value is None else go_on
     return path
 
 
@@ -341,8 +337,8 @@ def _percent_tick(value: float) -> str:
 
 def _short(value: float) -> str:
     """Return ``625``, ``1.5M``."""
-    # From 10,000 on: 1,000 to 9,999 are short enough.
-    for prefix, least, unit in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
-        if abs(value) >= least:
+    for prefix, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        # 1,000 to 9,999 are short enough.
+        if abs(value) >= max(unit, 1e4):
             return f"{value / unit:.4g}{prefix}"
     return f"{value:.4g}"

@@ -13,8 +13,8 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run), ``raw`` (under its
-    running mean) or ``table``; ``number``: of the compared run, which has one color in all charts;
+    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run) or ``raw`` (under its
+    means); ``number``: of the compared run, which has one color in all charts;
     ``steps``: constant from each point to the next."""
 
     name: str

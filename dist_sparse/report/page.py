@@ -44,7 +44,6 @@ _SECTIONS: Final = {
     "value": "Over steps",
     "bytes": "Tables",
     "traffic": "Tables",
-    "churn": "Mask updates",
 }
 """The heading of each chart, by the first word of its key, in the order of the page."""
 
@@ -199,7 +198,8 @@ def environment() -> Environment:
         keep_trailing_newline=True,  # a file ends with one
     )
     texts = (amount, block_shape_text, count, duration, number_of, percent, size)
-    environment.filters |= {text.__name__: text for text in texts} | {"short": _short}
+    environment.filters |= {text.__name__: text for text in texts}
+    environment.filters |= {"short": _short, "known": lambda text: "" if text == "-" else text}
     return environment
 
 

@@ -187,12 +187,31 @@ class Run:
         return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
     @property
+    def trained(self) -> bool:
+        """Whether it has more than one step: of a single one, time is no time of a step, and the
+        weights are those of another run."""
+        return bool(self.last_step)
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """Milliseconds of a training step: as logged, else the mean of rank 0 while the log was
+        open."""
+        logged = self.last("ms_per_step")
+        if logged is not None or not self.trained:
+            return logged
+        return self.ms_of(self.spent.total) or None
+
+    @property
     def sparsity_share(self) -> float | None:
-        """Share of the time that mask updates and enforcement took; None without updates, or where
-        it is unknown."""
+        """Share of a step's time that mask updates and enforcement took; None without updates, or
+        where it is unknown."""
         if not self.due or self.spent.enforcement is None:
             return None
-        return share_of(self.spent.masks + self.spent.enforcement, self.spent.total)
+        return share_of(self.ms_of(self.spent.masks + self.spent.enforcement), self.ms_per_step)
+
+    def ms_of(self, seconds: float) -> float:
+        """Return seconds of the whole run as milliseconds of a step."""
+        return 1000 * seconds / ((self.last_step or 0) + 1)
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""

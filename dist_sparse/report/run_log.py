@@ -28,7 +28,7 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -173,7 +173,8 @@ class RunLog:
         self._sinks = listed if self._writes else ()
         self._enforcer = enforcer
         self._started = time.perf_counter()
-        self._updates = None if sparsifier is None else _MaskUpdates(sparsifier)
+        self._sparsifier, self._mask_seconds = sparsifier, 0.0
+        self._recorder = None if sparsifier is None else sparsifier.record()
         self._last, self._closed = -1, False
         # Earlier ones are in the log of another run, or of an earlier session.
         self._validated = len(self._validations)
@@ -201,8 +202,7 @@ class RunLog:
         for name, value in given.items():
             _refuse_non_number(name, value)
         self._last = step
-        if self._updates is not None:
-            self._write_masks(self._updates.until(step))
+        self._write_masks(step)
         self._write_validations(step)
         if self._writes and given:
             # Only now: reading a tensor waits for the device.
@@ -229,11 +229,11 @@ class RunLog:
 
     def _write_end(self) -> None:
         seconds, tables = {}, []
-        if self._updates is not None:
-            self._write_masks(self._updates.until(self._last))
+        if self._sparsifier is not None:
+            self._write_masks(self._last)
             self._write_validations(self._last)
-            tables = _end_of_tables(self._updates.sparsifier)
-            seconds["masks"] = self._updates.seconds
+            tables = _end_of_tables(self._sparsifier)
+            seconds["masks"] = self._mask_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
         seconds["total"] = self._elapsed()
@@ -256,8 +256,8 @@ class RunLog:
 
     def _shut(self) -> None:
         self._closed = True
-        if self._updates is not None:
-            self._updates.sparsifier.stop_recording()
+        if self._sparsifier is not None:
+            self._sparsifier.stop_recording()
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -287,36 +287,19 @@ class RunLog:
         failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
         warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=2)
 
-    def _write_masks(self, updates: Iterable[tuple[int, StepRecord]]) -> None:
-        for step, record in updates:
-            # Other ranks take their records too, and only add up the time.
-            if self._writes:
-                self._write_update(step, record)
+    def _write_masks(self, step: int) -> None:
+        """Write the mask updates since the last call."""
+        # Other ranks take their records too: they would pile up.
+        for record in self._recorder.take() if self._recorder else ():
+            self._mask_seconds += record.seconds
+            self._write({"kind": "masks", "step": step, **dataclasses.asdict(record)})
+            if self._sinks:
+                self._tell(step, _scalars(record))
 
     def _write_validations(self, step: int) -> None:
         for check in self._validations[self._validated :]:
             self._write({"kind": "validation", "step": step, "check": dataclasses.asdict(check)})
         self._validated = len(self._validations)
-
-    def _write_update(self, step: int, record: StepRecord) -> None:
-        self._write({"kind": "masks", "step": step, **dataclasses.asdict(record)})
-        if self._sinks:
-            self._tell(step, _scalars(record))
-
-
-class _MaskUpdates:
-    """Mask updates of a sparsifier since a log was opened, each with the step of its log."""
-
-    def __init__(self, sparsifier: BaseDataSparsifier) -> None:
-        self.sparsifier = sparsifier
-        self.seconds = 0.0
-        self._recorder = sparsifier.record()
-
-    def until(self, step: int) -> Iterator[tuple[int, StepRecord]]:
-        """Yield the updates since the last call, each with ``step``."""
-        for record in self._recorder.take():
-            self.seconds += record.seconds
-            yield step, record
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import MaskChange, TableStats
+from dist_sparse.records import TableStats
 from dist_sparse.report.comparison import (
     HEAD,
     baseline,
@@ -33,6 +33,7 @@ from dist_sparse.text import (
     printable,
     shape_text,
     table_lines,
+    wrapped,
 )
 
 _HEAD = ("table", "shape", "block", "target", "sparsity", "dead rows", "MiB", "kept MiB")
@@ -62,7 +63,7 @@ def numbers(run: Run) -> dict[str, Any]:
         ``bytes_dense`` and ``bytes_kept`` of all tables of the model, if ``RunLog`` was given it,
         else of the registered ones; ``bytes_masks``; ``dead_rows`` of all tables, None where one is
         unknown; ``last``, the last value of each series; ``seconds``: ``total``, ``masks``,
-        ``enforcement``, and ``share``, the sum of these two over the first; ``due_steps`` (mask
+        ``enforcement``, and ``share``, of a step's time in the latter two; ``due_steps`` (mask
         updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
         ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run
         that others are compared with, and ``runs``, a row of each
@@ -131,15 +132,10 @@ def status(run: Run) -> str:
 
 
 def summary(run: Run, report: Path) -> str:
-    """Return the sentence on top of a report, the compared runs and where the report is as text."""
-    lines = [
-        headline(run),
-        verdict(run),
-        status(run),
-        *_comparison_lines(run),
-        f"report: {report.as_uri()}",
-    ]
-    return "\n".join(printable(line) for line in lines if line)
+    """Return the sentences on top of a report, the compared runs and the report's address."""
+    lines = _wrapped([verdict(run), headline(run), status(run)])
+    lines += [*_comparison_lines(run), *_wrapped([f"report: {report.as_uri()}"])]
+    return "\n".join(lines)
 
 
 def _comparison_lines(run: Run) -> list[str]:
@@ -149,28 +145,29 @@ def _comparison_lines(run: Run) -> list[str]:
     # Below the table: a config can be longer than a line.
     changed = [f"{name}, changed: {changes}" for name, *_, changes in cells if changes]
     table = table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))
-    return [*table, *changed]
+    return [*table, *_wrapped(changed)]
+
+
+def _wrapped(texts: Sequence[str], indent: str = "  ") -> list[str]:
+    """Return the lines of texts, without empty ones."""
+    return [*chain(*(wrapped(printable(text), indent) for text in texts if text))]
 
 
 def inspect_text(run: Run) -> str:
-    """Return tables, totals and config of a run as text, 80 columns wide where names allow."""
+    """Return tables, totals and config of a run as text that fits the terminal."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    lines = [
-        f"{run.folder}: started {run.started}",
-        *textwrap.wrap(f"on {number_of(run.world, 'rank')}; {versions}", 79),
-        status(run),
-        "",
-        *_table_text(run),
+    where = f"on {number_of(run.world, 'rank')}; {versions}"
+    head = _wrapped([f"{run.folder}: started {run.started}", where, status(run)])
+    values = ", ".join(f"{name} {value:.4g}" for name, value in _last(run).items())
+    facts = [
+        f"last: {values}" if values else "",
+        f"mask updates: {len(run.due)}",
+        f"lookups of removed rows: {_lookups_text(run)}",
+        "config:" if run.config else "",
     ]
-    values = [f"{name} {value:.4g}" for name, value in _last(run).items()]
-    if values:
-        lines.append(f"last: {', '.join(values)}")
-    lines.append(f"mask updates: {len(run.due)}")
-    lines.append(f"lookups of removed rows: {_lookups_text(run)}")
-    if run.config:
-        lines.append("config:")
-    lines += [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
-    return "\n".join(map(printable, lines))
+    config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
+    lines = [*head, "", *_table_text(run), *_wrapped(facts), *_wrapped(config, indent="    ")]
+    return "\n".join(lines)
 
 
 def _table_text(run: Run) -> list[str]:
@@ -211,26 +208,19 @@ def _lookups_text(run: Run) -> str:
 
 def _tables(run: Run) -> list[dict[str, Any]]:
     """Return a row per table: its last change, and what the end of the run knows of it."""
-    # In the order of the model, which the end knows.
-    rows = {table.name: _row(table) for table in run.tables}
-    for name, change in run.last_changes.items():
-        rows[name] = _row(change) | {"sparsity": change.sparsity, "churn": change.churn}
-    # The end is newer than the last mask update, and knows more.
-    for table in run.tables:
-        rows[table.name] = rows[table.name] | _ended_fields(table)
-        rows[table.name]["dead_rows"] = run.dead_rows[table.name]
-    return [*rows.values()]
-
-
-def _row(one: MaskChange | TableStats) -> dict[str, Any]:
-    return {name: getattr(one, name, None) for name in TABLE_FIELDS}
-
-
-def _ended_fields(table: TableStats) -> dict[str, Any]:
-    """Return the state of a table at the end of a run."""
-    known = table_json(table)
-    sizes = {f"bytes_{kind}": known[name] for kind, name in _SIZES.items()}
-    return {name: known[name] for name in TABLE_FIELDS if name in known} | sizes
+    changes, rows = run.last_changes, []
+    # The end knows all tables, in the order of the model; before it, mask updates name them.
+    for one in run.tables or changes.values():
+        change = changes.get(one.name)
+        row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
+        if isinstance(one, TableStats):
+            # Newer than the last mask update.
+            known = table_json(one)
+            row |= {name: known[name] for name in TABLE_FIELDS if name in known}
+            row |= {f"bytes_{kind}": known[name] for kind, name in _SIZES.items()}
+            row["dead_rows"] = run.dead_rows[one.name]
+        rows.append(row)
+    return rows
 
 
 def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,13 +40,22 @@ Configs = Mapping[str, Mapping[str, Any]]
 
 _HEAD = (
     *("name", "shape", "dtype", "sharding", "shards (here)"),
-    *("block", "zeros/block", "level", "mask bytes (here)"),
+    *("block", "zeros per block", "level", "mask bytes (here)"),
 )
 
 
-def describe(sparsifier: MaskMaker) -> str:
+class _Handle(Protocol):
+    """What :func:`~dist_sparse.sparsify` returns."""
+
+    @property
+    def sparsifier(self) -> MaskMaker: ...
+
+
+def describe(sparsifier: MaskMaker | _Handle) -> str:
     """Return a text table of everything registered: name, shape, dtype, sharding, shards,
     configuration, level, mask bytes. Local.
+
+    Takes a sparsifier, or what :func:`~dist_sparse.sparsify` returned.
 
     "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts
     over all ranks.
@@ -58,10 +67,13 @@ def describe(sparsifier: MaskMaker) -> str:
         >>> data = [("user", torch.ones(10, 4))]
         >>> print(describe(DataNormSparsifier(data, sparse_block_shape=(1, 4))))
         DataNormSparsifier: 1 registered, over 1 rank
-        name  shape   dtype    sharding  shards (here)  block  zeros/block  level  mask bytes (here)
-        ----  ------  -------  --------  -------------  -----  -----------  -----  -----------------
-        user  10 x 4  float32  plain     1 (1)          1x4    all          0.5    160
+        name  shape   dtype    sharding  shards     block  zeros per   level  mask bytes
+                                         (here)            block              (here)
+        ----  ------  -------  --------  ---------  -----  ----------  -----  ----------
+        user  10 x 4  float32  plain     1 (1)      1x4    all         0.5    160
     """
+    if not isinstance(sparsifier, MaskMaker):
+        sparsifier = sparsifier.sparsifier
     packed = sparsifier.masks.tables
     rows = []
     held = _all_held(sparsifier.masks, packed.locate())

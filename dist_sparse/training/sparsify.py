@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,7 @@ from dist_sparse.text import (
     percent,
     shape_text,
     table_lines,
+    wrapped,
 )
 from dist_sparse.training.arguments import (
     Level,
@@ -247,8 +249,9 @@ class SparseTraining:
             for table in self.sparsifier.table_stats()
         ]
         dense = [f"{name} is left dense: {reason}" for name, reason in self.left_dense.items()]
-        lookups = f"lookups of removed rows: {self._lookups_text()}"
-        return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense, lookups])
+        below = [*dense, f"lookups of removed rows: {self._lookups_text()}"]
+        lines = [*wrapped(repr(self), "  "), *table_lines(head, rows, right={4, 5, 6})]
+        return "\n".join([*lines, *chain(*(wrapped(text, "  ") for text in below))])
 
     def _lookups_text(self) -> str:
         shares = []

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 # So that this file can be started as a script, from anywhere.
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from dist_sparse import Checkpoints
 from dist_sparse.report import read_run, write_report
 from dist_sparse.report.comparison import verdict
-from dist_sparse.text import block_shape_text, number_of
+from dist_sparse.text import block_shape_text, number_of, wrapped
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset
 from dlrm.hashing import folded
@@ -120,19 +121,20 @@ def main(options: argparse.Namespace) -> None:
     score = options.norm if options.score == "norm" else options.score
     say(f"\nTables of the sparsified run (block {block}, {score})\n\n{tables_table(sparse.tables)}")
     say(f"\nRuns\n\n{runs_table(results)}")
-    say(f"\n{overhead(sparse)}")
     if rank == 0:
         assert dense.untouched is not None
+        print(f"\n{overhead(read_run(run_dir), sparse.removed)}")
         artifacts = [dense.artifacts, dense.untouched]
         served = serve([*artifacts, *(result.artifacts for result in results[1:])])
         page = write_report(run_dir).resolve()
         say("\nArtifacts: bytes of their files, AUC as served by a process without TorchRec\n")
-        say(f"{served_table(served)}\n\n{verdict(read_run(run_dir))}")
         exact = max(artifact.difference for artifact in served if artifact.dtype == "fp32")
-        say(
+        checked = (
             "Checked: logits from the fp32 artifacts differ from those of the trained models by at"
             f" most {exact:.0e}."
         )
+        said = [verdict(read_run(run_dir)), checked]
+        say("\n".join([served_table(served), "", *chain(*map(wrapped, said))]))
         say(f"\nThe artifacts of the sparsified model: {sparse.artifacts.folder}")
         say(f"The report, to open in a browser: {page.as_uri()}")
 

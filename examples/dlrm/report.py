@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dist_sparse.text import table_lines
+from dist_sparse.report import Run
+from dist_sparse.text import count, percent, table_lines
 from dlrm.served import Served
 from dlrm.train import Result, TableRow
 
@@ -61,14 +62,14 @@ def served_table(served: Sequence[Served]) -> str:
     return "\n".join(table_lines(head, lines, right=(2, 3, 4, 5)))
 
 
-def overhead(sparse: Result) -> str:
-    """Return the cost of sparsity per step, and the check of the weights at the end."""
-    took = (
-        f"Sparsity took {sparse.enforce_ms + sparse.masks_ms:.2f} of {_ms(sparse)} ms a step: "
-        f"{sparse.enforce_ms:.2f} ms for enforcement, {sparse.masks_ms:.2f} ms for mask updates.\n"
-    )
-    checked = f"Checked at the end: all {sparse.removed} removed weights are 0."
-    return checked if sparse.ms_per_step is None else took + checked
+def overhead(run: Run, removed: int) -> str:
+    """Return the cost of sparsity per step, as the report has it, and the check of the weights at
+    the end."""
+    checked = f"Checked at the end: all {count(removed)} removed weights are 0."
+    if run.sparsity_share is None or run.ms_per_step is None:
+        return checked
+    share, ms = percent(run.sparsity_share), run.ms_per_step
+    return f"Sparsity took {share} of a step's time ({ms:.1f} ms).\n{checked}"
 
 
 def _ms(result: Result) -> str:

@@ -110,8 +110,7 @@ class Result:
     """The outcome of one run.
 
     ``table_bytes``: the remaining weights, without masks. ``ms_per_step``: None if the newest
-    checkpoint had all steps behind it. ``enforce_ms`` and ``masks_ms``: the part of it spent in
-    enforcement and in mask updates. ``removed``: weights read at the end and found to be 0.
+    checkpoint had all steps behind it. ``removed``: weights read at the end and found to be 0.
     ``untouched``: the same model without the rows that training has never looked up.
     """
 
@@ -121,8 +120,6 @@ class Result:
     ne: float
     table_bytes: int
     ms_per_step: float | None
-    enforce_ms: float = 0.0
-    masks_ms: float = 0.0
     removed: int = 0
     tables: list[TableRow] = field(default_factory=list)
     artifacts: Artifacts
@@ -316,9 +313,6 @@ def run(
         saving=saving,
         start=start,
     )
-    spent = (0.0, 0.0)
-    if sparsification is not None:
-        spent = (sparsification.enforcer.seconds, sparsification.masks_seconds)
     sharded.model.eval()
     predictions = _test(pipeline, dataset, settings)
     auc, ne = predictions.auc, predictions.ne
@@ -347,8 +341,6 @@ def run(
         ne=ne,
         table_bytes=table_bytes,
         ms_per_step=ms_per_step,
-        enforce_ms=1000 * spent[0] / max(steps - start, 1),
-        masks_ms=1000 * spent[1] / max(steps - start, 1),
         removed=removed,
         tables=tables,
         artifacts=Artifacts(run=name, folder=folder / "served", trained=predictions),

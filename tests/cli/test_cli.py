@@ -176,6 +176,11 @@ number = 3
 """
 
 
+def sentences(printed: str) -> list[str]:
+    """Return the sentences of an output whose lines are wrapped."""
+    return printed.replace("\n  ", " ").splitlines()
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     file = tmp_path / "model_of_test_cli.py"
@@ -222,13 +227,13 @@ def test_plan_of_a_module(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_failure_is_one_line_and_1(
+def test_a_failure_is_one_sentence_and_1(
     words: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([word.replace("{model}", model) for word in words]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    [line] = said.err.splitlines()
+    [line] = sentences(said.err)
     assert line.startswith(f"dist-sparse {words[0]}: ") and message in line
 
 
@@ -261,7 +266,7 @@ def test_a_failure_is_one_line_and_1(
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "frontier"])
-def test_a_wrong_function_is_two_lines_and_2(
+def test_a_wrong_function_is_two_sentences_and_2(
     command: str,
     function: str,
     message: str,
@@ -278,7 +283,7 @@ def test_a_wrong_function_is_two_lines_and_2(
     assert main([command, function, *(["--budget", "10%"] if command == "plan" else [])]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    first, second = said.err.splitlines()
+    first, second = sentences(said.err)
     assert first.startswith(f"dist-sparse {command}: Invalid FUNCTION={function!r}: ")
     if command == "frontier" and "return" in message:
         message = "must return (model, evaluate), where evaluate is a function."
@@ -286,12 +291,12 @@ def test_a_wrong_function_is_two_lines_and_2(
     assert second == f"Usage and options: dist-sparse {command} --help"
 
 
-def test_an_evaluate_that_fails_is_two_lines_and_2(
+def test_an_evaluate_that_fails_is_two_sentences_and_2(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(model).parent)
     assert main(["frontier", f"{model}:failing", "--budget", "10%"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = sentences(capsys.readouterr().err)
     place = "it failed at model_of_test_cli.py:14 with ZeroDivisionError: division by zero"
     assert first == f"dist-sparse frontier: Invalid FUNCTION='{model}:failing': {place}"
     assert second == "Usage and options: dist-sparse frontier --help"
@@ -306,7 +311,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["config"] == {"lr": 0.1}
     (tmp_path / RUN).write_text('{"format": 99}')
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "has format 99; this release reads and writes 3" in capsys.readouterr().err
+    [line] = sentences(capsys.readouterr().err)
+    assert "has format 99; this release reads and writes 3" in line
 
 
 def test_runs_are_read_without_torch(tmp_path: Path) -> None:
@@ -332,7 +338,7 @@ def test_runs_are_read_without_torch(tmp_path: Path) -> None:
     assert run_code(
         code.replace("sys.modules['torch'] = None; ", ""), tmp_path, lines[0]
     ).stdout in (done.stdout.partition("{")[0] + "[0]\n")
-    first, *others = done.stderr.splitlines()
+    first, *others = sentences(done.stderr)
     assert first.startswith("dist-sparse inspect: ")
     why = "needs torch, which is not installed; dist-sparse doctor prints how to install it."
     assert others == [f"dist-sparse {command}: {why}" for command in ("serve-check", "frontier")]

@@ -1,4 +1,4 @@
-"""Failures of the output of `dist-sparse`, and of what it reads: one line each."""
+"""Failures of the output of `dist-sparse`, and of what it reads: one sentence each."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def test_json_that_is_nested_too_deeply(
     (run / "run" / name).write_text("[" * 100_000 + "]" * 100_000 + "\n")
     assert main([command, str(run / "run")]) == 1
     said = capsys.readouterr()
-    [line] = said.err.splitlines()
-    assert line.startswith(f"dist-sparse {command}: ") and len(line) < 300 and not said.out
+    text = said.err.replace("\n  ", " ")
+    assert text.startswith(f"dist-sparse {command}: ") and len(text) < 300 and not said.out

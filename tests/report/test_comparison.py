@@ -65,10 +65,10 @@ def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
     assert narrow.share == 0.5 and dense.share == 1.0
     assert (pruned.changed, narrow.changed, dense.changed) == ({"more.level": 0.9}, {"lr": 0.2}, {})
     assert headline(run).startswith(
-        "Keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC"
+        "pruned keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC"
     )
     assert headline(run.compared["dense"]) == (
-        "Keeps 100.0% of table bytes (34.4 KiB of 34.4 KiB) at 0.7500 test AUC."
+        "dense keeps 100.0% of table bytes (34.4 KiB of 34.4 KiB) at 0.7500 test AUC."
     )
     assert summary(run, Path("/r.html")).endswith(
         "\npruned, changed: more.level=0.9\na_narrow, changed: lr=0.2\nreport: file:///r.html"
@@ -113,8 +113,9 @@ def test_auc_over_bytes(tmp_path: Path) -> None:
 
 
 def test_the_command_compares_runs_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     a = log(tmp_path / "a", level=0.5, auc=0.7, name="half", lr=0.1)
     b, c = (
         log(tmp_path / "b", level=0.9, auc=0.6, name="half"),
@@ -126,12 +127,12 @@ def test_the_command_compares_runs_by_name(
     rows = [
         re.split(" {2,}", line.strip())
         for line in said.splitlines()
-        if line.startswith(("half", "c ")) and "changed" not in line
+        if line.startswith(("half", "c ")) and not re.search("changed|keeps", line)
     ]
     assert [row[:6] for row in rows] == [
-        ["half", "50.0%", "18.8 KiB", "54.5%", "0.7000", "-0.0500"],
-        [f"half ({b})", "90.0%", "6.25 KiB", "18.2%", "0.6000", "-0.1500"],
-        ["c", "-", "34.4 KiB", "100.0%", "0.7500", "2.5"],
+        ["half", "54.5%", "0.7000", "-0.0500", "18.8 KiB", "50.0%"],
+        [f"half ({b})", "18.2%", "0.6000", "-0.1500", "6.25 KiB", "90.0%"],
+        ["c", "100.0%", "0.7500", "34.4 KiB", "-", "2.5"],
     ]
     assert "lr=None" in said and "inside" not in said
     page = (a / "comparison.html").read_text()
@@ -153,7 +154,9 @@ def test_the_latest_run_and_the_browser(
     assert (runs / "latest").readlink() == Path("newer")
     command = ["report", str(runs / "latest"), "--open"]
     assert main(command) == 0 and opened == [(newer / "report.html").as_uri()]
-    assert main(command) == 1 and "no browser was found to open file://" in capsys.readouterr().err
+    assert (
+        main(command) == 1 and "no browser was found to open\n  file://" in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match=r"The newest of the runs inside is .*runs/latest\."):
         read_run(runs)
     # Runs/*: latest and newer are one run.
@@ -229,7 +232,7 @@ def test_the_head_says_how_the_run_was_started(
 
 
 def test_what_shows_nothing_is_left_out(tmp_path: Path) -> None:
-    """A run that prunes nothing has no sparsity and no churn."""
+    """A run that prunes nothing has no sparsity."""
     log(tmp_path / "run", level=0.0)
     found = {chart.key for chart in charts(read_run(tmp_path / "run"))}
     assert found == {"value_loss", "bytes"}
@@ -242,11 +245,32 @@ def test_the_verdict_names_the_smallest_that_is_as_good(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     (tmp_path / "int8").write_bytes(bytes(2000))
     add_artifact(tmp_path / "run", tmp_path / "int8", auc=0.7481)
-    said = "Smallest within 0.002 of dense's AUC (0.7500): pruned, int8, 1.95 KiB at 0.7481."
+    said = (
+        "Serve pruned, int8 (1.95 KiB, 5.7% of dense, AUC 0.7481), the smallest within 0.002 of"
+        " dense's AUC (0.7500). One seed each: what trainings differ by may be chance."
+    )
     assert verdict(read_run(tmp_path / "run")) == said
     assert said in html.unescape(page(read_run(tmp_path / "run"), []))
     assert numbers(read_run(tmp_path / "run"))["verdict"] == said
     assert verdict(run.compared["dense"]) == "", "alone, it is compared with nothing"
+
+
+def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
+    """A run of one step has trained nothing: its weights are the baseline's."""
+    log(tmp_path / "run", level=0.9, auc=0.7493, name="pruned")
+    log(tmp_path / "run" / "dense", auc=0.75)
+    with RunLog(tmp_path / "run" / "untouched") as held:
+        held.step(0, test_auc=0.75)
+    for name, run, taken in (("int8", "dense", 9000), ("int4", "untouched", 2000)):
+        (tmp_path / name).write_bytes(bytes(taken))
+        add_artifact(tmp_path / "run" / run, tmp_path / name, auc=0.7499)
+    (tmp_path / "codes").write_bytes(bytes(1000))
+    add_artifact(tmp_path / "run", tmp_path / "codes", auc=0.7491)
+    assert verdict(read_run(tmp_path / "run")).startswith(
+        "Serve untouched, int4 (1.95 KiB, 5.7% of dense, AUC 0.7499), the smallest within 0.002 of"
+        " dense's AUC (0.7500) without a second training. Smaller, but trained anew: pruned, codes"
+        " (0.977 KiB, 2.8% of dense, AUC 0.7491). One seed each"
+    )
 
 
 def test_seeds_of_a_method_share_a_color_and_measure_the_noise(tmp_path: Path) -> None:

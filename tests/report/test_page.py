@@ -83,7 +83,6 @@ def test_the_page_says_what_the_run_did(folder: Path) -> None:
         "value_loss_less",
         "value_auc",
         "bytes",
-        "churn",
     }
     text = " ".join(shown.words)
     for said in ("50.0%", "160 B", "dense", "The run ended at step 8.", '"lr": 0.1', "20 x 4"):
@@ -105,7 +104,7 @@ def test_what_charts_hold(folder: Path) -> None:
     found = {chart.key: chart for chart in charts(read_run(folder))}
     sparsity, loss = found["sparsity"], found["value_loss"]
     assert isinstance(sparsity, LineChart) and isinstance(loss, LineChart)
-    assert [line.role for line in sparsity.lines] == ["main", "target", "table"]
+    assert [line.role for line in sparsity.lines] == ["main", "target"]
     assert sparsity.lines[0].points[-1] == sparsity.lines[1].points[-1] == (8, 0.5)
     assert {line.name for line in loss.lines} == {"run", "dense"}
 
@@ -265,7 +264,7 @@ def test_without_jinja2_the_command_says_so(
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Keeps 50.0% of table bytes (160 B of 320 B) at 0.5000 AUC; ")
+    assert said.startswith("run keeps 50.0% of table bytes (160 B of 320 B) at 0.5000 AUC; ")
     assert said.endswith(f"report: {(folder / 'report.html').as_uri()}\n")
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
@@ -329,7 +328,7 @@ def test_a_page_that_the_disk_has_no_room_for(
     )
     with full_disk(largest - 1):
         status = main(["report", str(folder)])
-    assert status == 1 and re.search(r"File too large: '.*report.*'", capsys.readouterr().err)
+    assert status == 1 and re.search(r"File too large:\s+'.*report.*'", capsys.readouterr().err)
     assert before == {
         file.name: (file.stat().st_mtime_ns, file.read_bytes())
         for file in folder.iterdir()
