@@ -360,12 +360,9 @@ def more_than_2_31_elements_and_bits() -> None:
 
 
 def compile_for_cuda() -> None:
-    """Compiles the kernel to machine code, which needs no GPU: the interpreter takes more than the
+    """Compiles the kernels to machine code, which needs no GPU: the interpreter takes more than the
     compiler does."""
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from dist_sparse.enforcer.rows_triton import Feature, visit_rows
 
@@ -393,19 +390,57 @@ def compile_for_cuda() -> None:
             "MARKS": marks,
             "BY_ID": by_id,
         }
-        signature = {**arguments, "ids": ids, **dict.fromkeys(constants, "constexpr")}
-        source = ASTSource(fn=visit_rows, signature=signature, constexprs=constants)
-        for capability in (80, 90):
-            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-            assert "st.global" in binary.asm["ptx"] and binary.asm["cubin"]
+        compile_one(visit_rows, {**arguments, "ids": ids}, constants)
+
+
+def compile_mask_updates() -> None:
+    """The kernels of mask updates: of 1 x 4 blocks, of rows, and of held or listed scores."""
+    import triton.language as tl
+
+    from dist_sparse.masking import flat_triton
+
+    jobs = {"jobs": "*i64"}
+    for width, blocks, does in (
+        (4, 512, {"BUCKETS": 2048}),
+        (4, 512, {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
+        (128, 128, {"BUCKETS": 2048, "HOLDS": True}),
+        (0, 2048, {"BUCKETS": 1024, "LISTED": True}),
+        (0, 2048, {"LISTS": True, "LISTED": True}),
+        (0, 2048, {"PACKS": True, "LISTED": True}),
+        (0, 2048, {"PACKS": True}),
+    ):
+        names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS", "ABSOLUTE")
+        sizes = {"FIELDS": len(flat_triton.Job._fields), "WIDTH": width, "BLOCKS": blocks}
+        constants: dict[str, Any] = dict.fromkeys(names, False) | sizes | does
+        constants |= {"BUCKETS": does.get("BUCKETS", 0), "TYPE": tl.float32}
+        constants["LANES"] = min(max(1, width), 16)
+        compile_one(flat_triton._sweep, {**jobs, "counts": "*i64"}, constants)
+    for changed in (False, True):
+        constants = {"FIELDS": len(flat_triton.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
+        constants |= {"BLOCKS": 512, "LANES": 4, "CHANGED": changed}
+        compile_one(flat_triton._prune, jobs, constants)
+
+
+def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:
+    """Compile a kernel for an A100 and for an H100."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    for capability in (80, 90):
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        assert ".global" in binary.asm["ptx"] and binary.asm["cubin"]
+
+
+COMPILED = {each.__name__: each for each in (compile_for_cuda, compile_mask_updates)}
 
 
 def main(device: str) -> None:
     global DEVICE
     DEVICE = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    for name, function in (
-        {"compile_for_cuda": compile_for_cuda}.items() if device == "compiler" else CASES.items()
-    ):
+    for name, function in (COMPILED if device == "compiler" else CASES).items():
         torch.manual_seed(0)
         error = ""
         try:
