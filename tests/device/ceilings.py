@@ -36,9 +36,9 @@ ORDINARY_STEP: Final = {
     "frequency": Ceiling(0, 36, 94, 3),
 }
 
-# The first step after a mask update takes the new masks.
+# The first step after a mask update takes the new masks, and does not wait either.
 FIRST_STEP: Final = {
-    "row": Ceiling(2, 84, 161, 4),
+    "row": Ceiling(0, 84, 161, 4),
     "1x4": Ceiling(0, 40, 49, 1),
     "2x2": Ceiling(0, 54, 250, 12),
     "1x1": Ceiling(0, 42, 133, 1),

@@ -147,3 +147,32 @@ def test_masks_without_lists_are_the_cpus() -> None:
         found, _ = few_values("cuda", 2)
     assert all(map(torch.equal, expected.masks(), found.masks()))
     assert torch.equal(expected.kernel.memory, found.kernel.memory)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_levels_of_0_and_1_are_the_cpus(name: str) -> None:
+    found = []
+    with on_device():
+        for device in ("cpu", "cuda"):
+            run = Run(device, BLOCKS[name], [one_rank(301, 32)] * 2)
+            for level in (0.0, 0.4, 1.0, 0.0, 0.7):
+                run.train()
+                run.update(level)
+                found += [(level, mask.clone()) for mask in run.masks()]
+            found += [(1.0, table) for table in run.weights()]
+    half = len(found) // 2
+    for (_, expected), (level, other) in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(expected, other), level
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -1, 0x7F800000], ids=["nan", "-nan", "inf"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scores_that_are_not_finite_are_refused(name: str, bits: int) -> None:
+    with on_device():
+        run = Run("cuda", BLOCKS[name], [one_rank(301, 32)] * 2)
+        run.update(0.5)
+        before = [mask.clone() for mask in run.masks()]
+        run.kernel.rows()[1].view(torch.int32)[7, 5] = bits
+        with pytest.raises(ValueError, match=r"'t1': the block at row [67], column \d+ scores"):
+            run.update(0.6)
+        assert all(map(torch.equal, before, run.masks()))
