@@ -89,22 +89,16 @@ class TritonRowCleaner:
 
     Args:
         slots: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
-            feature, in the order of the ids; None where nothing is masked. All weights have one
+            feature, in the order of the ids; None where nothing is removed. All weights have one
             device and one dtype, as the tables of a batch have.
     """
 
     def __init__(self, slots: Sequence[tuple[Tensor, BlockMask, Tensor] | None]) -> None:
-        masked = [slot if slot is not None and slot[1].removes else None for slot in slots]
-        self._alive = [slot for slot in masked if slot is not None]
+        self._alive = [slot for slot in slots if slot is not None]
         self.needed = bool(self._alive)
         if not self.needed:
             return
-        features = [Feature() if slot is None else Feature.of(*slot) for slot in masked]
-        # Division takes many more instructions than a shift, and blocks are nearly always powers of
-        # two.
-        self._shifts = all(feature.shifts for feature in features)
-        if self._shifts:
-            features = [feature.with_logarithms() for feature in features]
+        features, self._shifts = _features(slots)
         # Several features may read one table.
         tables = [table for table in dict.fromkeys(features) if table.rows]
         ends = [0, *accumulate(table.rows for table in tables)]
@@ -114,7 +108,7 @@ class TritonRowCleaner:
         sizes = [len(Feature._fields) * len(each) for each in (features, tables)]
         self._features, self._tables, self._ends = torch.split(known, [*sizes, len(ends)])
         self._word = _WORDS[weight.element_size()]
-        widest = max(feature.cols for feature in features)
+        widest = max(table.cols for table in tables)
         self._cols = min(triton.next_power_of_2(widest), _COLS)
 
     def flag(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
@@ -181,6 +175,18 @@ class TritonRowCleaner:
                 BY_ID=by_id,
                 num_warps=4,
             )
+
+
+def _features(
+    slots: Sequence[tuple[Tensor, BlockMask, Tensor] | None],
+) -> tuple[list[Feature], bool]:
+    """Return the parameters of all features, and whether the kernel shifts."""
+    features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
+    # Division takes many more instructions than a shift, and blocks are nearly always powers of
+    # two.
+    if all(feature.shifts for feature in features):
+        return [feature.with_logarithms() for feature in features], True
+    return features, False
 
 
 def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:

@@ -134,7 +134,9 @@ def sweep(
             removed ones, in the place of bits that say that they are kept.
     """
     counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
-    constants = {"BUCKETS": buckets, "LISTED": from_list, **scoring.constants()}
+    # Counts need no places.
+    listed = from_list and any(does.values())
+    constants = {"BUCKETS": buckets, "LISTED": listed, **scoring.constants()}
     for name in ("holds", "lists", "packs"):
         constants[name.upper()] = does.get(name, False)
     _launch(_sweep, jobs, scoring.width, device, counts, **constants)
@@ -321,7 +323,7 @@ def _sweep(
             weights = tl.load(job).to(tl.pointer_type(TYPE))
             bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
         place = at
-        if LISTED and (LISTS or PACKS):
+        if LISTED:
             place = tl.load(_ints(job + 11) + at, mask=inside, other=0).to(tl.int64)
         if HOLDS:
             tl.store(_ints(job + 6) + at, bits, mask=inside)

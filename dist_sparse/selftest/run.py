@@ -120,10 +120,7 @@ def _wait_for(
     while True:
         # Asked before the files are read: a process that has ended writes no more.
         ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        files = {rank: _file(folder, number, rank) for rank in range(len(processes))}
-        found = {
-            rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
-        }
+        found = _answers(folder, number, len(processes))
         worst = max(found.values(), key=_badness, default={"status": "ok"})
         if worst["status"] in WRONG or len(found) == len(processes):
             seconds = max(each["seconds"] for each in found.values())
@@ -136,6 +133,12 @@ def _wait_for(
             logs = {"logs": [text[-2_000:] for text in texts]}
             return Outcome(check=check, status="failed", says=says, figures=logs)
         time.sleep(0.05)
+
+
+def _answers(folder: Path, number: int, world: int) -> dict[int, dict[str, Any]]:
+    """Return by rank what has been found in a check so far."""
+    files = {rank: _file(folder, number, rank) for rank in range(world)}
+    return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
 
 
 def _file(folder: Path, number: int, rank: int) -> Path:

@@ -102,7 +102,7 @@ def flagged(slots: Sequence[Slot | None], flags: Sequence[Tensor] = ()) -> Any:
 
     given: list[Any] = [None] * len(slots)
     for i, one in enumerate(slots):
-        if one is not None:
+        if one is not None and one.mask.removes:
             rows = one.mask.rect.rows
             every = torch.ones(rows, dtype=torch.uint8, device=DEVICE)
             given[i] = *one, flags[i] if flags else every
