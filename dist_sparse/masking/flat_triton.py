@@ -139,7 +139,7 @@ def sweep(
     constants = {"BUCKETS": buckets, "LISTED": listed, **scoring.constants()}
     for name in ("holds", "lists", "packs"):
         constants[name.upper()] = does.get(name, False)
-    _launch(_sweep, jobs, scoring.width, device, counts, **constants)
+    _launch(sweep_kernel, jobs, scoring.width, device, counts, **constants)
     return counts
 
 
@@ -152,7 +152,7 @@ def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) 
         size: bytes of an element.
     """
     constants = {"WORD": _WORDS[size], "WIDTH": width, "CHANGED": jobs[0].before != 0}
-    _launch(_prune, jobs, width, device, **constants)
+    _launch(prune_kernel, jobs, width, device, **constants)
 
 
 def _launch(
@@ -290,7 +290,7 @@ def _ints(field: tl.tensor) -> tl.tensor:
 
 
 @_kernel
-def _sweep(
+def sweep_kernel(
     jobs: tl.tensor,
     counts: tl.tensor,
     FIELDS: tl.constexpr,
@@ -354,7 +354,7 @@ def _sweep(
 
 
 @_kernel
-def _prune(
+def prune_kernel(
     jobs: tl.tensor,
     FIELDS: tl.constexpr,
     WORD: tl.constexpr,

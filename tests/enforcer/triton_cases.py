@@ -414,11 +414,11 @@ def compile_mask_updates() -> None:
         constants: dict[str, Any] = dict.fromkeys(names, False) | sizes | does
         constants |= {"BUCKETS": does.get("BUCKETS", 0), "TYPE": tl.float32}
         constants["LANES"] = min(max(1, width), 16)
-        compile_one(flat_triton._sweep, {**jobs, "counts": "*i64"}, constants)
+        compile_one(flat_triton.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
     for changed in (False, True):
         constants = {"FIELDS": len(flat_triton.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
         constants |= {"BLOCKS": 512, "LANES": 4, "CHANGED": changed}
-        compile_one(flat_triton._prune, jobs, constants)
+        compile_one(flat_triton.prune_kernel, jobs, constants)
 
 
 def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:
