@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from dist_sparse.masking.device import sent
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.port import torchrec_port
@@ -149,7 +150,7 @@ class KeptIds:
         tables = [-1, *self._features, -1]
         first = [starts.get(table, total) for table in tables]
         rows = [len(self._kept.get(table, one)) for table in tables]
-        return flags, torch.tensor(first, device=device), torch.tensor(rows, device=device)
+        return flags, sent(first, device), sent(rows, device)
 
 
 class MaskedIds:

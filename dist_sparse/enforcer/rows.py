@@ -1,8 +1,8 @@
 """Zero the removed weights of a few rows of a table, and flag the rows that were written.
 
 A row is *dirty* from the backward that wrote it until its removed weights are zeroed again. To
-clean a row, 16 to 64 bytes of its mask are read, and nothing of other rows. On CUDA the kernel in
-:mod:`dist_sparse.enforcer.rows_triton` cleans all rows that a lookup names, dirty or not.
+clean a row, 16 to 64 bytes of its mask are read, and nothing of other rows. On CUDA a kernel in
+:mod:`dist_sparse.enforcer.rows_triton` flags and cleans rows, without the host knowing which.
 
 Arguments ``ids`` and ``ends`` are as in :mod:`~dist_sparse.enforcer.ids`.
 """
@@ -106,26 +106,30 @@ def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RowFlags:
-    """A set of rows of one table on a CPU, one flag byte a row: it takes ids in any order, with
-    repeats, at the cost of a write each. At first it is empty.
+    """A set of rows of one table, one flag byte a row: it takes ids in any order, with repeats, at
+    the cost of a write each. At first it is empty.
 
     Args:
         count: rows of the table.
+        device: of the flags. Those of an accelerator are for kernels: the methods would wait.
+
+    Attributes:
+        flags: uint8 ``(count,)``.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: torch.device | None = None) -> None:
         self.count = count
         # Whole words, see parts().
-        self._words = torch.zeros(-(-count // 8), dtype=torch.int64)
-        self._flags = self._words.view(torch.uint8)[:count]
+        self._words = torch.zeros(-(-count // 8), dtype=torch.int64, device=device)
+        self.flags = self._words.view(torch.uint8)[:count]
 
     def add(self, rows: Tensor) -> None:
         """Add these rows, int64 ``(n,)``."""
-        self._flags.index_fill_(0, rows, 1)
+        self.flags.index_fill_(0, rows, 1)
 
     def add_all(self) -> None:
         """Add every row."""
-        self._flags.fill_(1)
+        self.flags.fill_(1)
 
     def add_ids(self, ids: Tensor) -> None:
         """Add the rows that ids of a lookup name."""
@@ -155,9 +159,9 @@ class RowFlags:
         repeats."""
         # With more ids than rows it is quicker to list the flags than to look each id up.
         if ids.numel() >= self.count:
-            return self._flags.nonzero().flatten()
+            return self.flags.nonzero().flatten()
         rows = in_table(ids, self.count)
-        return rows.masked_select(self._flags.view(torch.bool).index_select(0, rows))
+        return rows.masked_select(self.flags.view(torch.bool).index_select(0, rows))
 
     def clear(self) -> None:
         """Remove every row."""
@@ -221,7 +225,7 @@ class ZeroedRows:
         self._slots: Slots = {}
         self._watched: Set[int] = frozenset()
         self._removing: Slots = {}
-        # Dirty rows on a CPU; a device masks rows faster than the host learns which ones are dirty.
+        # Dirty rows.
         self._flags: dict[int, RowFlags] = {}
         self._any_dirty = False
         self._kernel: Any = None
@@ -241,11 +245,11 @@ class ZeroedRows:
             self.revived |= self._any_dirty
             self._any_dirty = False
             self._watched = watched
-            if self._on_cpu:
-                self._flags = {table: RowFlags(len(slots[table].weight)) for table in watched}
+            counts = {table: len(slots[table].weight) for table in watched}
+            self._flags = {table: RowFlags(rows, self._device) for table, rows in counts.items()}
         self._removing = {table: slots[table] for table in watched if slots[table].mask.removes}
         if not self._on_cpu:
-            self._kernel = _kernel(self._device, [*map(self._removing.get, self._features)])
+            self._kernel = self._new_kernel()
 
     @property
     def cleans_lookups(self) -> bool:
@@ -254,15 +258,11 @@ class ZeroedRows:
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""
-        if self._kernel is not None:
-            self._kernel(ids, ends)
-            return
         # Most evaluations, and the first forward after a clean-up, end here.
         if not self._any_dirty:
             return
-        if isinstance(ends, Tensor):
-            # A device without Triton.
-            self.clean_all()
+        if isinstance(ends, Tensor) or self._kernel is not None:
+            self._kernel.clean_read(ids, ends)
             return
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
             slot = self._removing.get(table)
@@ -281,13 +281,21 @@ class ZeroedRows:
         if not ids.numel() or not self._watched:
             return
         self._any_dirty = True
-        if not isinstance(ends, Tensor):
+        if self._kernel is not None:
+            self._kernel.flag(ids, ends)
+        elif not isinstance(ends, Tensor):
             flag(self._flags, self._features, ids, ends)
+        else:
+            # A device without Triton: the next lookup cleans every row.
+            self.revived = True
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
-        if self.revived or (self._any_dirty and not self._on_cpu):
+        if self.revived:
             self.clean_all()
+        elif self._any_dirty and self._kernel is not None:
+            self._kernel.clean()
+            self._forget()
         elif self._any_dirty:
             for table, slot in self._removing.items():
                 for rows in self._flags[table].parts():
@@ -309,15 +317,17 @@ class ZeroedRows:
 
     def _forget(self) -> None:
         if self._any_dirty:
-            for flags in self._flags.values():
-                flags.clear()
+            torch._foreach_zero_([rows.flags for rows in self._flags.values()])
         self._any_dirty = False
 
-
-def _kernel(device: torch.device, slots: Sequence[Slot | None]) -> Any:
-    """Return the kernel that cleans the rows of a lookup on CUDA, if Triton is installed (CUDA
-    builds of torch bring it); None elsewhere."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    triton_rows = importlib.import_module("dist_sparse.enforcer.rows_triton")
-    return triton_rows.TritonRowCleaner(slots)
+    def _new_kernel(self) -> Any:
+        """Return the kernel that flags and cleans rows on CUDA, if Triton is installed (CUDA builds
+        of torch bring it); None elsewhere."""
+        if self._device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return None
+        slots: list[Any] = [None] * len(self._features)
+        for i, table in enumerate(self._features):
+            if table in self._removing:
+                slots[i] = *self._removing[table], self._flags[table].flags
+        triton_rows = importlib.import_module("dist_sparse.enforcer.rows_triton")
+        return triton_rows.TritonRowCleaner(slots)

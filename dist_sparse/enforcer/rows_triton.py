@@ -1,4 +1,5 @@
-"""A Triton kernel that zeroes the removed weights of a few rows of many tables.
+"""A Triton kernel that flags the rows of many tables that are about to be written, and zeroes the
+removed weights of flagged rows.
 
 For :class:`dist_sparse.enforcer.rows.ZeroedRows` on CUDA. Nothing else imports this module, so
 that the package works where Triton is missing.
@@ -7,6 +8,7 @@ that the package works where Triton is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_sparse.masking.device import sent
 from dist_sparse.masking.masks import BlockMask
 
 _TILE = 1024
@@ -43,15 +46,17 @@ class Feature(NamedTuple):
     col_offset: int = 0
     block_cols: int = 1
     blocks_per_row: int = 0
+    flags: int = 0
+    """Address of the flags of the rows."""
 
     @classmethod
-    def of(cls, weight: Tensor, bits: Tensor, mask: BlockMask) -> Feature:
+    def of(cls, weight: Tensor, mask: BlockMask, flags: Tensor) -> Feature:
         rect, grid = mask.rect, mask.grid
         row_offset, block_rows = _axis(rect.row, rect.rows, mask.block[0], grid.rows)
         col_offset, block_cols = _axis(rect.col, rect.cols, mask.block[1], grid.cols)
         return cls(
             weight.data_ptr(),
-            bits.data_ptr(),
+            mask.bits.data_ptr(),
             weight.stride(0),
             rect.rows,
             rect.cols,
@@ -60,6 +65,7 @@ class Feature(NamedTuple):
             col_offset,
             block_cols,
             grid.cols,
+            flags.data_ptr(),
         )
 
     @property
@@ -75,46 +81,43 @@ class Feature(NamedTuple):
 
 
 class TritonRowCleaner:
-    """Cleans the rows that a lookup is about to read, in one launch for all features and tables,
-    without a look at which rows are dirty.
+    """Flags the rows that a backward is about to write, and cleans flagged rows, each in one launch
+    for all features and tables.
 
-    It holds the addresses of the weights and bits it was made with (and keeps those tensors alive):
-    make a new one when a table's storage or mask is replaced.
+    It holds the addresses of the weights, bits and flags it was made with (and keeps those tensors
+    alive): make a new one when a table's storage or mask is replaced.
 
     Args:
-        slots: a live shard and its mask for each feature, in the order of the ids; None where
-            nothing is masked. All weights have one device and one dtype, as the tables of a batch
-            have.
+        slots: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
+            feature, in the order of the ids; None where nothing is removed. All weights have one
+            device and one dtype, as the tables of a batch have.
     """
 
-    def __init__(self, slots: Sequence[tuple[Tensor, BlockMask] | None]) -> None:
-        self._alive: list[tuple[Tensor, Tensor]] = []
-        features = []
-        for slot in slots:
-            if slot is None or not slot[1].removes:
-                features.append(Feature())
-                continue
-            weight, mask = slot
-            bits = mask.bits.contiguous()
-            self._alive.append((weight, bits))
-            features.append(Feature.of(weight, bits, mask))
-        self._features = len(features)
+    def __init__(self, slots: Sequence[tuple[Tensor, BlockMask, Tensor] | None]) -> None:
+        self._alive = [slot for slot in slots if slot is not None]
         self.needed = bool(self._alive)
         if not self.needed:
             return
-        # Division takes many more instructions than a shift, and blocks are nearly always powers of
-        # two.
-        self._shifts = all(feature.shifts for feature in features)
-        if self._shifts:
-            features = [feature.with_logarithms() for feature in features]
+        features, self._shifts = _features(slots)
+        # Several features may read one table.
+        tables = [table for table in dict.fromkeys(features) if table.rows]
+        ends = [0, *accumulate(table.rows for table in tables)]
+        self._rows = ends[-1]
         weight = self._alive[0][0]
-        self._table = torch.tensor(features, dtype=torch.int64).to(weight.device)
+        known = sent([*chain(*features, *tables), *ends], weight.device)
+        sizes = [len(Feature._fields) * len(each) for each in (features, tables)]
+        self._features, self._tables, self._ends = torch.split(known, [*sizes, len(ends)])
         self._word = _WORDS[weight.element_size()]
-        widest = max(feature.cols for feature in features)
+        widest = max(table.cols for table in tables)
         self._cols = min(triton.next_power_of_2(widest), _COLS)
 
-    def __call__(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Write the zeros, on the current stream.
+    def flag(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Flag the rows that a lookup names; arguments as in :meth:`clean_read`."""
+        # One flag a row: a tile is of ids alone.
+        self._on_ids(ids, ends, cols=1, marks=True)
+
+    def clean_read(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
+        """Clean the flagged rows among those that a lookup names, on the current stream.
 
         Args:
             ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside
@@ -124,30 +127,66 @@ class TritonRowCleaner:
                 with any stride: ``offsets[::batch_size]`` of FBGEMM's offsets costs neither a copy
                 nor a wait.
         """
+        self._on_ids(ids, ends, cols=self._cols if self.needed else 1, marks=False)
+
+    def clean(self) -> None:
+        """Clean all flagged rows. They stay flagged."""
+        if self.needed:
+            # Each row once, as if a lookup named all of them.
+            self._launch(self._ends, self._rows, self._ends, self._tables, self._cols, by_id=False)
+
+    def _on_ids(self, ids: Tensor, ends: Sequence[int] | Tensor, *, cols: int, marks: bool) -> None:
         count = ids.numel()
         if not self.needed or count == 0:
             return
-        if not isinstance(ends, Tensor):  # from pinned memory, or the host would wait for the copy
-            ends = torch.tensor(ends, dtype=torch.int64, pin_memory=ids.is_cuda)
-        ends, ids = ends.to(ids.device, non_blocking=True), ids.contiguous()
-        per_program = _TILE // self._cols
+        ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
+        ends = ends.to(ids.device, non_blocking=True)
+        self._launch(ids.contiguous(), count, ends, self._features, cols, marks=marks)
+
+    def _launch(
+        self,
+        ids: Tensor,
+        count: int,
+        ends: Tensor,
+        table: Tensor,
+        cols: int,
+        *,
+        marks: bool = False,
+        by_id: bool = True,
+    ) -> None:
+        per_program = _TILE // cols
+        features = table.numel() // len(Feature._fields)
         # Triton launches on the current device, wherever its arguments are.
         with torch.cuda.device(ids.get_device()):
-            zero_removed[(-(-count // per_program),)](
+            visit_rows[(-(-count // per_program),)](
                 ids,
                 count,
                 ends,
                 ends.stride(0),
-                self._table,
-                self._features,
+                table,
+                features,
                 FIELDS=len(Feature._fields),
-                STEPS=(self._features - 1).bit_length(),
+                STEPS=(features - 1).bit_length(),
                 SHIFTS=self._shifts,
                 WORD=self._word,
                 IDS=per_program,
-                COLS=self._cols,
+                COLS=cols,
+                MARKS=marks,
+                BY_ID=by_id,
                 num_warps=4,
             )
+
+
+def _features(
+    slots: Sequence[tuple[Tensor, BlockMask, Tensor] | None],
+) -> tuple[list[Feature], bool]:
+    """Return the parameters of all features, and whether the kernel shifts."""
+    features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
+    # Division takes many more instructions than a shift, and blocks are nearly always powers of
+    # two.
+    if all(feature.shifts for feature in features):
+        return [feature.with_logarithms() for feature in features], True
+    return features, False
 
 
 def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
@@ -158,7 +197,7 @@ def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
 
 # Counts change from batch to batch and from lookup to lookup: one kernel for all of them.
 @triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
-def zero_removed(
+def visit_rows(
     ids: tl.tensor,
     count: tl.tensor,
     ends: tl.tensor,
@@ -171,8 +210,12 @@ def zero_removed(
     WORD: tl.constexpr,
     IDS: tl.constexpr,
     COLS: tl.constexpr,
+    MARKS: tl.constexpr,
+    BY_ID: tl.constexpr,
 ) -> None:
-    """Each program takes IDS ids, feature by feature, and reads their rows COLS columns at a time.
+    """Each program takes IDS ids, feature by feature, and flags their rows (MARKS), or zeroes what
+    is removed of those that are flagged, COLS columns at a time. Without BY_ID, it takes all rows
+    of the tables, in the place of ids.
 
     A tile is flat, so that the neighbours of a warp are neighbours in a row; Triton would lay out a
     matrix of addresses that it knows nothing about by columns. The numbers added to ``info`` are
@@ -207,22 +250,37 @@ def zero_removed(
 
         # What grows with the table is 64 bits wide, once for each row; within a row 32 bits do.
         at = position + element // COLS
-        row = tl.load(ids + at, mask=at < stop, other=0).to(tl.int64)
-        row = tl.where((row >= 0) & (row < tl.load(info + 3)), row, 0)
-        block_row = row + tl.load(info + 5)
-        block_row = block_row >> height if SHIFTS else block_row // height
-        bit = block_row * tl.load(info + 9)
-        weight += row * tl.load(info + 2)
-        bits += bit >> 3
-        before = (bit & 7).to(tl.int32)
-        for first in range(0, cols, COLS):
-            col = first + element % COLS
-            block = (col + cut) >> width if SHIFTS else (col + cut) // width
-            flag = before + block
-            byte = tl.load(bits + (flag >> 3), mask=(at < stop) & (col < cols), other=0xFF).to(
-                tl.int32
-            )
-            removed = ((byte >> (flag & 7)) & 1) == 0  # nothing outside: all bits are set there
-            tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
+        # Nothing of features whose table is not masked.
+        inside = at < tl.where(cols > 0, stop, 0)
+        flags = tl.load(info + 10).to(tl.pointer_type(tl.uint8))
+        if BY_ID:
+            row = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
+            row = tl.where((row >= 0) & (row < tl.load(info + 3)), row, 0)
+        else:
+            first_row = tl.load(ends + feature * stride)
+            row = at - first_row
+            # Most rows are clean: their flags are all that is read of them.
+            here = position + tl.arange(0, IDS)
+            dirty = tl.load(flags + (here - first_row), mask=here < stop, other=0).to(tl.int32)
+            cols = tl.where(tl.max(dirty) > 0, cols, 0)
+            inside = at < tl.where(cols > 0, stop, 0)
+        if MARKS:
+            tl.store(flags + row, tl.full([IDS * COLS], 1, dtype=tl.uint8), mask=inside)
+        else:
+            inside = tl.load(flags + row, mask=inside, other=0) != 0
+            block_row = row + tl.load(info + 5)
+            block_row = block_row >> height if SHIFTS else block_row // height
+            bit = block_row * tl.load(info + 9)
+            weight += row * tl.load(info + 2)
+            bits += bit >> 3
+            before = (bit & 7).to(tl.int32)
+            for first in range(0, cols, COLS):
+                col = first + element % COLS
+                block = (col + cut) >> width if SHIFTS else (col + cut) // width
+                flag = before + block
+                # Nothing is removed outside: all bits are set there.
+                byte = tl.load(bits + (flag >> 3), mask=inside & (col < cols), other=0xFF)
+                removed = ((byte.to(tl.int32) >> (flag & 7)) & 1) == 0
+                tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
         # Larger, even if the ends do not ascend: the search saw that the next feature begins later.
         position = stop

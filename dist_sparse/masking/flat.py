@@ -33,7 +33,7 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 # Places in a list are int32, and a program looks at some behind the last.
 _MOST = (1 << 31) - (1 << 20)
 
-# Behind all places in a list.
+# Behind all places in a list, and above all scores.
 NO_PLACE = (1 << 31) - 1
 
 # Elements of a block that kernels add up in torch's order.
@@ -70,6 +70,12 @@ def too_large(nbytes: int, weights: int) -> bool:
     return nbytes * 20 > weights
 
 
+def _fits(listed: int, weights: Tensor) -> bool:
+    """Whether so many blocks of a shard may be listed. Twice as much as is held for sure: rarely
+    does a bucket hold as many, and without a list all weights are read twice more."""
+    return not too_large(_LISTED * listed, 2 * weights.nbytes)
+
+
 class Limit(NamedTuple):
     """Blocks that score less than ``bits`` are removed, and those that score as much before the
     flat place ``upto``."""
@@ -101,7 +107,6 @@ class _Narrowed:
         places: of the listed blocks, int32.
         kept: bits, as words of 32; listed blocks are still kept.
         dirty: bits of the same form.
-        length: how many are listed, int32.
         removed: number of blocks removed so far, int64 ``()``, once it is launched.
     """
 
@@ -111,17 +116,7 @@ class _Narrowed:
     places: Tensor
     kept: Tensor
     dirty: Tensor
-    length: Tensor = field(init=False)
     removed: Tensor = field(init=False)
-
-    def bits(self) -> dict[str, int]:
-        """Return the addresses of the bits, as fields of a job."""
-        return {"kept": self.kept.data_ptr(), "dirty": self.dirty.data_ptr()}
-
-    def addresses(self) -> dict[str, int]:
-        """Return where all of it is written, as fields of a job."""
-        lists = {"scores": self.scores, "places": self.places, "length": self.length}
-        return {name: tensor.data_ptr() for name, tensor in lists.items()} | self.bits()
 
 
 class FlatScores:
@@ -153,22 +148,22 @@ class FlatScores:
         assert width is not None
         self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute)
         self._narrowed: dict[int, _Narrowed] = {}
+        self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self.held: list[Tensor] = []
-        ints = partial(torch.empty, dtype=torch.int32, device=self._device)
-        if too_large(4, width * tensor.element_size()):
-            self._lengths = ints(len(shards)).zero_()
-        else:
-            self.held = [ints(grid.blocks) for grid in self._grids]
+        if not too_large(4, width * tensor.element_size()):
+            self.held = [self._ints(grid.blocks) for grid in self._grids]
 
     def first_histograms(self) -> Tensor:
         """Score all blocks. Return :func:`~dist_sparse.masking.segments.first_histogram` of each
         shard, int64 ``(shards, HISTOGRAM)``."""
-        jobs = [self._on_weights(number) for number in range(len(self._grids))]
+        # Zeros are what is below 1.
+        task = {"low": 1, "high": NO_PLACE, "shift": LEADING_SHIFT}
+        jobs = [self._on_weights(number)._replace(**task) for number in range(len(self._grids))]
         for i, scores in enumerate(self.held):
             jobs[i] = jobs[i]._replace(scores=scores.data_ptr())
-        buckets = 1 << 31 - LEADING_SHIFT
-        hold = bool(self.held)
-        counts: Tensor = self._kernels.score(jobs, self._scoring, self._device, buckets, hold=hold)
+        counts: Tensor = self._kernels.sweep(
+            jobs, self._scoring, self._device, 1 << 31 - LEADING_SHIFT, holds=bool(self.held)
+        )
         return counts
 
     def histograms(
@@ -177,51 +172,76 @@ class FlatScores:
         """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
         to_narrow: dict[int, dict[str, int]] = {}
-        narrows = before == LEADING_SHIFT and not self.held
+        narrowed: dict[int, _Narrowed] = {}
+        lengths = self._ints(len(self._grids))
         for number, prefix in prefixes.items():
             # Zeros have a bucket of their own in the first round.
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
             task = {"low": low, "high": high, "shift": shift}
-            if narrows and self._narrow(number, low, high, int(self.counts[number, 1 + prefix])):
-                to_narrow[number] = task | self._narrowed[number].addresses()
-            else:
+            first_round = before == LEADING_SHIFT and not self.held
+            inside = int(self.counts[number, 1 + prefix]) if first_round else 0
+            if not first_round or not _fits(inside, self._weights[number]):
                 to_count[number] = task
-        found = {number: counts for number, counts, _ in self._sweep(to_count, buckets)}
-        for number, counts, removed in self._sweep(to_narrow, buckets, lists=True, packs=True):
-            found[number] = counts
-            self._narrowed[number].removed = removed
-        return [found[number] for number in prefixes]
+                continue
+            scores, kept, dirty = self._ints(inside), self._words(number), self._words(number)
+            made = _Narrowed(low, high, scores, torch.empty_like(scores), kept, dirty)
+            narrowed[number] = made
+            to_narrow[number] = task | _addresses(
+                scores=scores, places=made.places, length=lengths[number:], kept=kept, dirty=dirty
+            )
+        found = self._sweep(to_count, buckets)
+        if to_narrow:
+            lengths.zero_()
+            found |= self._sweep(to_narrow, buckets, lists=True, packs=True)
+        for number, made in narrowed.items():
+            made.removed = found[number][0]
+        # Not before: they are read from here on.
+        self._narrowed |= narrowed
+        return [found[number][1:] for number in prefixes]
 
-    def listed(self, number: int, score: int, most: int) -> Tensor | None:
-        """Return the flat places of the blocks that have a score, int32 ``(n,)``, the first
-        ``most`` in ascending order, and then NO_PLACE; None where they are not listed."""
-        narrowed = self._narrowed.get(number)
-        if narrowed is None or not narrowed.low <= score <= narrowed.high:
-            return None
-        places = narrowed.places.masked_fill(narrowed.scores != score, NO_PLACE)
-        return places.sort().values[:most]
+    def ties(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
+        """Return the flat places of the blocks that have a score, int32 in no order, with NO_PLACE
+        among them, by the number of the shard; nothing where they may take too much memory.
+
+        Args:
+            wanted: by the number of the shard, the score, and how many blocks have it at most.
+        """
+        found: dict[int, Tensor] = {}
+        few = {
+            number: most
+            for number, (_, most) in wanted.items()
+            if _fits(most, self._weights[number])
+        }
+        places, lengths = self._ints(sum(few.values())).fill_(NO_PLACE), self._ints(len(few))
+        scores, tasks = torch.empty_like(places), {}
+        lengths.zero_()
+        for i, (number, most) in enumerate(few.items()):
+            start, score = sum(map(len, found.values())), wanted[number][0]
+            found[number] = places[start : start + most]
+            tasks[number] = {"low": score, "high": score} | _addresses(
+                scores=scores[start:], places=found[number], length=lengths[i:]
+            )
+        self._sweep(tasks, lists=True)
+        return found
 
     @cached_property
     def masks(self) -> dict[int, FlatMask]:
         """The new masks of shards, by their numbers. One wait for all of them."""
         words: dict[int, tuple[Tensor, Tensor]] = {}
+        tasks: dict[int, dict[str, int]] = {}
         removed: list[tuple[int, Tensor]] = []
-        to_settle: dict[int, Any] = {}
-        to_pack: dict[int, dict[str, int]] = {}
         for number, (score, upto) in self.limits.items():
-            narrowed = self._narrowed.get(number)
-            task = {"low": score, "high": score, "last": upto - 1}
-            if narrowed is not None and narrowed.low - 1 <= score <= narrowed.high:
-                words[number] = narrowed.kept, narrowed.dirty
-                to_settle[number] = self._on_list(narrowed)._replace(**task, **narrowed.bits())
-                removed.append((number, narrowed.removed))
+            narrowed = self._listed(number, score, score)
+            if narrowed is None:
+                kept, dirty = self._words(number), self._words(number)
             else:
-                kept, dirty = words[number] = self._words(number), self._words(number)
-                to_pack[number] = task | {"kept": kept.data_ptr(), "dirty": dirty.data_ptr()}
-        removed += [(number, count) for number, _, count in self._sweep(to_pack, packs=True)]
-        if to_settle:
-            counts = self._kernels.settle([*to_settle.values()], self._device)
-            removed += zip(to_settle, counts.unbind(), strict=True)
+                kept, dirty = narrowed.kept, narrowed.dirty
+                removed.append((number, narrowed.removed))
+            words[number] = kept, dirty
+            task = {"low": score, "high": score, "last": upto - 1}
+            tasks[number] = task | _addresses(kept=kept, dirty=dirty)
+        swept = self._sweep(tasks, packs=True)
+        removed += [(number, counts[0]) for number, counts in swept.items()]
         counted = on_host([count.view(1) for _, count in removed])
         removing = {number for (number, _), count in zip(removed, counted, strict=True) if count}
         made = {}
@@ -231,67 +251,52 @@ class FlatScores:
             made[number] = FlatMask(kept, dirty, number in removing)
         return made
 
-    def _narrow(self, number: int, low: int, high: int, inside: int) -> bool:
-        """Prepare a list of the blocks that score from ``low`` to ``high``, ``inside`` in number.
-        False, with nothing done, if it would take too much memory."""
-        if too_large(_LISTED * inside, self._weights[number].nbytes):
-            return False
-        scores = torch.empty(inside, dtype=torch.int32, device=self._device)
-        kept, dirty = self._words(number), self._words(number)
-        made = _Narrowed(low, high, scores, torch.empty_like(scores), kept, dirty)
-        made.length = self._lengths[number:]
-        self._narrowed[number] = made
-        return True
-
     def _words(self, number: int) -> Tensor:
         """Return memory for a bit of each block, int32, for atomic operations on words."""
-        count = -(-self._grids[number].blocks // 32)
-        return torch.empty(count, dtype=torch.int32, device=self._device)
+        return self._ints(-(-self._grids[number].blocks // 32))
 
     def _sweep(
-        self,
-        tasks: Mapping[int, Mapping[str, int]],
-        buckets: int = 0,
-        *,
-        lists: bool = False,
-        packs: bool = False,
-    ) -> list[tuple[int, Tensor, Tensor]]:
-        """Return number, counts and removed blocks of each shard with a task, from scores where
-        they are known."""
-        on_scores: dict[int, Any] = {}
-        on_weights: dict[int, Any] = {}
+        self, tasks: Mapping[int, Mapping[str, int]], buckets: int = 0, **does: bool
+    ) -> dict[int, Tensor]:
+        """Return the counts of each shard with a task, from scores where they are known."""
+        launches: dict[tuple[bool, Any], dict[int, Any]] = {}
         for number, task in tasks.items():
-            # Packing is about all blocks.
-            low, high = (-1, -1) if packs else (task["low"], task["high"])
-            reads_weights, job = self._source(number, low, high)
-            (on_weights if reads_weights else on_scores)[number] = job._replace(**task)
-        found: list[tuple[int, Tensor, Tensor]] = []
-        for jobs, scoring in ((on_scores, self._kernels.SCORES), (on_weights, self._scoring)):
-            if jobs:
-                counts, removed = self._kernels.sweep(
-                    [*jobs.values()], scoring, self._device, buckets, lists=lists, packs=packs
-                )
-                found += zip(jobs, counts.unbind(), removed.unbind(), strict=True)
+            how, job = self._source(number, task["low"], task["high"])
+            launches.setdefault(how, {})[number] = job._replace(**task)
+        found: dict[int, Tensor] = {}
+        for (from_list, scoring), jobs in launches.items():
+            counts = self._kernels.sweep(
+                [*jobs.values()], scoring, self._device, buckets, from_list=from_list, **does
+            )
+            found |= zip(jobs, counts.unbind(), strict=True)
         return found
 
     def _on_weights(self, number: int) -> Any:
         """Return a launch's job on the weights of a shard."""
         return self._kernels.Job(self._weights[number].data_ptr(), self._grids[number].blocks)
 
-    def _source(self, number: int, low: int, high: int) -> tuple[bool, Any]:
-        """Return whether a launch reads weights, for what scores from ``low`` to ``high``, and its
-        job on the shard."""
+    def _listed(self, number: int, low: int, high: int) -> _Narrowed | None:
+        """Return the list of a shard if it decides about scores from ``low`` to ``high``."""
+        found = self._narrowed.get(number)
+        # Of a limit just below the list, nothing in it is removed.
+        return found if found and found.low - 1 <= low <= high <= found.high else None
+
+    def _source(self, number: int, low: int, high: int) -> tuple[tuple[bool, Any], Any]:
+        """Return whether a launch reads a list and how it scores, for what scores from ``low`` to
+        ``high``, and its job on the shard."""
+        job, known = self._kernels.Job, self._kernels.SCORES
         if self.held:
             scores = self.held[number]
-            return False, self._kernels.Job(scores.data_ptr(), scores.numel())
-        narrowed = self._narrowed.get(number)
-        if narrowed is not None and narrowed.low <= low <= high <= narrowed.high:
-            return False, self._on_list(narrowed)
-        return True, self._on_weights(number)
+            return (False, known), job(scores.data_ptr(), scores.numel())
+        if narrowed := self._listed(number, low, high):
+            scores, places = narrowed.scores, narrowed.places
+            return (True, known), job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
+        return (False, self._scoring), self._on_weights(number)
 
-    def _on_list(self, narrowed: _Narrowed) -> Any:
-        scores, places = narrowed.scores, narrowed.places
-        return self._kernels.Job(scores.data_ptr(), scores.numel(), listed=places.data_ptr())
+
+def _addresses(**tensors: Tensor) -> dict[str, int]:
+    """Return the addresses of tensors, as fields of a job."""
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 class Pruned(NamedTuple):

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dist_sparse.masking.device import sent
-from dist_sparse.records import LEADING_SHIFT
 
 # Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES: Final = 16
@@ -115,55 +114,33 @@ class Pruning(NamedTuple):
     dirty: int = 0
 
 
-def score(
-    jobs: Sequence[Job], scoring: Scoring, device: torch.device, buckets: int, *, hold: bool
-) -> Tensor:
-    """Score all blocks. Return for each shard how many score 0, and then how many others are in
-    each bucket of the leading bits: int64 ``(shards, 1 + buckets)``.
-
-    Args:
-        hold: whether scores are written.
-    """
-    counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
-    constants = {"BUCKETS": buckets, "HOLD": hold, "LEADING": LEADING_SHIFT, **scoring.constants()}
-    _launch(_score, jobs, scoring.width, device, counts, **constants)
-    return counts
-
-
 def sweep(
     jobs: Sequence[Job],
     scoring: Scoring,
     device: torch.device,
     buckets: int = 0,
     *,
-    lists: bool = False,
-    packs: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Compare scores with the limits of their shards. Return for each shard how many of the blocks
-    within are in each bucket, int64 ``(shards, buckets)``, and how many are removed, int64
-    ``(shards,)``.
+    from_list: bool = False,
+    **does: bool,
+) -> Tensor:
+    """Compare scores with the limits of their shards. Return for each shard how many blocks are
+    removed, and then how many of those within are in each bucket: int64 ``(shards, 1 + buckets)``.
 
     Args:
+        from_list: whether the scores are of listed blocks.
+        holds: whether all scores are written.
         lists: whether scores and places of the blocks within are written, in any order.
-        packs: whether the bits of kept and of dirty blocks are written, and removed ones counted.
+        packs: whether the bits of kept and of dirty blocks are written; of listed blocks, those of
+            removed ones, in the place of bits that say that they are kept.
     """
-    counts = torch.zeros(len(jobs), buckets + 1, dtype=torch.int64, device=device)
-    constants = {"BUCKETS": buckets, "LIST": lists, "PACK": packs, **scoring.constants()}
-    _launch(_sweep, jobs, scoring.width, device, counts, **constants)
-    return counts[:, :buckets], counts[:, buckets]
-
-
-def settle(jobs: Sequence[Job], device: torch.device) -> Tensor:
-    """Remove listed blocks that score less than ``low``, and those that score as much, up to the
-    place ``last``: bits that say so are in place of those that say that they are kept. Return how
-    many are removed, by shard, int64 ``(shards,)``.
-
-    Args:
-        jobs: with lists at ``source``.
-    """
-    removed = torch.zeros(len(jobs), dtype=torch.int64, device=device)
-    _launch(_settle, jobs, 1, device, removed)
-    return removed
+    counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
+    # Counts need no places.
+    listed = from_list and any(does.values())
+    constants = {"BUCKETS": buckets, "LISTED": listed, **scoring.constants()}
+    for name in ("holds", "lists", "packs"):
+        constants[name.upper()] = does.get(name, False)
+    _launch(sweep_kernel, jobs, scoring.width, device, counts, **constants)
+    return counts
 
 
 def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) -> None:
@@ -175,7 +152,7 @@ def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) 
         size: bytes of an element.
     """
     constants = {"WORD": _WORDS[size], "WIDTH": width, "CHANGED": jobs[0].before != 0}
-    _launch(_prune, jobs, width, device, **constants)
+    _launch(prune_kernel, jobs, width, device, **constants)
 
 
 def _launch(
@@ -266,7 +243,8 @@ def _scores(
             total += part
         parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
         sums = _in_turn(_in_turn(parts, BLOCKS * 4), BLOCKS)
-    return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
+    # NaN may be negative: all bits but its sign.
+    return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @_kernel
@@ -306,45 +284,13 @@ def _unpacked(
 
 
 @_kernel
-def _score(
-    jobs: tl.tensor,
-    counts: tl.tensor,
-    FIELDS: tl.constexpr,
-    TYPE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
-    ABSOLUTE: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    HOLD: tl.constexpr,
-    LEADING: tl.constexpr,
-) -> None:
-    """Score the blocks of one shard. The numbers added to ``job`` are the places of the fields of
-    :class:`Job`."""
-    job = jobs + tl.program_id(1) * FIELDS
-    weights = tl.load(job).to(tl.pointer_type(TYPE))
-    blocks = tl.load(job + 1)
-    held = tl.load(job + 6).to(tl.pointer_type(tl.int32))
-    tally = tl.zeros([BUCKETS], dtype=tl.int32)
-    zeros = tl.full([], 0, dtype=tl.int32)
-    start = tl.program_id(0).to(tl.int64) * BLOCKS
-    for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
-        bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
-        place = first + tl.arange(0, BLOCKS)
-        inside = place < blocks
-        if HOLD:
-            tl.store(held + place, bits, mask=inside)
-        # NaN may be negative: in the last buckets too.
-        tally += _tally((bits >> LEADING) & (BUCKETS - 1), inside & (bits != 0), BUCKETS, BLOCKS)
-        zeros += tl.sum((inside & (bits == 0)).to(tl.int32))
-    counts += tl.program_id(1) * (1 + BUCKETS)
-    tl.atomic_add(counts, zeros.to(tl.int64))
-    bucket = tl.arange(0, BUCKETS)
-    tl.atomic_add(counts + 1 + bucket, tally.to(tl.int64), mask=tally > 0)
+def _ints(field: tl.tensor) -> tl.tensor:
+    """Return the address in a field of a job, of int32."""
+    return tl.load(field).to(tl.pointer_type(tl.int32))
 
 
 @_kernel
-def _sweep(
+def sweep_kernel(
     jobs: tl.tensor,
     counts: tl.tensor,
     FIELDS: tl.constexpr,
@@ -354,10 +300,13 @@ def _sweep(
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
     BUCKETS: tl.constexpr,
-    LIST: tl.constexpr,
-    PACK: tl.constexpr,
+    LISTED: tl.constexpr,
+    HOLDS: tl.constexpr,
+    LISTS: tl.constexpr,
+    PACKS: tl.constexpr,
 ) -> None:
-    """Compare the scores of one shard with its limits."""
+    """Compare the scores of one shard with its limits. The numbers added to ``job`` are the places
+    of the fields of :class:`Job`."""
     job = jobs + tl.program_id(1) * FIELDS
     blocks = tl.load(job + 1)
     low, high, last = tl.load(job + 2), tl.load(job + 3), tl.load(job + 4)
@@ -366,71 +315,46 @@ def _sweep(
     tally = tl.zeros([BUCKETS if BUCKETS else 1], dtype=tl.int32)
     start = tl.program_id(0).to(tl.int64) * BLOCKS
     for first in range(start, blocks, tl.num_programs(0) * BLOCKS):
-        place = first + tl.arange(0, BLOCKS)
-        inside = place < blocks
+        at = first + tl.arange(0, BLOCKS)
+        inside = at < blocks
         if WIDTH == 0:
-            scores = tl.load(job).to(tl.pointer_type(tl.int32))
-            bits = tl.load(scores + place, mask=inside, other=0)
+            bits = tl.load(_ints(job) + at, mask=inside, other=0)
         else:
             weights = tl.load(job).to(tl.pointer_type(TYPE))
             bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
+        place = at
+        if LISTED:
+            place = tl.load(_ints(job + 11) + at, mask=inside, other=0).to(tl.int64)
+        if HOLDS:
+            tl.store(_ints(job + 6) + at, bits, mask=inside)
         within = inside & (bits >= low) & (bits <= high)
+        gone = inside & ((bits < low) | (within & (place <= last)))
+        removed += tl.sum(gone.to(tl.int32))
         if BUCKETS:
             tally += _tally((bits >> shift) & (BUCKETS - 1), within, BUCKETS, BLOCKS)
-        if LIST:
+        if LISTS:
             found = tl.sum(within.to(tl.int32))
-            # In no order: all that is read from a list is counts, minima and bits.
-            length = tl.atomic_add(tl.load(job + 8).to(tl.pointer_type(tl.int32)), found)
-            at = length + tl.cumsum(within.to(tl.int32), 0) - 1
-            listed = tl.load(job + 6).to(tl.pointer_type(tl.int32))
-            places = tl.load(job + 7).to(tl.pointer_type(tl.int32))
-            tl.store(listed + at, bits, mask=within)
-            tl.store(places + at, place.to(tl.int32), mask=within)
-        if PACK:
-            gone = inside & ((bits < low) | (within & (place <= last)))
+            # In no order: all that is read from a list is counts, places and bits.
+            to = tl.atomic_add(_ints(job + 8), found) + tl.cumsum(within.to(tl.int32), 0) - 1
+            tl.store(_ints(job + 6) + to, bits, mask=within)
+            tl.store(_ints(job + 7) + to, place.to(tl.int32), mask=within)
+        if PACKS and LISTED:
+            # Words of 32 bits: there is no atomic operation on bytes.
+            bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31).to(tl.int32)
+            tl.atomic_and(_ints(job + 9) + (place >> 5), ~bit, mask=gone)
+            tl.atomic_or(_ints(job + 10) + (place >> 5), bit, mask=gone)
+        elif PACKS:
             _pack(tl.load(job + 9), first, blocks, inside & ~gone, BLOCKS)
             _pack(tl.load(job + 10), first, blocks, gone & (bits != 0), BLOCKS)
-            removed += tl.sum(gone.to(tl.int32))
-    counts += tl.program_id(1) * (BUCKETS + 1)
+    counts += tl.program_id(1) * (1 + BUCKETS)
+    tl.atomic_add(counts, removed)
     if BUCKETS:
         bucket = tl.arange(0, BUCKETS)
-        tl.atomic_add(counts + bucket, tally.to(tl.int64), mask=tally > 0)
-    if PACK:
-        tl.atomic_add(counts + BUCKETS, removed)
+        tl.atomic_add(counts + 1 + bucket, tally.to(tl.int64), mask=tally > 0)
 
 
 @_kernel
-def _settle(
-    jobs: tl.tensor,
-    counts: tl.tensor,
-    FIELDS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
-) -> None:
-    """Decide about the listed blocks of one shard."""
-    job = jobs + tl.program_id(1) * FIELDS
-    scores = tl.load(job).to(tl.pointer_type(tl.int32))
-    count, low, last = tl.load(job + 1), tl.load(job + 2), tl.load(job + 4)
-    places = tl.load(job + 11).to(tl.pointer_type(tl.int32))
-    # Words of 32 bits: there is no atomic operation on bytes.
-    kept = tl.load(job + 9).to(tl.pointer_type(tl.int32))
-    dirty = tl.load(job + 10).to(tl.pointer_type(tl.int32))
-    removed = tl.full([], 0, dtype=tl.int64)
-    start = tl.program_id(0).to(tl.int64) * BLOCKS
-    for first in range(start, count, tl.num_programs(0) * BLOCKS):
-        at = first + tl.arange(0, BLOCKS)
-        bits = tl.load(scores + at, mask=at < count, other=0)
-        place = tl.load(places + at, mask=at < count, other=0)
-        gone = (at < count) & ((bits < low) | ((bits == low) & (place <= last)))
-        bit = tl.full([BLOCKS], 1, dtype=tl.int32) << (place & 31)
-        tl.atomic_and(kept + (place >> 5), ~bit, mask=gone)
-        tl.atomic_or(dirty + (place >> 5), bit, mask=gone)
-        removed += tl.sum(gone.to(tl.int32))
-    tl.atomic_add(counts + tl.program_id(1), removed)
-
-
-@_kernel
-def _prune(
+def prune_kernel(
     jobs: tl.tensor,
     FIELDS: tl.constexpr,
     WORD: tl.constexpr,

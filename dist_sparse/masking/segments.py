@@ -143,12 +143,6 @@ class Segment:
     def histogram(self, counts: Tensor) -> None:
         self._histogram = counts
 
-    def listed(self, score: int, most: int) -> Tensor | None:
-        """As :meth:`~dist_sparse.masking.flat.FlatScores.listed`."""
-        if self.joint is None or not isinstance(self.joint.scores, FlatScores):
-            return None
-        return self.joint.scores.listed(self.joint.number, score, most)
-
     def ids(self, places: Tensor) -> Tensor:
         """Return the global block indices of flat ``places``, int64, same shape."""
         cols = len(self.columns)

@@ -27,6 +27,7 @@ from dist_sparse.masking.segments import (
     HISTOGRAM,
     KEPT,
     NOT_FINITE,
+    JointPart,
     JointScores,
     Segment,
     bucket_counts,
@@ -387,21 +388,27 @@ class _TieSearch(_Search):
 def _find_ties(searches: Sequence[_TieSearch]) -> None:
     """Find the blocks that score exactly the thresholds. Waits once for those that kernels have
     listed, and once for others on a device."""
-    listed: list[tuple[_TieSearch, Segment, Tensor]] = []
+    wanted: dict[FlatScores, dict[int, tuple[int, int]]] = {}
+    for search in searches:
+        for segment in search.segments:
+            if segment.joint is not None and isinstance(segment.joint.scores, FlatScores):
+                of_score = search.scores.last, search.scores.inside
+                wanted.setdefault(segment.joint.scores, {})[segment.joint.number] = of_score
+    listed: dict[JointPart | None, Tensor] = {}
+    for scores, ties in wanted.items():
+        for number, places in scores.ties(ties).items():
+            listed[JointPart(scores, number)] = places
+    known = dict(zip(listed, on_host([*listed.values()]), strict=True))
     packed: list[tuple[_TieSearch, Segment, int, Tensor]] = []
     for search in searches:
-        score = search.scores.last
         for segment in search.segments:
-            found = segment.listed(score, search.scores.inside)
-            if found is not None:
-                listed.append((search, segment, found))
+            if segment.joint in known:
+                places = known[segment.joint]
+                search.ids.append(segment.ids(places[places < NO_PLACE].long()))
                 continue
             # A bit for each block: any number of them may tie.
             for start, bits in segment.chunks():
-                packed.append((search, segment, start, pack(bits == score)))
-    all_places = on_host([places for *_, places in listed])
-    for (search, segment, _), places in zip(listed, all_places, strict=True):
-        search.ids.append(segment.ids(places[places < NO_PLACE].long()))
+                packed.append((search, segment, start, pack(bits == search.scores.last)))
     all_flags = on_host([flags for *_, flags in packed])
     for (search, segment, start, _), flags in zip(packed, all_flags, strict=True):
         search.tied.append((segment, start, flags))

@@ -6,9 +6,10 @@ import glob
 import math
 import pprint
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -29,6 +30,9 @@ _LABELS = {
     "columns": "fewer rotated columns",
 }
 
+# What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
+UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -37,6 +41,7 @@ class Plan:
     Args:
         budget: bytes.
         tables: names, shapes and dtypes of the tables, in the order of the model.
+        rank_bytes: bytes of the tables as they are trained, on the rank that holds most.
         untouched: number of rows that training has never touched, by table; tables without Adagrad
             sums are missing.
         choices: the candidates. Candidates with all columns are listed whether or not they fit.
@@ -47,6 +52,7 @@ class Plan:
 
     budget: int
     tables: tuple[TableShape, ...]
+    rank_bytes: int
     untouched: Mapping[str, int]
     choices: tuple[Choice, ...]
     recommended: tuple[Choice, ...]
@@ -57,11 +63,21 @@ class Plan:
         """Bytes of the tables as they are trained."""
         return dense_bytes(self.tables)
 
+    @property
+    def update_memory(self) -> dict[str, int]:
+        """Most bytes that a mask update takes on a rank beside the tables, by the blocks of the
+        masks."""
+        return {
+            blocks: math.ceil(share * self.rank_bytes) + constant
+            for blocks, (share, constant) in UPDATE_MEMORY.items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able values, sizes in bytes."""
         return {
             "budget": self.budget,
             "dense_bytes": self.dense_bytes,
+            "update_memory": self.update_memory,
             "tables": [
                 {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype)} for t in self.tables
             ],
@@ -76,6 +92,7 @@ class Plan:
         rows = [self._cells(choice) for choice in self.choices]
         share = percent(self.budget / self.dense_bytes)
         tables = number_of(len(self.tables), "table")
+        memory = [f"{size(most)} ({blocks})" for blocks, most in self.update_memory.items()]
         lines = [
             f"budget {size(self.budget)}, {share} of {size(self.dense_bytes)} in {tables}",
             "",
@@ -83,6 +100,8 @@ class Plan:
             "",
             *self._never_touched(),
             textwrap.fill(self.why, 79),
+            "",
+            f"A mask update needs up to {' or '.join(memory)} more per rank.",
         ]
         for place, choice in enumerate(self.recommended, start=1):
             lines += ["", f"{place}. {self._label(choice)}, {choice.candidate.dtype}:"]
@@ -194,6 +213,7 @@ def plan(
         facts["budget, rotate"] = [limit, groups]
     # Outside of the block above, because it communicates.
     untouched = untouched_rows(model, located, optimizer) if isinstance(model, nn.Module) else {}
+    rank_bytes = _most_on_a_rank(located) if located else dense_bytes(tables)
     # A float is a share of the bytes.
     room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)
@@ -202,11 +222,20 @@ def plan(
     return Plan(
         budget=room,
         tables=tables,
+        rank_bytes=rank_bytes,
         untouched=untouched,
         choices=candidates,
         recommended=recommended,
         why=why,
     )
+
+
+def _most_on_a_rank(located: Sequence[ShardedData]) -> int:
+    held: Counter[int] = Counter()
+    for data in located:
+        for rank, rects in zip(data.ranks or (0,), data.tiling, strict=True):
+            held[rank] += sum(rect.numel for rect in rects) * data.dtype.itemsize
+    return max(held.values())
 
 
 def _shapes(tables: Any) -> tuple[TableShape, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from dist_sparse.text import duration, printable
+from dist_sparse.text import duration, printable, table_lines
 
 Status: TypeAlias = Literal["ok", "differs", "failed", "not run"]
 
@@ -64,18 +64,16 @@ class Results:
     def text(self) -> str:
         """Return the conclusion and a table, in lines of at most 80 characters."""
         machine = ", ".join(f"{name} {value}" for name, value in self.machine.items())
-        widths = [max(len(each.check) for each in self.outcomes), len("not run")]
-        lines = [*textwrap.wrap(printable(self._conclusion()), _WIDTH)]
-        lines += [*textwrap.wrap(printable(machine), _WIDTH), ""]
-        lines.append(f"{'check':{widths[0]}}  {'status':{widths[1]}}  result")
-        room = _WIDTH - sum(widths) - 4
-        lines.append("  ".join("-" * width for width in (*widths, room)))
+        # Beside the check, its status, and a gap behind each.
+        room = _WIDTH - max(len(each.check) for each in self.outcomes) - len("not run") - 4
+        rows: list[tuple[str, str, str]] = []
         for each in self.outcomes:
             says = f"{each.says} ({duration(each.seconds)})" if each.seconds > 0.01 else each.says
             first, *more = textwrap.wrap(printable(says), room) or [""]
-            lines.append(f"{each.check:{widths[0]}}  {each.status:{widths[1]}}  {first}")
-            lines += [" " * (sum(widths) + 4) + line for line in more]
-        return "\n".join(lines)
+            rows += [(each.check, each.status, first), *(("", "", line) for line in more)]
+        head = [*textwrap.wrap(printable(self._conclusion()), _WIDTH)]
+        head += [*textwrap.wrap(printable(machine), _WIDTH), ""]
+        return "\n".join([*head, *table_lines(("check", "status", "result"), rows)])
 
     def _conclusion(self) -> str:
         wrong = [each.check for each in self.outcomes if each.status in WRONG]

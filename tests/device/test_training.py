@@ -4,10 +4,12 @@ ceilings."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from dist_sparse.masking import flat
 from tests.device.account import Spent
 from tests.device.ceilings import FIRST_STEP, GROWS, ORDINARY_STEP, UPDATE, above
 from tests.device.runs import BLOCKS, Run, on_device
@@ -114,3 +116,63 @@ def test_ties_at_the_threshold_are_the_cpus(name: str, level: float) -> None:
             run.update(level + 0.05)
             found.append([*run.masks(), *run.weights()])
     assert all(map(torch.equal, *found))
+
+
+def few_values(device: str, tables: int) -> tuple[Run, Spent]:
+    """A mask update where all thresholds tie, in a few blocks of each table."""
+    with on_device():
+        run = Run(device, BLOCKS["1x4"], [one_rank(500, 128)] * tables)
+        for table in run.kernel.rows():
+            table.copy_((table * 64).round() / 64)
+        run.update()
+        run.train(2)
+        spent = run.update(0.6)
+        run.enforcer.settle()
+    return run, spent
+
+
+def test_ties_are_read_at_once() -> None:
+    """However many tables have some."""
+    expected, _ = few_values("cpu", 8)
+    found, spent = few_values("cuda", 8)
+    assert all(map(torch.equal, expected.masks(), found.masks()))
+    assert spent.waits <= UPDATE["1x4"].waits + 1, spent.lines
+    assert spent.launches <= 32
+
+
+def test_masks_without_lists_are_the_cpus() -> None:
+    """Where too many blocks would be listed, rounds read the weights."""
+    expected, _ = few_values("cpu", 2)
+    with mock.patch.object(flat, "_fits", lambda *_: False):
+        found, _ = few_values("cuda", 2)
+    assert all(map(torch.equal, expected.masks(), found.masks()))
+    assert torch.equal(expected.kernel.memory, found.kernel.memory)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_levels_of_0_and_1_are_the_cpus(name: str) -> None:
+    found = []
+    with on_device():
+        for device in ("cpu", "cuda"):
+            run = Run(device, BLOCKS[name], [one_rank(301, 32)] * 2)
+            for level in (0.0, 0.4, 1.0, 0.0, 0.7):
+                run.train()
+                run.update(level)
+                found += [(level, mask.clone()) for mask in run.masks()]
+            found += [(1.0, table) for table in run.weights()]
+    half = len(found) // 2
+    for (_, expected), (level, other) in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(expected, other), level
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -1, 0x7F800000], ids=["nan", "-nan", "inf"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scores_that_are_not_finite_are_refused(name: str, bits: int) -> None:
+    with on_device():
+        run = Run("cuda", BLOCKS[name], [one_rank(301, 32)] * 2)
+        run.update(0.5)
+        before = [mask.clone() for mask in run.masks()]
+        run.kernel.rows()[1].view(torch.int32)[7, 5] = bits
+        with pytest.raises(ValueError, match=r"'t1': the block at row [67], column \d+ scores"):
+            run.update(0.6)
+        assert all(map(torch.equal, before, run.masks()))

@@ -1,5 +1,5 @@
-"""The Triton kernel equals the rule, in Triton's interpreter, through its compiler, and on a
-GPU."""
+"""The Triton kernel of lookups equals the rule, in Triton's interpreter and on a GPU, and it and the
+kernels of mask updates compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.enforcer.triton_cases import CASES
+from tests.enforcer.triton_cases import CASES, COMPILED
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def results(device: str, cache: Path) -> dict[str, str]:
     if done.returncode:  # a bad address ends the process in the middle of a case
         return {
             name: found.get(name, f"{done.returncode=}\n{done.stderr}")
-            for name in [*CASES, "compile_for_cuda"]
+            for name in [*CASES, *COMPILED]
         }
     return found
 
@@ -64,6 +64,7 @@ def test_on_a_gpu(name: str, cache: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiles_for_cuda(cache: Path) -> None:
-    error = results("compiler", cache)["compile_for_cuda"]
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_for_cuda(name: str, cache: Path) -> None:
+    error = results("compiler", cache)[name]
     assert not error, error

@@ -1,4 +1,5 @@
-"""Cases for the Triton kernel: it zeroes what is removed in the rows it is given, and nothing else.
+"""Cases for the Triton kernel: it flags the rows it is given, zeroes what is removed in flagged
+rows, and writes nothing else.
 
 The checks, for a process of their own: ``python -m tests.enforcer.triton_cases DEVICE`` prints one
 JSON line for each, DEVICE being ``cpu`` (with ``TRITON_INTERPRET=1``), ``cuda`` or ``compiler``.
@@ -81,7 +82,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(grid, arguments...) of each launch from now on."""
     from dist_sparse.enforcer import rows_triton
 
-    kernel, seen = rows_triton.zero_removed, []
+    kernel, seen = rows_triton.visit_rows, []
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -91,8 +92,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
             return launch
 
-    monkeypatch.setattr(rows_triton, "zero_removed", Counted())
+    monkeypatch.setattr(rows_triton, "visit_rows", Counted())
     return seen
+
+
+def flagged(slots: Sequence[Slot | None], flags: Sequence[Tensor] = ()) -> Any:
+    """A cleaner of tables whose rows are all flagged, or as ``flags`` of the features say."""
+    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
+
+    given: list[Any] = [None] * len(slots)
+    for i, one in enumerate(slots):
+        if one is not None and one.mask.removes:
+            rows = one.mask.rect.rows
+            every = torch.ones(rows, dtype=torch.uint8, device=DEVICE)
+            given[i] = *one, flags[i] if flags else every
+    return TritonRowCleaner(given)
 
 
 def settle(
@@ -102,8 +116,6 @@ def settle(
     expect_zeros: bool = True,
 ) -> None:
     """One lookup of all features, against the rule."""
-    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
-
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *(ids for _, ids in features)]).to(
         DEVICE, dtype
     )
@@ -112,7 +124,7 @@ def settle(
         sums.append(sums[-1] + len(some))
     want = expected(features)
     before = [words(one.weight).clone() for one, _ in want]
-    lookup = TritonRowCleaner([slot for slot, _ in features])
+    lookup = flagged([slot for slot, _ in features])
     places = (
         sums
         if ends == "list"
@@ -124,7 +136,7 @@ def settle(
         places = torch.stack([places, places + 1, places + 2], dim=1).flatten()[::3]
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
-    lookup(ids, places)
+    lookup.clean_read(ids, places)
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     for index, (one, expect) in enumerate(want):
@@ -270,47 +282,67 @@ def hundreds_of_features() -> None:
 
 @case
 def one_launch_that_reads_the_ends_where_they_lie() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
-
     tables = [slot(Rect(0, 0, 12, cols), (1, 2)) for cols in (6, 40, 8)]
     with pytest.MonkeyPatch.context() as patch:
         seen = launches(patch)
         ids, offsets = some_ids(12, 48).to(DEVICE), torch.arange(0, 49, 4).to(DEVICE)
-        TritonRowCleaner(tables)(ids, offsets[::4])
+        flagged(tables).clean_read(ids, offsets[::4])
         (((programs,), *args),) = seen
         assert programs == 2  # of 32 ids each
         ends = args[2]
         assert (ends.data_ptr(), ends.stride(0), args[3]) == (offsets.data_ptr(), 4, 4)
-        TritonRowCleaner([None, None])(ids, offsets[::6])
-        TritonRowCleaner(tables)(ids[:0], offsets[::4])
+        flagged([None, None]).clean_read(ids, offsets[::6])
+        flagged(tables).clean_read(ids[:0], offsets[::4])
         assert len(seen) == 1
 
 
 @case
 def ends_that_leave_ids_out_or_have_too_few() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
-
     table = slot(Rect(0, 0, 80, 6), (1, 2), kept=-1)
     ids = torch.arange(80, device=DEVICE)
     for count, ends, rows in ((80, [35, 70], range(35, 70)), (50, [0, 70], range(50))):
         table.weight.fill_(1)
-        TritonRowCleaner([table])(ids[:count], ends)
+        flagged([table]).clean_read(ids[:count], ends)
         assert (table.weight == 0).all(1).nonzero().flatten().tolist() == list(rows)
 
 
 @case
 def ends_that_do_not_ascend_do_not_hang() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
-
     table = slot(Rect(0, 0, 80, 6), (1, 2))
     for ends in ([0, 60, 20, 80], [0, 5, 90, 50, 3, 80], [70, 0, 0, 60, 90, 1, 2, 75]):
-        TritonRowCleaner([table] * (len(ends) - 1))(torch.arange(80, device=DEVICE), ends)
+        cleaner = flagged([table] * (len(ends) - 1))
+        cleaner.clean_read(torch.arange(80, device=DEVICE), ends)
+
+
+@case
+def only_flagged_rows_are_cleaned() -> None:
+    """By a lookup that names all rows, and without one; two features read the second table."""
+    for by_id in (True, False):
+        tables = [slot(Rect(5, 3, rows, 21), (3, 5)) for rows in (70, 41)]
+        features = [tables[0], None, tables[1], tables[1]]
+        flags = [torch.zeros(one.mask.rect.rows, dtype=torch.uint8) for one in tables]
+        flags = [each.to(DEVICE) for each in flags]
+        cleaner = flagged(features, [flags[0], flags[0], flags[1], flags[1]])
+        # 99 is read as row 0.
+        named = torch.tensor([69, 3, 3, 1, 2, 40, 7, 99], device=DEVICE)
+        cleaner.flag(named, [0, 3, 5, 6, 8])
+        assert flags[0].nonzero().flatten().tolist() == [3, 69]
+        assert flags[1].nonzero().flatten().tolist() == [0, 7, 40]
+        both: list[Feature] = [(tables[0], named[:3]), (tables[1], named[5:])]
+        want = expected(both)
+        if by_id:
+            every = [torch.arange(one.mask.rect.rows) for one in tables]
+            ids = torch.cat([every[0], every[1], every[1]]).to(DEVICE)
+            cleaner.clean_read(ids, [0, 70, 70, 111, 152])
+        else:
+            cleaner.clean()
+        for one, words_wanted in want:
+            assert torch.equal(words(one.weight), words_wanted)
+        assert [int(each.sum()) for each in flags] == [2, 3]
 
 
 @case
 def more_than_2_31_elements_and_bits() -> None:
-    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
-
     rows = 2**28 + 100
     weight = zero_pages(rows * 16).view(torch.float16).view(rows, 8)
     mask = BlockMask(Rect(0, 0, rows, 8), (1, 1), zero_pages(rows))
@@ -318,20 +350,21 @@ def more_than_2_31_elements_and_bits() -> None:
     near = torch.tensor([3, 50, 99], device=DEVICE)
     mask.bits[near + 2**28] = 0b1010_0000
     weight[near + 2**28], weight[near] = 5, 5
-    TritonRowCleaner([Slot(weight, mask)])(near + 2**28, [0, 3])
+    flags = zero_pages(rows)
+    cleaner = flagged([Slot(weight, mask)], [flags])
+    cleaner.flag(near + 2**28, [0, 3])
+    assert flags[near + 2**28].all() and not flags[near].any()
+    cleaner.clean_read(near + 2**28, [0, 3])
     assert weight[near + 2**28].tolist() == [[0, 0, 0, 0, 0, 5, 0, 5]] * 3
     assert (weight[near] == 5).all()
 
 
 def compile_for_cuda() -> None:
-    """Compiles the kernel to machine code, which needs no GPU: the interpreter takes more than the
+    """Compiles the kernels to machine code, which needs no GPU: the interpreter takes more than the
     compiler does."""
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    from dist_sparse.enforcer.rows_triton import Feature, zero_removed
+    from dist_sparse.enforcer.rows_triton import Feature, visit_rows
 
     arguments = {
         "ids": "*i64",
@@ -341,28 +374,73 @@ def compile_for_cuda() -> None:
         "table": "*i64",
         "features": "i32",
     }
-    for ids, shifts, word, steps in (("*i64", True, tl.int32, 5), ("*i32", False, tl.int16, 0)):
+    for ids, shifts, word, steps, marks, by_id in (
+        ("*i64", True, tl.int32, 5, False, True),
+        ("*i32", False, tl.int16, 0, False, True),
+        ("*i64", True, tl.int32, 5, True, True),
+        ("*i64", True, tl.int32, 2, False, False),
+    ):
         constants = {
             "FIELDS": len(Feature._fields),
             "STEPS": steps,
             "SHIFTS": shifts,
             "WORD": word,
-            "IDS": 32,
-            "COLS": 32,
+            "IDS": 1024 if marks else 32,
+            "COLS": 1 if marks else 32,
+            "MARKS": marks,
+            "BY_ID": by_id,
         }
-        signature = {**arguments, "ids": ids, **dict.fromkeys(constants, "constexpr")}
-        source = ASTSource(fn=zero_removed, signature=signature, constexprs=constants)
-        for capability in (80, 90):
-            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-            assert "st.global" in binary.asm["ptx"] and binary.asm["cubin"]
+        compile_one(visit_rows, {**arguments, "ids": ids}, constants)
+
+
+def compile_mask_updates() -> None:
+    """The kernels of mask updates: of 1 x 4 blocks, of rows, and of held or listed scores."""
+    import triton.language as tl
+
+    from dist_sparse.masking import flat_triton
+
+    jobs = {"jobs": "*i64"}
+    for width, blocks, does in (
+        (4, 512, {"BUCKETS": 2048}),
+        (4, 512, {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
+        (128, 128, {"BUCKETS": 2048, "HOLDS": True}),
+        (0, 2048, {"BUCKETS": 1024, "LISTED": True}),
+        (0, 2048, {"LISTS": True, "LISTED": True}),
+        (0, 2048, {"PACKS": True, "LISTED": True}),
+        (0, 2048, {"PACKS": True}),
+    ):
+        names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS", "ABSOLUTE")
+        sizes = {"FIELDS": len(flat_triton.Job._fields), "WIDTH": width, "BLOCKS": blocks}
+        constants: dict[str, Any] = dict.fromkeys(names, False) | sizes | does
+        constants |= {"BUCKETS": does.get("BUCKETS", 0), "TYPE": tl.float32}
+        constants["LANES"] = min(max(1, width), 16)
+        compile_one(flat_triton.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
+    for changed in (False, True):
+        constants = {"FIELDS": len(flat_triton.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
+        constants |= {"BLOCKS": 512, "LANES": 4, "CHANGED": changed}
+        compile_one(flat_triton.prune_kernel, jobs, constants)
+
+
+def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:
+    """Compile a kernel for an A100 and for an H100."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    for capability in (80, 90):
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        assert ".global" in binary.asm["ptx"] and binary.asm["cubin"]
+
+
+COMPILED = {each.__name__: each for each in (compile_for_cuda, compile_mask_updates)}
 
 
 def main(device: str) -> None:
     global DEVICE
     DEVICE = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    for name, function in (
-        {"compile_for_cuda": compile_for_cuda}.items() if device == "compiler" else CASES.items()
-    ):
+    for name, function in (COMPILED if device == "compiler" else CASES).items():
         torch.manual_seed(0)
         error = ""
         try:

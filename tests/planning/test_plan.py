@@ -192,6 +192,17 @@ def test_what_is_printed_fits_tables_of_a_few_rows(tmp_path: Path) -> None:
     assert made["country"].weight.shape == (10, 8)
 
 
+def test_memory_of_a_mask_update() -> None:
+    """Of C4: 5% of the tables and 64 MiB for rows, 30% and 32 MiB for 1x4 blocks."""
+    answer = plan({"user": (1 << 20, 256)}, "10%")  # 1 GiB
+    assert answer.update_memory == {"rows": 120_795_956, "1x4": 355_676_980}
+    line = "A mask update needs up to 115 MiB (rows) or 339 MiB (1x4) more per rank."
+    assert line in str(answer)
+    assert answer.to_json()["update_memory"] == answer.update_memory
+    # Of the table that a model holds.
+    assert plan(nn.ModuleDict({"user": nn.EmbeddingBag(64, 16)}), "50%").rank_bytes == 4_096
+
+
 def test_traffic_that_is_not_known() -> None:
     # Its sums shrink: after a while they are zero again.
     model, optimizer = trained(torch.optim.Adam)

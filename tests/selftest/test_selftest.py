@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 ON_A_CPU = {
     "masks",
     "mask updates",
-    "collectives",
     "TrainPipelineSparseDist",
     "fused optimizers",
     "float16",
@@ -33,7 +32,7 @@ def test_on_this_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stdout.startswith("As it should be on cpu, 2 processes; 4 of 10 checks not run.")
+    assert done.stdout.startswith("As it should be on cpu, 2 processes; 4 of 9 checks not run.")
     found = json.loads(out.read_text())
     assert found["passed"] and found["device"] == "cpu" and found["nproc"] == 2
     status = {each["check"]: each["status"] for each in found["outcomes"]}
@@ -43,21 +42,21 @@ def test_on_this_cpu(tmp_path: Path) -> None:
 
 WRONG = """
 import sys
-from dist_sparse.selftest import checks, worker
+from dist_sparse.selftest import checks, run
 
 def differs(machine):
     if machine.rank == 1:
         raise checks.Difference("a weight differs")
-    return checks.Found("right")
+    return "right", {}
 
 def ends(machine):
     sys.exit(5)
 
-checks.CHECKS.update({"masks": differs, "ordinary steps": ends, "collectives": lambda machine: 1 / 0})
+checks.CHECKS.update({"masks": differs, "ordinary steps": ends, "float16": lambda machine: 1 / 0})
 for name in checks.CHECKS:
-    if name not in ("masks", "ordinary steps", "collectives"):
-        checks.CHECKS[name] = lambda machine: checks.Found("right")
-sys.exit(worker.main(sys.argv[1:]))
+    if name not in ("masks", "ordinary steps", "float16"):
+        checks.CHECKS[name] = lambda machine: ("right", {})
+sys.exit(run.worker(sys.argv[1:]))
 """
 
 
@@ -76,11 +75,11 @@ def test_differences_errors_and_lost_processes(
     status = {each.check: (each.status, each.says) for each in found.outcomes}
     assert status.pop("masks") == ("differs", "a weight differs")
     assert status.pop("ordinary steps") == ("failed", "a process ended")
-    assert status.pop("collectives") == ("failed", "ZeroDivisionError: division by zero")
+    assert status.pop("float16") == ("failed", "ZeroDivisionError: division by zero")
     assert set(status.values()) == {("ok", "right")}
     assert not found.passed
     assert found.text().startswith(
-        "Not as it should be on cpu, 2 processes: masks, ordinary steps, collectives."
+        "Not as it should be on cpu, 2 processes: masks, ordinary steps, float16."
     )
 
 
