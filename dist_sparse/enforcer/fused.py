@@ -29,7 +29,7 @@ from dist_sparse.enforcer.optimizers import Masked, State, Stepped
 from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, add_pruned, flag
 from dist_sparse.masking.cached.kept_scores import KeptScores, Written
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED, ShardedData
 

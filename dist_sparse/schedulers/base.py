@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
-from dist_sparse.checks import integer
-from dist_sparse.facts import from_json, ranks_text, to_json
+from dist_sparse.checks import from_json, integer, plain, to_json
+from dist_sparse.facts import ranks_text
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
@@ -221,7 +221,7 @@ class BaseDataScheduler:
                 f"{unknown}; the sparsifier has {list(known)}."
             )
         # Configurations are saved as JSON, which has no tensors.
-        return {name: _python(value) for name, value in answer.items()}
+        return {name: plain(value) for name, value in answer.items()}
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks."""
@@ -312,9 +312,3 @@ class BaseDataScheduler:
 def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the names with another value, compared as text: NaN is NaN, and types count too."""
     return [name for name, value in first.items() if repr(value) != repr(theirs[name])]
-
-
-def _python(value: Any) -> Any:
-    """Return ``value``, with Python's numbers for 0-D tensors and NumPy scalars."""
-    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if is_scalar else value

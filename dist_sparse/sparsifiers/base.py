@@ -31,7 +31,7 @@ from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import MaskMaker, update_masks
+from dist_sparse.sparsifiers.step import MaskMaker
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
@@ -89,8 +89,6 @@ class BaseDataSparsifier(MaskMaker):
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
         self.data_groups: dict[str, dict[str, Any]] = {}
-        self.enable_mask_update = True
-        self.step_count = 0
         self.masks = Masks()
         # Last: registering uses all of the above, in subclasses too.
         for name, data in data_list or ():
@@ -248,21 +246,6 @@ class BaseDataSparsifier(MaskMaker):
         store = self._store(name)
         self.masks.hooks.settle()
         return store.weight(name) if return_original else store.effective(name)
-
-    def step(self) -> None:
-        """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded
-        tables are registered.
-
-        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables,
-        newly removed weights are zeroed at once.
-
-        Raises:
-            ValueError: on every rank; no mask and no weight has changed.
-        """
-        # Schedulers compare it, so that calls without an update count too.
-        self.step_count += 1
-        if self.enable_mask_update:
-            update_masks(self)
 
     def apply_masks(self) -> None:
         """Write zero to every removed weight of the sharded tables, which optimizers may have

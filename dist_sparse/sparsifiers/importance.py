@@ -324,14 +324,15 @@ class ImportanceSparsifier(DataNormSparsifier):
 
     def _known_at(self, name: str, offset: tuple[int, int]) -> _Known:
         """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
-        if name in self.masks.plain:
-            raise ValueError(
-                f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
-                " add_model()."
-            )
         # Chunks are of one shard: its first element tells which.
         here = Rect(*offset, 1, 1)
-        return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
+        for known in self._known.get(name, ()):
+            if known.rect.intersect(here) is not None:
+                return known
+        raise ValueError(
+            f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
+            " add_model()."
+        )
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.facts import to_json
+from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import pieces

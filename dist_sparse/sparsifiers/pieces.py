@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dist_sparse.checks import integer
-from dist_sparse.facts import cut, from_json
+from dist_sparse.checks import from_json, integer
+from dist_sparse.facts import cut
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor

@@ -47,6 +47,23 @@ class MaskMaker(abc.ABC):
     data_groups: dict[str, dict[str, Any]]
     masks: Masks
     counts_lookups = trains_removed = False
+    enable_mask_update = True
+    step_count = 0
+
+    def step(self) -> None:
+        """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded
+        tables are registered.
+
+        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables,
+        newly removed weights are zeroed at once.
+
+        Raises:
+            ValueError: on every rank; no mask and no weight has changed.
+        """
+        # Schedulers compare it, so that calls without an update count too.
+        self.step_count += 1
+        if self.enable_mask_update:
+            update_masks(self)
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:

@@ -1,12 +1,14 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
 :func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports
-torch only: TorchRec's modules are handled behind :func:`~dist_sparse.tables.port.torchrec_port`.
-Each ``locate()`` repeats the walk, so that its result is never stale. Nothing here communicates.
+torch only: TorchRec's modules are handled behind :func:`torchrec_port`, the one way from the rest
+of the package to TorchRec. Each ``locate()`` repeats the walk, so that its result is never stale.
+Nothing here communicates.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dist_sparse.checks import name_list
-from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection as TableCollection
+from dist_sparse.tables.protocols import TorchRecPort
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
 
 Patterns = str | Sequence[str] | None
@@ -37,6 +39,34 @@ _WRAPPED: Final = {
 # Wrappers whose attribute is called "module", as many a user's is. By name, for those of other
 # packages (apex) too.
 _WRAPPERS: Final = {"DataParallel", "DistributedDataParallel"}
+
+
+def torchrec_port() -> TorchRecPort | None:
+    """Return what the package needs of TorchRec; None until the program has imported torchrec, as
+    it has if a model holds modules of TorchRec.
+
+    Raises:
+        ImportError: the installed releases do not fit, or lack private names that are needed.
+    """
+    if "torchrec" not in sys.modules:
+        return None
+    # Not above: the package needs torch alone.
+    from dist_sparse.torchrec import port
+
+    return port
+
+
+def collection_of(module: nn.Module) -> TableCollection:
+    """Return a collection of TorchRec's as it is now.
+
+    Raises:
+        TypeError: the module is none.
+    """
+    port = torchrec_port()
+    found = None if port is None else port.collection(module)
+    if found is None:
+        raise TypeError(f"{type(module).__name__} is no collection of TorchRec's.")
+    return found
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
