@@ -18,7 +18,7 @@ from torch.nn import functional
 from dist_sparse.checks import from_json, integer
 from dist_sparse.facts import cut
 from dist_sparse.groups import Group, Parcels
-from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
+from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
@@ -69,14 +69,13 @@ def move_of_masks(masks: Sequence[BlockMask], block: Block, old: Tiling, new: Ti
 
 
 def move_of_counts(
-    rects: Sequence[Rect], counts: Sequence[Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
+    counts: Mapping[Rect, Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
 ) -> Move:
-    """Return the move of lookup counts, one number per row, of this rank's ``rects`` of ``old``."""
-    held = dict(zip(rects, counts, strict=True))
+    """Return the move of lookup counts, one number per row, of this rank's shards in ``old``."""
     return Move(
         old,
         new,
-        lambda rect, owned: held[owned][rect.row - owned.row : rect.row_end - owned.row],
+        lambda rect, owned: counts[owned][rect.row - owned.row : rect.row_end - owned.row],
         lambda rect: rect.rows,
         dtype,
     )
@@ -183,6 +182,12 @@ def begun(mask: BlockMask) -> BlockMask:
     return mask.cut(inside)
 
 
+def removed_blocks(mask: BlockMask) -> int:
+    """Return how many of the blocks that begin in a shard its mask removes."""
+    mask = begun(mask)
+    return mask.blocks - count_bits(mask.bits)
+
+
 def saved_mask(
     shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], masks: Sequence[BlockMask]
 ) -> ChunkedTensor:
@@ -257,13 +262,12 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def part_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    """Return the ``masks`` or ``counts`` of a state, by table."""
+def mapping_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return a part of a state that maps names; empty where the state has left it out."""
     value = saved.get(part, {})
     if not isinstance(value, Mapping):
         raise ValueError(
-            f"Invalid state: its {part} must be a mapping by table, and are a"
-            f" {type(value).__name__}."
+            f"Invalid state: {part!r} must be a mapping, and is a {type(value).__name__}."
         )
     return value
 
@@ -273,7 +277,7 @@ class Loaded(NamedTuple):
 
     block: Block
     masks: list[BlockMask]
-    counts: list[Tensor]
+    counts: Sequence[Tensor | None]
 
 
 def loaded_table(
@@ -308,13 +312,13 @@ def loaded_table(
         block = _block_of(entry)
         saved = _saved_masks(masks, block, registered)
         found = [_mask_from(shard.rect, block, saved, shard.tensor.device) for shard in data.shards]
-        lookups = [] if counted is None else _counts_from(data, counts, saved, counted)
+        rows = [] if counted is None else _rows_from(counts, saved)
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
             " state_dict() has only the bits of its own rank."
         ) from error
-    return Loaded(block, found, lookups)
+    return Loaded(block, found, new_counts(data, counted, rows))
 
 
 def _block_of(entry: Mapping[str, Any]) -> Block:
@@ -373,14 +377,9 @@ def _mask_from(
     return BlockMask.assemble(rect, block, parts, device)
 
 
-def _counts_from(
-    data: ShardedData, saved: object, masks: Sequence[BlockMask], dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the lookup counts of this rank's shards: ``(rect.rows,)``.
-
-    The pieces of ``masks``, which cover the shards, have the same order. Shards of the same rows
-    have the same counts.
-    """
+def _rows_from(saved: object, masks: Sequence[BlockMask]) -> list[Piece]:
+    """Return saved lookup counts, of any counted dtype. The pieces of ``masks``, which cover the
+    shards, have the same order."""
     if not isinstance(saved, ChunkedTensor):
         raise ValueError("the state has no counts of lookups; it is of another score.")
     counts: Sequence[Any] | None = saved.loaded
@@ -394,9 +393,8 @@ def _counts_from(
             raise ValueError(
                 f"the counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
             )
-        # Of any counted dtype: a state of another decay is converted.
         pieces.append((mask.rect, count))
-    return new_counts(data, dtype, pieces)
+    return pieces
 
 
 def _valid_counts(saved: object, rows: int) -> bool:
@@ -408,10 +406,12 @@ def _valid_counts(saved: object, rows: int) -> bool:
 
 
 def new_counts(
-    data: ShardedData, dtype: torch.dtype, pieces: Sequence[tuple[Rect, Tensor]] = ()
-) -> list[Tensor]:
+    data: ShardedData, dtype: torch.dtype | None, pieces: Sequence[Piece] = ()
+) -> Sequence[Tensor | None]:
     """Return the lookup counts of this rank's shards from pieces, 0 in other rows: ``(rect.rows,)``
-    on the shard's device."""
+    on the shard's device. Pieces may be of another dtype. None each if lookups are not counted."""
+    if dtype is None:
+        return [None] * len(data.shards)
     counts = []
     for own, weights in data.shards:
         count = torch.zeros(own.rows, dtype=dtype, device=weights.device)

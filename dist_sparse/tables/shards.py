@@ -22,6 +22,9 @@ from dist_sparse.checks import integer
 CACHED: Final = "fused_uvm_caching"
 """TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""
 
+FUSED: Final = ("fused", "fused_uvm", CACHED)
+"""TorchRec's compute kernels whose lookups an enforcer sees."""
+
 ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
 
@@ -120,6 +123,11 @@ class ShardedData:
     @cached_property
     def _owned(self) -> list[list[Rect]]:
         return owners(self.tiling)
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no row is cut, so that some rank sees all of it."""
+        return all(rect.cols == self.shape[1] for rect in self.rects)
 
     @property
     def rects(self) -> list[Rect]:
