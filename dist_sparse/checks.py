@@ -199,8 +199,9 @@ def encode(value: Json) -> bytes:
     """
     if not isinstance(value, dict):
         return _text(value).encode()
-    entries = sorted((json.dumps(str(key)), _text(item)) for key, item in value.items())
-    return ("{" + ", ".join(map(": ".join, entries)) + "}").encode()
+    # Entry by entry, so that one that JSON can't hold does not hide the others.
+    entries = sorted(f"{json.dumps(str(key))}: {_text(item)}" for key, item in value.items())
+    return f"{{{', '.join(entries)}}}".encode()
 
 
 def _text(value: Json) -> str:

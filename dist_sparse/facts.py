@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, Final
 
 Json = Any
@@ -21,12 +21,16 @@ def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) 
     by_text = _ranks_by(ranks, [report["error"] for report in reports])
     # Of ranks without an error.
     by_text.pop(None, None)
-    # Several errors share the room of one.
-    longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
-    errors = list(by_text.items())
-    shown = [f"{ranks_text(at)}: {cut(text, longest)}" for text, at in errors[:MOST_SHOWN]]
-    if others := sorted(chain.from_iterable(at for _, at in errors[MOST_SHOWN:])):
-        shown.append(f"{ranks_text(others)}: other errors")
+    shown: list[str] = []
+    others: list[int] = []
+    for text, at in by_text.items():
+        if len(shown) < MOST_SHOWN:
+            # Several errors share the room of one.
+            shown.append(f"{ranks_text(at)}: {cut(text, _LONGEST_ERROR // min(len(by_text), 2))}")
+        else:
+            others += at
+    if others:
+        shown.append(f"{ranks_text(sorted(others))}: other errors")
     action = reports[0]["action"]
     return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
 

@@ -291,10 +291,11 @@ class TableBatchHooks:
         counted: dict[int, Tensor] = {}
         samples: dict[int, Tensor] = {}
         for table, (name, number) in self._places.items():
-            self._slots[table] = Slot(views[table].data, self._store.masks(name)[number])
-            samples[table] = self._store.samples(name)[number]
-            if (counts := self._store.counts(name)) is not None:
-                counted[table] = counts[number]
+            held = self._store.table(name).shards[number]
+            self._slots[table] = Slot(views[table].data, held.mask)
+            samples[table] = held.samples
+            if held.counts is not None:
+                counted[table] = held.counts
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in self._written.values():
             add_pruned(record, before, self._slots)

@@ -27,11 +27,10 @@ from dist_sparse.sparsifiers.dense_store import (
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.sparsifiers.step import MaskMaker, Masks
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
@@ -523,18 +522,14 @@ def _overrides(
     """Return the overrides of each table of a model, whether they were given by glob or for all; of
     several globs that match, later ones win."""
     # A default may be a mapping itself: its key is not a glob then.
-    globs = [key for key in config if key not in defaults and isinstance(config[key], Mapping)]
-    if globs and len(globs) < len(config):
-        raise ValueError(
-            f"Invalid config={dict(config)!r}: must map either keys to values or globs to such"
-            " mappings, not both."
-        )
+    keys = [key for key in config if key in defaults or not isinstance(config[key], Mapping)]
     given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
-    for glob, overrides in (config if globs else {"*": config}).items():
+    for glob, overrides in ({"*": config} if keys else config).items():
+        # With keys and globs in one mapping, the globs are unknown keys.
         if unknown := sorted(set(overrides) - set(defaults)):
             raise ValueError(
                 f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
-                f" {sorted(defaults)}."
+                f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
             )
         matching = [each for each in located if fnmatch.filter([each.name, each.fqn or ""], glob)]
         if not matching:

@@ -210,7 +210,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Multiply all counts by the decay."""
         for name in self.masks.tables.names:
             # In place: the enforcer's hooks hold the same tensors.
-            for counts in self.masks.tables.counts(name) or ():
+            for counts in self.masks.tables.table(name).counts.values():
                 counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
     def audit(self) -> dict[str, str]:

@@ -28,15 +28,14 @@ from dist_sparse.tables.shards import (
     Shard,
     ShardedData,
     Source,
-    Span,
-    overlapping,
     owners,
+    shared_memory,
 )
 
 Ranks = tuple[int, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """What is stored with one shard on this rank. A mask update replaces it.
 
@@ -56,6 +55,10 @@ class Held:
         optimizers are ever sampled."""
         return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
 
+    def with_mask(self, mask: BlockMask) -> Held:
+        """Return what is stored with the shard once this is its mask."""
+        return self if mask is self.mask else Held(mask, self.counts)
+
     def to(self, device: torch.device) -> Held:
         # Counts are summed where lookups are.
         counts = None if self.counts is None else self.counts.to(device)
@@ -70,7 +73,6 @@ class TableMasks:
         shards: in their order.
         counted: dtype of the counts of lookups; None where lookups are not counted.
         removed: blocks that the masks remove over all ranks, if known.
-        updates: mask updates since registration.
     """
 
     source: Source
@@ -81,7 +83,6 @@ class TableMasks:
     shards: list[Held]
     counted: torch.dtype | None
     removed: int | None = 0
-    updates: int = 0
 
     @property
     def masks(self) -> list[BlockMask]:
@@ -233,15 +234,13 @@ class PackedStore:
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
         held = [(name, shard.tensor) for name in self._tables for shard in self.find(name).shards]
-        entries = _memory([*held, *plain.items()])
-        known = len(entries)
-        entries += _memory([(data.name, shard.tensor) for data in located for shard in data.shards])
-        for i, j in overlapping([span for _, span in entries]):
-            first, second = entries[i][0], entries[j][0]
-            if j >= known and first != second:
-                raise ValueError(
-                    f"Table {second!r} is registered already, as {first!r}: they share memory."
-                )
+        held += plain.items()
+        new = [(data.name, shard.tensor) for data in located for shard in data.shards]
+        if shared := shared_memory(held, new):
+            first, second = shared
+            raise ValueError(
+                f"Table {second!r} is registered already, as {first!r}: they share memory."
+            )
 
     def add(
         self,
@@ -340,9 +339,8 @@ class PackedStore:
                 # Usually nothing is shared: then nothing is sent.
                 if located[name].replicated or move.new != move.old:
                     moves[name] = move
-            if moves:
-                found = pieces.exchange(group_over(ranks), list(moves.values()))
-                arrived.update(zip(moves, found, strict=True))
+            found = pieces.exchange(group_over(ranks), list(moves.values()))
+            arrived.update(zip(moves, found, strict=True))
         with self.agreeing(action):
             for name, bits in arrived.items():
                 if place := masks[name].differs_at(bits):
@@ -368,7 +366,7 @@ class PackedStore:
         for ranks, names in self.groups.items():
             tables = [located[name] for name in names if name in moved]
             moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
-            arrived = iter(pieces.exchange(group_over(ranks), moves) if moves else ())
+            arrived = iter(pieces.exchange(group_over(ranks), moves))
             for data in tables:
                 self._tables[data.name].take(data, arrived)
                 self.version += 1
@@ -386,11 +384,6 @@ class PackedStore:
     def masks(self, name: str) -> list[BlockMask]:
         """Return the masks of this rank's shards, in their order."""
         return self._tables[name].masks
-
-    def counts(self, name: str) -> list[Tensor] | None:
-        """Return :attr:`Held.counts` of this rank's shards; None where lookups are not counted."""
-        counted = self._tables[name].counted is not None
-        return [held.counts for held in self._tables[name].shards] if counted else None  # type: ignore[misc]
 
     def samples(self, name: str) -> list[Tensor]:
         """Return :attr:`Held.samples` of this rank's shards."""
@@ -414,16 +407,12 @@ class PackedStore:
         Args:
             removed: blocks that they remove over all ranks, if known without asking.
         """
-        table, changed = self._tables[data.name], False
-        shards = []
-        for held, mask, shard in zip(table.shards, masks, data.shards, strict=True):
-            assert (mask.block, mask.rect) == (block, shard.rect)
-            # A mask update that changes nothing keeps the masks themselves.
-            changed |= mask is not held.mask
-            shards.append(held if mask is held.mask else Held(mask, held.counts))
-        self.version += changed
+        assert [(mask.block, mask.rect) for mask in masks] == [(block, s.rect) for s in data.shards]
+        table = self._tables[data.name]
+        shards = list(map(Held.with_mask, table.shards, masks))
+        # A mask update that changes nothing keeps the masks themselves.
+        self.version += shards != table.shards
         table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed
-        table.updates += 1
 
     def mask(self, name: str) -> Tensor:
         """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept.
@@ -485,7 +474,7 @@ class PackedStore:
 
     def state_dict(self, configs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
-        ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
+        ``configs``, shapes and blocks as JSON. Local, unless column
         borders cut bytes of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
         # First, as it may be collective: nothing below communicates.
@@ -496,7 +485,6 @@ class PackedStore:
             tables[name] = {
                 "shape": table.shape,
                 "block": table.block,
-                "updates": table.updates,
                 "removed": table.removed,
                 "config": configs[name],
             }
@@ -526,7 +514,7 @@ class PackedStore:
                 masks = {mask.rect: mask for mask in table.masks}
                 found[name] = [masks[part.shard].cut(part.to) for part in parts[group.rank]]
         cpu = torch.device("cpu")
-        arrived = pieces.exchange(group, list(moves.values())) if moves else []
+        arrived = pieces.exchange(group, list(moves.values()))
         for (name, move), bits in zip(moves.items(), arrived, strict=True):
             block = self._tables[name].block
             rects = move.new[group.rank]
@@ -549,21 +537,16 @@ class PackedStore:
                 shards.
         """
         entries = pieces.tables_of(saved)
-        if missing := [name for name in self._tables if name not in entries]:
+        if entries.keys() != self._tables.keys():
             raise ValueError(
-                f"The state has no masks of the registered tables {missing}; it has those of"
-                f" {sorted(entries)}."
-            )
-        if unknown := [name for name in entries if name not in self]:
-            raise ValueError(
-                f"The state has masks of tables {unknown} that are not registered: call add_model()"
-                " before loading."
+                f"The registered tables {sorted(self.names)} are not those of the state,"
+                f" {sorted(entries)}: call add_model() on the same tables before loading."
             )
         masks, counts = (pieces.mapping_of(saved, part) for part in ("masks", "counts"))
         prepared = {}
         for name, entry in entries.items():
             table = self._tables[name]
-            loaded = pieces.loaded_table(
+            block, found, lookups = pieces.loaded_table(
                 located[name],
                 entry,
                 masks.get(name),
@@ -575,10 +558,9 @@ class PackedStore:
                 table,
                 tiling=located[name].tiling,
                 # The state's: without DCP it may differ from the configured one.
-                block=loaded.block,
-                shards=list(map(Held, loaded.masks, loaded.counts)),
+                block=block,
+                shards=list(map(Held, found, lookups)),
                 removed=entry.get("removed"),
-                updates=entry.get("updates", 0),
             )
         return prepared
 
@@ -590,9 +572,8 @@ class PackedStore:
     def load(self, loaded: Mapping[str, TableMasks]) -> None:
         """Put what :meth:`prepare` or :meth:`snapshot` has returned in place."""
         for name, table in loaded.items():
-            # New masks have no samples yet.
-            shards = [Held(held.mask, held.counts) for held in table.shards]
-            self._tables[name] = replace(table, shards=shards)
+            # Copies, without the samples of the lookups before.
+            self._tables[name] = replace(table, shards=list(map(replace, table.shards)))
         self.version += 1
 
     @property
@@ -623,11 +604,6 @@ def _check_single(name: str, shards: int) -> None:
         raise ValueError(
             f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r})."
         )
-
-
-def _memory(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Span]]:
-    # Empty tensors have no memory to share.
-    return [(name, Span.of(tensor)) for name, tensor in tensors if tensor.numel()]
 
 
 def _signed(value: int) -> int:

@@ -21,7 +21,7 @@ from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
+from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
@@ -83,7 +83,9 @@ def move_of_counts(
 
 def exchange(group: Group, moves: Sequence[Move]) -> list[list[Piece]]:
     """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
-    CPU. Collective over ``group``: one all-to-all."""
+    CPU. Collective over ``group``: one all-to-all, none if there are no moves."""
+    if not moves:
+        return []
     parcels, arriving = Parcels(group), []
     for move in moves:
         owned = owners(move.old)
@@ -237,8 +239,8 @@ def saved_counts(
 
 
 def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the JSON values of each table in a state: its shape and block, its configuration, its
-    mask updates, and the number of blocks that its masks remove.
+    """Return the JSON values of each table in a state: its shape and block, its configuration, and
+    the number of blocks that its masks remove. Older releases counted mask updates too.
 
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
@@ -256,9 +258,8 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
                 " release."
             )
-        for key in ("updates", "removed"):
-            if entry.get(key) is not None:
-                integer(key, entry[key], least=0, of=name)
+        if entry.get("removed") is not None:
+            integer("removed", entry["removed"], least=0, of=name)
     return tables
 
 
@@ -272,14 +273,6 @@ def mapping_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return value
 
 
-class Loaded(NamedTuple):
-    """What a state has of this rank's shards of one table, in their order."""
-
-    block: Block
-    masks: list[BlockMask]
-    counts: Sequence[Tensor | None]
-
-
 def loaded_table(
     data: ShardedData,
     entry: Mapping[str, Any],
@@ -288,8 +281,9 @@ def loaded_table(
     *,
     registered: Block,
     counted: torch.dtype | None,
-) -> Loaded:
-    """Return masks and lookup counts of one table from a state.
+) -> tuple[Block, list[BlockMask], Sequence[Tensor | None]]:
+    """Return the block of a table's masks in a state, and the masks and lookup counts of this
+    rank's shards, in their order.
 
     Args:
         data: the table as it is stored now.
@@ -311,14 +305,14 @@ def loaded_table(
     try:
         block = _block_of(entry)
         saved = _saved_masks(masks, block, registered)
-        found = [_mask_from(shard.rect, block, saved, shard.tensor.device) for shard in data.shards]
+        found = [_mask_from(shard, block, saved) for shard in data.shards]
         rows = [] if counted is None else _rows_from(counts, saved)
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
             " state_dict() has only the bits of its own rank."
         ) from error
-    return Loaded(block, found, new_counts(data, counted, rows))
+    return block, found, new_counts(data, counted, rows)
 
 
 def _block_of(entry: Mapping[str, Any]) -> Block:
@@ -364,17 +358,12 @@ def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
     raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
-def _mask_from(
-    rect: Rect, block: Block, saved: Sequence[BlockMask], device: torch.device
-) -> BlockMask:
+def _mask_from(shard: Shard, block: Block, saved: Sequence[BlockMask]) -> BlockMask:
     parts = []
     for mask in saved:
-        if (common := mask.rect.intersect(rect)) is not None:
+        if (common := mask.rect.intersect(shard.rect)) is not None:
             parts.append(mask.cut(common))
-    if [part.rect for part in parts] == [rect]:
-        # The same shard as when it was saved: nothing to unpack.
-        return BlockMask(rect, block, parts[0].bits.to(device))
-    return BlockMask.assemble(rect, block, parts, device)
+    return BlockMask.assemble(shard.rect, block, parts, shard.tensor.device)
 
 
 def _rows_from(saved: object, masks: Sequence[BlockMask]) -> list[Piece]:
@@ -398,8 +387,7 @@ def _rows_from(saved: object, masks: Sequence[BlockMask]) -> list[Piece]:
 
 
 def _valid_counts(saved: object, rows: int) -> bool:
-    # Counts that decay have fractions, so that a row looked up once between two mask updates keeps
-    # its share of the traffic; counts that are never forgotten are integers.
+    # Counts that decay have fractions; counts that are never forgotten are integers.
     if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())

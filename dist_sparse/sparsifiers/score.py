@@ -22,7 +22,7 @@ from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
 from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_tables
-from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure
+from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
@@ -171,37 +171,53 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _with_kept_scores(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
         """Return the goals of a mask update, with the scores that are kept."""
+        found = dict(goals)
+        if self.masks.enforcer is None:
+            # Nothing tracks writes any more; masks may not be with their shards yet.
+            self._kept_scores = {}
+            return found
+        if integer("full_every", self.full_every, least=1) == 1:
+            return found
         # Scores of shards that are not found below are forgotten.
         before, self._kept_scores = self._kept_scores, {}
-        found = dict(goals)
-        full_every = integer("full_every", self.full_every, least=1)
-        if self.masks.enforcer is None or full_every == 1:
-            # Nothing tracks writes; masks may not be with their shards yet.
-            return found
         written = self.masks.enforcer.written()
         for name, goal in goals.items():
-            if goal.by_element or goal.whole_columns or goal.data.replicated:
-                # A written row would change scores of other rows, or of another rank.
-                continue
-            kept: dict[Rect, KeptScores] = {}
-            measures: dict[Rect, RowMeasure] = {}
-            of: dict[Rect, object] = {}
-            for shard in goal.data.shards:
-                seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-                if seen is None or not KeptScores.fits(rect, goal.block):
-                    continue
-                if (how := self.row_measure(name, shard)) is None:
-                    continue
-                scores = before.get((name, rect))
-                if scores is None or scores.written is not seen:
-                    # Rows written before ``seen`` began are unknown: nothing that was kept counts.
-                    scores = KeptScores(seen)
-                self._kept_scores[name, rect] = kept[rect] = scores
-                measures[rect], of[rect] = how
-            if kept:
-                masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
-                found[name] = replace(goal, keeping=Keeping(kept, measures, of, masks, full_every))
+            # Else a written row would change scores of other rows, or of another rank.
+            if not (goal.by_element or goal.whole_columns or goal.data.replicated):
+                keeping = self._keeping(name, goal, written, before)
+                found[name] = replace(goal, keeping=keeping)
         return found
+
+    def _keeping(
+        self,
+        name: str,
+        goal: Goal,
+        written: Mapping[int, Written],
+        before: Mapping[tuple[str, Rect], KeptScores],
+    ) -> Keeping | None:
+        """Return the kept scores of a table; None if none are.
+
+        Args:
+            written: the rows that were written, by the address of the weights; only of shards whose
+                every write is seen.
+            before: the scores that were kept so far.
+        """
+        kept: dict[Rect, KeptScores] = {}
+        measures: dict[Rect, RowMeasure] = {}
+        of: dict[Rect, object] = {}
+        for shard in goal.data.shards:
+            seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
+            how = self.row_measure(name, shard) if KeptScores.fits(rect, goal.block) else None
+            if seen is None or how is None:
+                continue
+            scores = before.get((name, rect))
+            if scores is None or scores.written is not seen:
+                # Rows written before ``seen`` began are unknown: nothing that was kept counts.
+                scores = KeptScores(seen)
+            self._kept_scores[name, rect] = kept[rect] = scores
+            measures[rect], of[rect] = how
+        masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
+        return Keeping(kept, measures, of, masks, self.full_every) if kept else None
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         """Return how rows of a shard are scored that are not neighbours, and what else decides

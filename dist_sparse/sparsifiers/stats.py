@@ -19,11 +19,10 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
 from dist_sparse.sparsifiers.digest import mask_hash, shape_hash
-from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import assembled, exchange, move_of_masks, removed_blocks
 from dist_sparse.sparsifiers.recorder import configured_level, knows_removed_rows
-from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.sparsifiers.step import MaskMaker, Masks
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.text import (
     block_shape_text,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import TableMasks
+from dist_sparse.sparsifiers.step import Masks
 from dist_sparse.tables.shards import Shard, ShardedData
 
 

@@ -9,7 +9,7 @@ the rectangles of the other ranks come from metadata.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -262,31 +262,31 @@ def check_memory(name: str, tensor: Tensor) -> None:
         span += stride * (size - 1)
 
 
-class Span(NamedTuple):
-    """The memory of a matrix: the bytes from its first element to the end of its last one."""
-
-    device: str
-    start: int
-    end: int
-
-    @staticmethod
-    def of(tensor: Tensor) -> Span:
-        """Return the memory of a tensor that is not empty and has passed :func:`check_memory`."""
+def shared_memory(
+    known: Sequence[tuple[str, Tensor]], new: Sequence[tuple[str, Tensor]]
+) -> tuple[str, str] | None:
+    """Return the names of two tensors that have memory in common, of which the second is new; None
+    if there are none. All have passed :func:`check_memory`."""
+    tensors = [*known, *new]
+    spans = []
+    for i, (_, tensor) in enumerate(tensors):
         sides = zip(tensor.stride(), tensor.shape, strict=True)
-        last = sum(stride * (size - 1) for stride, size in sides)
-        start = tensor.data_ptr()
-        return Span(str(tensor.device), start, start + (last + 1) * tensor.element_size())
-
-
-def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of each two of ``spans`` that have memory in common, the smaller first."""
-    # By device and address: a span that ends before this one begins meets no later one either.
-    alive: list[int] = []
-    for i in sorted(range(len(spans)), key=spans.__getitem__):
-        span = spans[i]
-        alive = [j for j in alive if (span.device, span.start) < (spans[j].device, spans[j].end)]
-        yield from ((min(i, j), max(i, j)) for j in alive)
-        alive.append(i)
+        # In elements. Empty tensors have no memory to share.
+        length = tensor.numel() and sum(stride * (size - 1) for stride, size in sides) + 1
+        device, start = str(tensor.device), tensor.data_ptr()
+        if length:
+            spans.append((device, start, start + length * tensor.element_size(), i))
+    # By device and address: what overlaps any earlier one overlaps the one that reaches furthest.
+    reach, furthest = ("", 0), 0
+    for device, start, end, i in sorted(spans):
+        first, second = sorted((furthest, i))
+        names = tensors[first][0], tensors[second][0]
+        # Shards of one table may be views of one tensor, and so may plain data.
+        if (device, start) < reach and second >= len(known) and names[0] != names[1]:
+            return names
+        if (device, end) > reach:
+            reach, furthest = (device, end), i
+    return None
 
 
 def check_tiling(data: ShardedData) -> None:
