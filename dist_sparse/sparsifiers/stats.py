@@ -148,13 +148,12 @@ def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None
 
 def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Count removed weights that are not zero. Collective: one all-reduce a group."""
-    counts = {}
-    for name, data in located.items():
-        counts[name] = 0
-        for shard, mask in packed.shards({name: data}):
+    counts = dict.fromkeys(located, 0)
+    for data in located.values():
+        for shard, mask in packed.shards({data.name: data}):
             # In chunks: the mask of elements may be as large as the weights.
-            for rows, kept in mask.element_chunks():
-                counts[name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
+            for rows, kept in mask.element_chunks(only_removing=True):
+                counts[data.name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
     return _sum(packed, counts)
 
 
@@ -212,12 +211,13 @@ def audit(masks: Masks) -> dict[str, str]:
 
 def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
-    found = {name: count for name, count in revived.items() if count}
-    if not found:
-        return
     counts = "; ".join(
-        f"table {name!r}: {count} removed weights are not zero" for name, count in found.items()
+        f"table {name!r}: {count} removed weights are not zero"
+        for name, count in revived.items()
+        if count
     )
+    if not counts:
+        return
     if enforced:
         raise ValueError(
             f"Masks and weights differ, although an enforcer is attached. {counts}. They were"

@@ -247,30 +247,22 @@ def make_masks(
     with packed.agreeing("step()") as noted:
         located = packed.locate()
         _note_facts(noted, located, sparsifier)
-        moves_first = packed.moved(located) and _uses_masks_in_place(sparsifier)
-        if not moves_first:
+        moved = packed.moved(located)
+        if not moved:
             scored = _score(sparsifier, located, first, noted)
-    if moves_first:
-        # The exchange is collective: all ranks have agreed before it, and agree again on the
-        # scores.
-        packed.reshard(located)
+    # A user's update_mask edits masks in place, and an enforcer zeroes weights by them.
+    packed.reshard(located)
+    if moved:
+        # The exchange was collective: all ranks agree again, on the scores.
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, first, noted)
-    # 3. Collective: bring masks to their shards, select.
-    packed.reshard(located)
+    # 3. Collective: select.
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
         selected = sparsifier.select_masks(scored, names, group)
         made |= _of_first_copies(selected, located, group)
     return located, made
-
-
-def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
-    """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
-    zeroes weights by them."""
-    edits = type(sparsifier).score_tables is MaskMaker.score_tables
-    return edits or sparsifier.masks.enforcer is not None
 
 
 def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:

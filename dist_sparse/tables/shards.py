@@ -8,7 +8,6 @@ the rectangles of the other ranks come from metadata.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -293,35 +292,24 @@ def check_tiling(data: ShardedData) -> None:
     """Refuse rectangles that do not cover the global shape exactly once (replicas counted once).
 
     Raises:
-        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table,
-            the rank and the place.
+        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table.
     """
     whole = Rect(0, 0, *data.shape)
-    for rank, held in enumerate(data.tiling):
-        for rect in held:
-            if rect.numel and whole.intersect(rect) != rect:
-                raise ValueError(
-                    f"Table {data.name!r}: the shard {rect} of rank {rank} is outside the shape"
-                    f" {data.shape}."
-                )
-    rects = data.rects
-    # The edges of all shards cut the table into cells, each of which one shard must cover.
-    rows = sorted({0, whole.rows}.union(*((rect.row, rect.row_end) for rect in rects)))
-    cols = sorted({0, whole.cols}.union(*((rect.col, rect.col_end) for rect in rects)))
-    cover = torch.zeros(len(rows) - 1, len(cols) - 1, dtype=torch.int32)
-    for rect in rects:
-        down = slice(bisect_left(rows, rect.row), bisect_left(rows, rect.row_end))
-        along = slice(bisect_left(cols, rect.col), bisect_left(cols, rect.col_end))
-        cover[down, along] += 1
-    wrong = (cover != 1).nonzero()
-    if len(wrong):
-        i, j = wrong[0].tolist()
-        place = Rect(rows[i], cols[j], rows[i + 1] - rows[i], cols[j + 1] - cols[j])
-        fault = "a gap" if cover[i, j] == 0 else "an overlap"
-        raise ValueError(
-            f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover"
-            f" {data.shape} exactly once."
-        )
+    rects, fault = data.rects, ""
+    outside = [rect for rect in rects if whole.intersect(rect) != rect]
+    rows, cols, heights, widths = torch.tensor([whole, *rects])[1:].unsqueeze(2).unbind(1)
+    # Of each two shards, whether the first ends above the second, or left of it.
+    apart = (rows + heights <= rows.T) | (cols + widths <= cols.T)
+    overlapping = (~(apart | apart.T)).triu(1).nonzero().tolist()
+    if outside:
+        fault = f"the shard {outside[0]} is outside the shape {data.shape}"
+    elif overlapping:
+        first, second = overlapping[0]
+        fault = f"the shards {rects[first]} and {rects[second]} overlap"
+    elif sum(rect.numel for rect in rects) != whole.numel:
+        fault = f"the shards leave a gap in {data.shape}"
+    if fault:
+        raise ValueError(f"Table {data.name!r}: {fault}; shards must cover a table exactly once.")
 
 
 class Grid(NamedTuple):
