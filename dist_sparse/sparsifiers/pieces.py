@@ -217,7 +217,7 @@ def saved_mask(
 
 
 def saved_counts(
-    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], owned: Sequence[Rect]
+    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], writes: Sequence[Rect]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
@@ -225,14 +225,13 @@ def saved_counts(
         rows: of the table.
         dtype: of the counts.
         counts: of this rank's shards, by rectangle.
-        owned: the rectangles among them that no lower rank holds.
+        writes: the rectangles among them whose counts this rank writes.
     """
-    kept = [(rect, count.to("cpu", copy=True)) for rect, count in counts.items()]
-    # Shards of the same rows have the same counts: the leftmost is written.
-    writes = [((rect.row,), count) for rect, count in kept if rect in owned and rect.col == 0]
-    wants = [((rect.row,), (rect.rows,)) for rect in counts]
-    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept]
-    return ChunkedTensor((rows,), dtype, writes, wants, entries)
+    kept = {rect: count.to("cpu", copy=True) for rect, count in counts.items()}
+    chunks = [((rect.row,), kept[rect]) for rect in writes]
+    wants = [((rect.row,), (rect.rows,)) for rect in kept]
+    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept.items()]
+    return ChunkedTensor((rows,), dtype, chunks, wants, entries)
 
 
 # Loading.
@@ -303,7 +302,8 @@ def loaded_table(
             f" {shape}."
         )
     try:
-        block = _block_of(entry)
+        height, width = _ints("block", entry.get("block"), 2, least=1)
+        block = height, width
         saved = _saved_masks(masks, block, registered)
         found = [_mask_from(shard, block, saved) for shard in data.shards]
         rows = [] if counted is None else _rows_from(counts, saved)
@@ -313,15 +313,6 @@ def loaded_table(
             " state_dict() has only the bits of its own rank."
         ) from error
     return block, found, new_counts(data, counted, rows)
-
-
-def _block_of(entry: Mapping[str, Any]) -> Block:
-    height, width = _ints("block", entry.get("block"), 2)
-    if min(height, width) < 1:
-        raise ValueError(
-            f"Invalid block={entry.get('block')!r} in the state: must be two positive ints."
-        )
-    return height, width
 
 
 def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
@@ -335,12 +326,10 @@ def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMa
         )
     masks, loaded = [], saved.loaded
     for i, piece in enumerate(_pieces_of(saved)):
-        rect = Rect(*_ints("rect", piece.get("rect"), 4))
+        rect = Rect(*_ints("rect", piece.get("rect"), 4, least=0))
         bits = piece.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
-        if min(rect) < 0 or not isinstance(bits, Tensor):
-            raise ValueError(
-                f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
-            )
+        if not isinstance(bits, Tensor):
+            raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
         # Refuses bits of another length.
         masks.append(BlockMask(rect, block, bits))
         # The hash is of the bits that this rank held when it asked DCP to load.
@@ -446,10 +435,11 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     return writer.close()
 
 
-def _ints(key: str, value: object, count: int) -> tuple[int, ...]:
+def _ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
     # Not bool, which is an int too.
-    if isinstance(value, (tuple, list)) and [type(each) for each in value] == [int] * count:
+    is_ints = isinstance(value, (tuple, list)) and [*map(type, value)] == [int] * count
+    if is_ints and min(value) >= least:
         return tuple(value)
     raise ValueError(
-        f"Invalid {key} in the state, of type {type(value).__name__}: must be {count} ints."
+        f"Invalid {key}={cut(repr(value), 80)} in the state: must be {count} ints >= {least}."
     )
