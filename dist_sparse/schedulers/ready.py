@@ -147,14 +147,14 @@ class ReadyDataScheduler(BaseDataScheduler):
     def _values_at(self, update: int | None) -> dict[str, Any]:
         """Return the values of a mask update by name; None is before ``begin``."""
         given = by_name(self._given, self.data_sparsifier.data_groups)
-        return {name: self._value(update, each) for name, each in given.items()}
+        return {name: self._value(name, update, each) for name, each in given.items()}
 
     @property
     def _given(self) -> Any:
         """The schedule of all data, or a dict by name or glob."""
         raise NotImplementedError
 
-    def _value(self, step: int | None, given: Any) -> Any:
+    def _value(self, name: str, step: int | None, given: Any) -> Any:
         """Return the value of the latest mask update ``step``; None is before ``begin``."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class CurveDataScheduler(ReadyDataScheduler):
             # Names become globs here: a table may be called "a[0]".
             self.final = {escape(name): value for name, value in values.items()}
         else:
-            self.final = self._value(update, self.final)
+            self.final = self._value("all data", update, self.final)
         self.end = self.begin if step is None else step
         self._apply(values)
 
@@ -284,7 +284,7 @@ class CurveDataScheduler(ReadyDataScheduler):
             state_dict = {**state_dict, "final": dict(final)}
         return super()._checked_state(state_dict)
 
-    def _value(self, step: int | None, given: Any) -> Any:
+    def _value(self, name: str, step: int | None, given: Any) -> Any:
         value: Any = self.initial
         if step is not None:
             value = self.curve(step, self.initial, given, self.begin, self.end)
@@ -433,12 +433,12 @@ class LambdaDataScheduler(ReadyDataScheduler):
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
 
-    def _value(self, step: int | None, given: Any) -> Any:
+    def _value(self, name: str, step: int | None, given: Any) -> Any:
         if step is None:
             return self.initial
         value = given(step)
         is_level = self.schedule_param == "sparsity_level"
-        return self._checked(f"fn({step})", value) if is_level else value
+        return self._checked(f"fn({step}) of {name!r}", value) if is_level else value
 
     @property
     def _given(self) -> object:
