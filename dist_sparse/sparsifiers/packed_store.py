@@ -490,9 +490,9 @@ class PackedStore:
             }
             masks[name] = pieces.saved_mask(table.shape, table.block, writes[name], table.masks)
             if table.counted is not None:
-                writes = [held.mask.rect for held in table.leftmost]
+                rects = [held.mask.rect for held in table.leftmost]
                 rows, kept = table.shape[0], table.counts
-                counts[name] = pieces.saved_counts(rows, table.counted, kept, writes)
+                counts[name] = pieces.saved_counts(rows, table.counted, kept, rects)
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
