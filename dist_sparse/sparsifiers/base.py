@@ -493,11 +493,11 @@ class BaseDataSparsifier(MaskMaker):
     ) -> tuple[dict[str, dict[str, Any]], dict[str, Block]]:
         """Return the configuration of each new table, and what a bit of its masks covers. Changes
         nothing."""
-        self.masks.tables.check_new(located, self.masks.plain.tensors())
         configs, blocks = {}, {}
         for data in located:
             configs[data.name] = self._overlaid(self.defaults, overrides[data.name])
             blocks[data.name] = self.check_config(data, configs[data.name])
+        self.masks.tables.check_new(located, self.masks.plain.tensors())
         return configs, blocks
 
     def _register(
