@@ -167,7 +167,7 @@ def test_refused(tmp_path: Path) -> None:
     )
     refused(
         lone,
-        r"masks of tables \['user', 'tiny', 'word'\] that are not",
+        r"registered tables \['item'\] are not those of the state.*'word'",
         checkpoint_id=tmp_path / "whole",
     )
     wider = DataNormSparsifier(None, 0.5, (1, 5))
