@@ -365,6 +365,8 @@ class PackedStore:
         # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
         for ranks, names in self.groups.items():
             tables = [located[name] for name in names if name in moved]
+            if not tables:
+                continue
             moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
             arrived = iter(pieces.exchange(group_over(ranks), moves))
             for data in tables:

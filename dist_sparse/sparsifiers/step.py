@@ -367,6 +367,8 @@ def _of_first_copies(
     bits."""
     # The same on every rank: the tables of a group are.
     copied = {name: located[name] for name in made if located[name].copied}
+    if not copied:
+        return dict(made)
     moves = []
     for name, data in copied.items():
         masks, block = [mask for mask, _ in made[name].masks], made[name].block
