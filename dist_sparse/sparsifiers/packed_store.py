@@ -73,6 +73,7 @@ class TableMasks:
         shards: in their order.
         counted: dtype of the counts of lookups; None where lookups are not counted.
         removed: blocks that the masks remove over all ranks, if known.
+        updates: mask updates since registration, which tell states of different steps apart.
     """
 
     source: Source
@@ -83,6 +84,7 @@ class TableMasks:
     shards: list[Held]
     counted: torch.dtype | None
     removed: int | None = 0
+    updates: int = 0
 
     @property
     def masks(self) -> list[BlockMask]:
@@ -415,6 +417,7 @@ class PackedStore:
         # A mask update that changes nothing keeps the masks themselves.
         self.version += shards != table.shards
         table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed
+        table.updates += 1
 
     def mask(self, name: str) -> Tensor:
         """Return the mask of this rank's only shard, unpacked: int8 ``(rows, columns)``, 1 = kept.
@@ -476,7 +479,7 @@ class PackedStore:
 
     def state_dict(self, configs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
-        ``configs``, shapes and blocks as JSON. Local, unless column
+        ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
         borders cut bytes of masks: then collective."""
         writes: dict[str, list[BlockMask]] = {}
         # First, as it may be collective: nothing below communicates.
@@ -487,6 +490,7 @@ class PackedStore:
             tables[name] = {
                 "shape": table.shape,
                 "block": table.block,
+                "updates": table.updates,
                 "removed": table.removed,
                 "config": configs[name],
             }
@@ -563,6 +567,7 @@ class PackedStore:
                 block=block,
                 shards=list(map(Held, found, lookups)),
                 removed=entry.get("removed"),
+                updates=entry.get("updates", 0),
             )
         return prepared
 

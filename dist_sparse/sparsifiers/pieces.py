@@ -238,8 +238,8 @@ def saved_counts(
 
 
 def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the JSON values of each table in a state: its shape and block, its configuration, and
-    the number of blocks that its masks remove. Older releases counted mask updates too.
+    """Return the JSON values of each table in a state: its shape and block, its configuration, its
+    mask updates, and the number of blocks that its masks remove.
 
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
@@ -257,8 +257,9 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
                 " release."
             )
-        if entry.get("removed") is not None:
-            integer("removed", entry["removed"], least=0, of=name)
+        for key in ("updates", "removed"):
+            if entry.get(key) is not None:
+                integer(key, entry[key], least=0, of=name)
     return tables
 
 

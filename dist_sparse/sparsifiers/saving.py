@@ -70,7 +70,7 @@ def prepare_load(
         for facts, names in noted:
             for name in filter(loaded.__contains__, names):
                 one = loaded[name]
-                values = [one.block, configs[name], one.removed]
+                values = [one.block, configs[name], one.updates, one.removed]
                 facts[f"the state of table {name!r}"] = values
     if loaded:
         refusal = "The saved masks of the ranks do not fit together. Nothing was changed."

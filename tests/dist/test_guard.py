@@ -46,7 +46,7 @@ def trained(name: str, world: int, guarded: bool, **plan: Any) -> dict[str, Any]
     found["masks"] = sparse.sparsifier.audit()
     tables = sparse.sparsifier.masks.tables
     kept = tables.snapshot()
-    found["counts"] = {name: one.removed for name, one in kept.items()}
+    found["counts"] = {name: (one.updates, one.removed) for name, one in kept.items()}
     sparse.detach()
     return found
 
