@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.checks import to_json
-from dist_sparse.groups import Facts, Group, agreeing, group_over
+from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
@@ -100,7 +100,8 @@ class TableMasks:
     def owned(self) -> list[Held]:
         """What is stored with the shards that this rank owns, once each, without empty ones."""
         distinct = {held.mask.rect: held for held in self.shards if held.mask.blocks}
-        owned = owners(self.tiling)[group_over(self.ranks).rank]
+        # Not of the group, which a rank alone must not make.
+        owned = owners(self.tiling)[rank_in(self.ranks)]
         return [distinct[rect] for rect in owned if rect in distinct]
 
     @property
