@@ -247,22 +247,30 @@ def make_masks(
     with packed.agreeing("step()") as noted:
         located = packed.locate()
         _note_facts(noted, located, sparsifier)
-        moved = packed.moved(located)
-        if not moved:
+        moves_first = packed.moved(located) and _uses_masks_in_place(sparsifier)
+        if not moves_first:
             scored = _score(sparsifier, located, first, noted)
-    # A user's update_mask edits masks in place, and an enforcer zeroes weights by them.
-    packed.reshard(located)
-    if moved:
-        # The exchange was collective: all ranks agree again, on the scores.
+    if moves_first:
+        # The exchange is collective: all ranks have agreed before it, and agree again on the
+        # scores.
+        packed.reshard(located)
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, first, noted)
-    # 3. Collective: select.
+    # 3. Collective: bring masks to their shards, select.
+    packed.reshard(located)
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
         selected = sparsifier.select_masks(scored, names, group)
         made |= _of_first_copies(selected, located, group)
     return located, made
+
+
+def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
+    """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
+    zeroes weights by them."""
+    edits = type(sparsifier).score_tables is MaskMaker.score_tables
+    return edits or sparsifier.masks.enforcer is not None
 
 
 def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
