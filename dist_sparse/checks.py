@@ -1,4 +1,4 @@
-"""Checks of arguments, one rule each: integers, numbers, levels, choices, blocks, names, globs.
+"""Plain values: checks of arguments, one rule each, and JSON that ranks compare and states hold.
 
 NumPy scalars are accepted, bools are not numbers. Every error reads
 ``Invalid {name}={value!r}: must be ...``.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
+import json
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
+
+Json = Any
 
 UNTOUCHED: Final = "untouched"
 """In the place of a level: all rows that training has never looked up, and no others."""
@@ -39,7 +44,7 @@ def integer(
     found = _finite(value)
     if isinstance(found, int) and least <= found <= most:
         return found
-    raise ValueError(_refusal(name, value, of, "an int", least, most))
+    raise _out_of_bounds(name, value, of, "an int", least, most)
 
 
 def number(
@@ -60,10 +65,10 @@ def number(
     Raises:
         ValueError: it is no real number, not finite as a float, or out of bounds.
     """
-    found: float | None = _finite(value)
-    if found is not None and least <= found <= most:
+    found = _finite(value)
+    if least <= found <= most:
         return found
-    raise ValueError(_refusal(name, value, of, "a finite number", least, most))
+    raise _out_of_bounds(name, value, of, "a finite number", least, most)
 
 
 def level(name: str, value: object) -> float:
@@ -73,10 +78,10 @@ def level(name: str, value: object) -> float:
         ValueError: it is no number in [0, 1].
     """
     found = _finite(value)
-    if found is not None and 0 <= found <= 1:
+    if 0 <= found <= 1:
         return float(found)
     # 80 is 80%, written in the other common unit.
-    meant = f" Did you mean {found / 100:g}?" if found is not None and 1 < found <= 100 else ""
+    meant = f" Did you mean {found / 100:g}?" if 1 < found <= 100 else ""
     raise ValueError(f"Invalid {name}={value!r}: must be a number in [0, 1].{meant}")
 
 
@@ -86,10 +91,10 @@ def scheduled_level(name: str, value: object) -> Any:
     Raises:
         ValueError: it is neither.
     """
-    if not isinstance(value, str):
-        return level(name, value)
     if value == UNTOUCHED:
         return UNTOUCHED
+    if not isinstance(value, str):
+        return level(name, value)
     known = f"must be a number in [0, 1], or {UNTOUCHED!r}"
     raise ValueError(f"Invalid {name}={value!r}: {known}.{_meant_by(value)}")
 
@@ -109,12 +114,11 @@ def name_list(name: str, value: object) -> tuple[str, ...]:
     Raises:
         ValueError: it is something else.
     """
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, Collection) and not isinstance(value, Mapping):
-        names = tuple(value)
+    given: object = () if value is None else value
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, Collection) and not isinstance(given, Mapping):
+        names = tuple(given)
         if all(isinstance(each, str) for each in names):
             return names
     raise ValueError(f"Invalid {name}={value!r}: must be a string or a sequence of strings.")
@@ -170,20 +174,104 @@ def _close(text: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(text, known, n=1)
 
 
-def _finite(value: object) -> Any:
-    """Return a real number as an int if it is one, else as a float; None if it is no real number,
-    or not finite as a float."""
+def _finite(value: object) -> float:
+    """Return a real number as an int if it is one, else as a float; NaN, which is in no bounds, if
+    it is no real number, or not finite as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
+        return math.nan
     with contextlib.suppress(OverflowError):  # an int that no float can hold
         if math.isfinite(value):
             return int(value) if isinstance(value, numbers.Integral) else float(value)
-    return None
+    return math.nan
 
 
-def _refusal(name: str, value: object, of: str | None, kind: str, least: float, most: float) -> str:
+def _out_of_bounds(
+    name: str, value: object, of: str | None, kind: str, least: float, most: float
+) -> ValueError:
     table = "" if of is None else f" of {of!r}"
     bounds = "" if least == -math.inf else f" >= {least}"
     if most < math.inf:
         bounds = f" in [{least}, {most}]"
-    return f"Invalid {name}={value!r}{table}: must be {kind}{bounds}."
+    return ValueError(f"Invalid {name}={value!r}{table}: must be {kind}{bounds}.")
+
+
+# JSON.
+
+
+def plain(value: Any) -> Any:
+    """Return Python's number for a NumPy scalar or a tensor of no dimension, and any other value as
+    it is."""
+    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return value.item() if is_scalar else value
+
+
+def encode(value: Json) -> bytes:
+    """Return any value as JSON, with sorted keys.
+
+    It never raises: an error here, on one rank, would leave the others waiting. Of types that JSON
+    does not have the name remains, and so it does of an entry that JSON can't hold.
+    """
+    if not isinstance(value, dict):
+        return _text(value).encode()
+    # Entry by entry, so that one that JSON can't hold does not hide the others.
+    entries = sorted(f"{json.dumps(str(key))}: {_text(item)}" for key, item in value.items())
+    return f"{{{', '.join(entries)}}}".encode()
+
+
+def _text(value: Json) -> str:
+    try:
+        return json.dumps(value, default=_plain_or_name, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        # Keys of several types, a container that holds itself, an int of 5,000 digits.
+        return json.dumps(f"<{type(value).__name__}>")
+
+
+def _plain_or_name(value: Any) -> Json:
+    found = plain(value)
+    return f"<{type(value).__name__}>" if found is value else found
+
+
+def digest(value: Json) -> int:
+    """Return 64 bits of a hash of any value, signed."""
+    hashed = hashlib.blake2b(encode(value), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)
+
+
+def to_json(what: str, value: Json) -> str:
+    """Return ``value`` as JSON for a saved state: numbers, text, None, and mappings, lists and
+    tuples of those.
+
+    Raises:
+        ValueError: it has something else; ``what`` is for the message.
+    """
+
+    def plain_only(other: Any) -> Json:
+        found = plain(other)
+        if found is other:
+            raise ValueError(
+                f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such"
+                " type."
+            )
+        return found
+
+    return json.dumps(value, default=plain_only)
+
+
+def from_json(what: str, text: Any) -> dict[str, Json]:
+    """Return the mapping that :func:`to_json` has made text of; what were lists are tuples.
+
+    Raises:
+        ValueError: it is not the text of a mapping; ``what`` is for the message.
+    """
+    with contextlib.suppress(TypeError, ValueError):
+        value = _with_tuples(json.loads(text))
+        if isinstance(value, dict):
+            return value
+    shown = reprlib.repr(text)
+    raise ValueError(f"Invalid state: {what} must be a mapping as JSON, and are {shown}.")
+
+
+def _with_tuples(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -1,16 +1,10 @@
-"""Values that ranks compare before they act, and messages about values that differ.
-
-Saved states hold their values as JSON too, exactly. The length of a message does not grow with the
-number of ranks.
-"""
+"""Messages about ranks that fail or differ. Their length does not grow with the number of ranks."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, Final
 
 Json = Any
@@ -22,99 +16,21 @@ _LONGEST_ERROR: Final = 1000
 _LONGEST_VALUE: Final = 120
 
 
-def encode(value: Json) -> bytes:
-    """Return any value as JSON, with sorted keys.
-
-    It never raises: an error here, on one rank, would leave the others waiting. Of types that JSON
-    does not have the name remains, and so it does of an entry that JSON can't hold.
-    """
-    if not isinstance(value, dict):
-        return _text(value).encode()
-    entries = sorted((json.dumps(str(key)), _text(item)) for key, item in value.items())
-    return ("{" + ", ".join(f"{key}: {text}" for key, text in entries) + "}").encode()
-
-
-def _text(value: Json) -> str:
-    try:
-        return json.dumps(value, default=_scalar_or_name, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        # Keys of several types, a container that holds itself, an int of 5,000 digits.
-        return json.dumps(_name(value))
-
-
-def _scalar_or_name(value: Any) -> Json:
-    return value.item() if _is_scalar(value) else _name(value)
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether it is a number of NumPy, or a tensor of no dimension."""
-    return getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-
-
-def _name(value: object) -> str:
-    return f"<{type(value).__name__}>"
-
-
-def digest(value: Json) -> int:
-    """Return 64 bits of a hash of any value, signed."""
-    return int.from_bytes(
-        hashlib.blake2b(encode(value), digest_size=8).digest(), "little", signed=True
-    )
-
-
-def to_json(what: str, value: Json) -> str:
-    """Return ``value`` as JSON for a saved state: numbers, text, None, and mappings, lists and
-    tuples of those.
-
-    Raises:
-        ValueError: it has something else; ``what`` is for the message.
-    """
-
-    def plain(other: Any) -> Json:
-        if _is_scalar(other):
-            return other.item()
-        raise ValueError(
-            f"Invalid {type(other).__name__} in {what}: it is saved as JSON, which has no such"
-            " type."
-        )
-
-    return json.dumps(value, default=plain)
-
-
-def from_json(what: str, text: object) -> dict[str, Json]:
-    """Return the mapping that :func:`to_json` has made text of; what were lists are tuples.
-
-    Raises:
-        ValueError: it is not the text of a mapping; ``what`` is for the message.
-    """
-    try:
-        value = _with_tuples(json.loads(text)) if isinstance(text, str) else None
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"Invalid state: {what} must be a mapping as JSON, and are {cut(repr(text), 80)}."
-        )
-    return value
-
-
-def _with_tuples(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
-
-
 def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
     """Return which ranks failed, and how: equal errors of several ranks once."""
     by_text = _ranks_by(ranks, [report["error"] for report in reports])
     # Of ranks without an error.
     by_text.pop(None, None)
-    # Several errors share the room of one.
-    longest = _LONGEST_ERROR if len(by_text) == 1 else _LONGEST_ERROR // 2
-    errors = list(by_text.items())
-    shown = [f"{ranks_text(at)}: {cut(text, longest)}" for text, at in errors[:MOST_SHOWN]]
-    if others := sorted(chain.from_iterable(at for _, at in errors[MOST_SHOWN:])):
-        shown.append(f"{ranks_text(others)}: other errors")
+    shown: list[str] = []
+    others: list[int] = []
+    for text, at in by_text.items():
+        if len(shown) < MOST_SHOWN:
+            # Several errors share the room of one.
+            shown.append(f"{ranks_text(at)}: {cut(text, _LONGEST_ERROR // min(len(by_text), 2))}")
+        else:
+            others += at
+    if others:
+        shown.append(f"{ranks_text(sorted(others))}: other errors")
     action = reports[0]["action"]
     return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
 

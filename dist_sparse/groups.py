@@ -13,7 +13,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,12 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse.checks import number
+from dist_sparse.checks import digest, encode, number
 from dist_sparse.facts import (
     MOST_SHOWN,
     cut,
-    digest,
-    encode,
     explain_actions,
     explain_errors,
     explain_facts,
@@ -36,7 +34,6 @@ from dist_sparse.facts import (
 )
 
 __all__ = [
-    "Disagreement",
     "Facts",
     "Group",
     "Parcels",
@@ -84,18 +81,6 @@ class Refused(ValueError):
     raised_by: frozenset[int] = frozenset()
 
 
-class Disagreement(Refused):
-    """Ranks were about to do different things. Raised on every rank.
-
-    Attributes:
-        keys: of the facts that differ; the same on every rank.
-    """
-
-    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.keys = frozenset(keys)
-
-
 class Facts(dict[str, Json]):
     """Values that must be equal on all ranks of one group, by a key for messages. See
     :func:`agreeing`.
@@ -105,7 +90,6 @@ class Facts(dict[str, Json]):
             share.
         drifted: by replica the global ranks where it differs from its first holder's; filled on
             exit.
-        differing: the keys that differ between the ranks of this group; filled on exit.
         on_drift: called on every rank of the group with what has drifted, if anything has. What it
             raises is raised on every rank of the other groups too.
     """
@@ -114,7 +98,6 @@ class Facts(dict[str, Json]):
         super().__init__()
         self.replicas: dict[str, Replica] = {}
         self.drifted: dict[str, list[int]] = {}
-        self.differing: frozenset[str] = frozenset()
         self.on_drift: Callable[[dict[str, list[int]]], object] | None = None
 
 
@@ -345,8 +328,8 @@ class Group:
             Empty when all is well.
 
         Raises:
-            ValueError: a rank reported an error (with its text), or facts differ
-                (:class:`Disagreement`). A world of one re-raises ``error`` itself.
+            ValueError: a rank reported an error (with its text), or facts differ. A world of one
+                re-raises ``error`` itself.
         """
         if self.process_group is None:
             if error is not None:
@@ -382,14 +365,12 @@ class Group:
         if any(report["error"] for report in reports):
             return Refused(explain_errors(self.ranks, reports))
         if any(report["action"] != action for report in reports):
-            return Disagreement(explain_actions(self.ranks, reports))
+            return Refused(explain_actions(self.ranks, reports))
         differing = _differing([report["facts"] for report in reports])
         # The same on every rank, as all have the same reports.
         shown = differing[:MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
-        return Disagreement(
-            explain_facts(self.ranks, action, shown, values, len(differing)), differing
-        )
+        return Refused(explain_facts(self.ranks, action, shown, values, len(differing)))
 
     @contextmanager
     def _issued(self, operation: str, sent: Tensor) -> Iterator[None]:
@@ -466,8 +447,6 @@ def _agree_over(
         if facts.drifted and facts.on_drift is not None:
             facts.on_drift(facts.drifted)
     except ValueError as refused:
-        if isinstance(refused, Disagreement):
-            facts.differing = refused.keys
         return refused
     return None
 

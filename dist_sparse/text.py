@@ -26,13 +26,7 @@ def printable(text: str) -> str:
     Control and format characters (``\x1b``, ``\n``, ``\u202e``), lone surrogates and unassigned
     code points are written as Python's ``repr`` writes them.
     """
-    return "".join(map(_printable_character, text))
-
-
-def _printable_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def shortened(value: object, most: int = 80) -> str:
@@ -241,12 +235,13 @@ def percent(share: float | None) -> str:
 
 def size(value: float) -> str:
     """Return bytes as ``1.30 MiB`` or ``160 B``."""
-    unit = 0
+    units = list(_UNITS)
     # Not 1024: "1,010 KiB" has a digit too many.
-    while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    exact = unit == 0 or abs(value) >= 99.95
-    return f"{value:.0f} {_UNITS[unit]}" if exact else f"{value:#.3g} {_UNITS[unit]}"
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    exact = units[0] == "B" or abs(value) >= 99.95
+    return f"{value:{'.0f' if exact else '#.3g'}} {units[0]}"
 
 
 def duration(seconds: float) -> str:

@@ -114,7 +114,7 @@ def _everything(training: SparseTraining) -> list[Any]:
         for shard in data.shards
     ]
     counts = {
-        name: [*map(hash_tensor, sparsifier.masks.tables.counts(name) or ())]
+        name: [*map(hash_tensor, sparsifier.masks.tables.table(name).counts.values())]
         for name in sparsifier.data_groups
     }
     settings = [sparsifier.scored_by, sparsifier.scope, dict(sparsifier.floors)]

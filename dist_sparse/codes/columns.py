@@ -23,7 +23,7 @@ from dist_sparse.rotation.lookups import Lookup, find_lookup
 from dist_sparse.rotation.outputs import follow
 from dist_sparse.rotation.rotate import check_group, rotation_groups
 from dist_sparse.rotation.turning import change_rows_
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import ShardedData
 
 

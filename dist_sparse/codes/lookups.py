@@ -25,7 +25,7 @@ from dist_sparse.compaction.tables import (
 )
 from dist_sparse.enforcer.fused import collections_of, lookups_of
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.protocols import LookupKernel
 from dist_sparse.tables.shards import Rect, ShardedData
 

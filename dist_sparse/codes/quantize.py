@@ -15,12 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer, number
+from dist_sparse.checks import digest, integer, number
 from dist_sparse.codes.books import ENTRIES, assign, fit, refit
 from dist_sparse.codes.columns import put_in_order, tables_to_order
 from dist_sparse.codes.lookups import Attached
 from dist_sparse.compaction.kept_rows import sparsifier_of
-from dist_sparse.facts import digest
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.lookups import Lookup
 from dist_sparse.rotation.outputs import turn_back

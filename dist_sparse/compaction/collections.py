@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, UnknownLookups
 from dist_sparse.compaction.tables import CompactCollection, cut
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.torchrec.collections import configs_of, table_configs
 from dist_sparse.torchrec.jagged import reordered
 from dist_sparse.torchrec.kernels import select_jagged

@@ -24,7 +24,7 @@ from dist_sparse.compaction.replacing import (
 from dist_sparse.compaction.sites import Site, sites_of
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect
 
 _Bounds: TypeAlias = tuple[float, float] | None

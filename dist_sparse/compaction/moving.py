@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dist_sparse.compaction.kept_rows import move_rows
 from dist_sparse.enforcer.optimizers import initial_state, leaves
 from dist_sparse.groups import group_over
-from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection
 from dist_sparse.tables.shards import Rect, ShardedData
 

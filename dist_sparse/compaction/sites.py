@@ -25,8 +25,7 @@ from dist_sparse.compaction.tables import (
     lookup_options,
     padding_id_of,
 )
-from dist_sparse.tables.modules import modules_by_path
-from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, modules_by_path, torchrec_port
 from dist_sparse.tables.protocols import Collection, TorchRecPort
 
 Kept: TypeAlias = Mapping[str, Tensor]

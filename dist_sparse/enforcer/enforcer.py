@@ -42,9 +42,9 @@ from dist_sparse.enforcer.optimizers import (
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.sparsifiers.step import Enforcer
+from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 

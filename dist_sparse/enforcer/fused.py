@@ -29,7 +29,7 @@ from dist_sparse.enforcer.optimizers import Masked, State, Stepped
 from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, add_pruned, flag
 from dist_sparse.masking.cached.kept_scores import KeptScores, Written
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED, ShardedData
 
@@ -291,10 +291,11 @@ class TableBatchHooks:
         counted: dict[int, Tensor] = {}
         samples: dict[int, Tensor] = {}
         for table, (name, number) in self._places.items():
-            self._slots[table] = Slot(views[table].data, self._store.masks(name)[number])
-            samples[table] = self._store.samples(name)[number]
-            if (counts := self._store.counts(name)) is not None:
-                counted[table] = counts[number]
+            held = self._store.table(name).shards[number]
+            self._slots[table] = Slot(views[table].data, held.mask)
+            samples[table] = held.samples
+            if held.counts is not None:
+                counted[table] = held.counts
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in self._written.values():
             add_pruned(record, before, self._slots)

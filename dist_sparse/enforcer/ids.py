@@ -23,7 +23,7 @@ from torch import Tensor
 from dist_sparse.masking.device import sent
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 
 Ends = Sequence[int] | Tensor

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.modules import torchrec_port
 
 State = tuple[Tensor, float]
 """A live view, and the optimizer's initial value."""

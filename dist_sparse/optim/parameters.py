@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.tables.modules import modules_by_path
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.tensors import is_sharded, steps_in_backward
 
 Gradients = dict[nn.Parameter, Tensor | None]

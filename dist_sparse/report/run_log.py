@@ -44,7 +44,7 @@ from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.lookups import counted_rows, removed_lookups
+from dist_sparse.sparsifiers.recorder import counted_rows, knows_removed_rows, removed_lookups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
@@ -341,11 +341,10 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
         return {}
     found = {}
     for name, data in packed.current("RunLog.close()").items():
-        shards = counted_rows(data, packed.block(name), packed.masks(name), packed.counts(name))
-        if shards is None:
+        if not knows_removed_rows(data, packed.block(name)):
             continue
         sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
-        for dead, lookups in shards:
+        for dead, lookups in counted_rows(packed, data):
             _add_rows(sums, dead, lookups)
         found[name] = _row_traffic(group_over(data.ranks).all_reduce(sums))
     return found

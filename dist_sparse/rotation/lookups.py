@@ -9,8 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from dist_sparse.rotation.outputs import has_basis
-from dist_sparse.tables.modules import modules_by_path
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
 # What may be between tables that are rotated together and their dot products.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
 _BASIS = "rotation_of_"

@@ -162,7 +162,8 @@ class _Rotation:
             # None weighs all rows alike.
             lookups = None
             if self._sparsifier.counts_lookups:
-                lookups = {name: self._sparsifier.masks.tables.counts(name) or () for name in names}
+                stored = {name: self._sparsifier.masks.tables.table(name) for name in names}
+                lookups = {name: [*table.counts.values()] for name, table in stored.items()}
             tables = [located[name] for name in names]
             grams = gram_matrices(tables, group_over(ranks), lookups)
             found.update(zip(names, grams, strict=True))

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
-from dist_sparse.checks import integer
-from dist_sparse.facts import from_json, ranks_text, to_json
+from dist_sparse.checks import from_json, integer, plain, to_json
+from dist_sparse.facts import ranks_text
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
@@ -193,18 +193,12 @@ class BaseDataScheduler:
     def _agreed_answer(self, group: Group) -> Mapping[str, Any]:
         """Return this rank's values, once all ranks have valid ones for the same names.
         Collective."""
-        answer: Mapping[str, Any] = {}
-        error: Exception | None = None
-        try:
+        with group.agreeing(f"step of {type(self).__name__}") as facts:
             answer = self._ask()
             if group.size > 1:
                 # Values cross ranks as JSON.
                 to_json(_WIRE, answer)
-        except Exception as raised:
-            # Of any kind: the other ranks must raise too.
-            error = raised
-        # Even without an error: the other ranks may have one.
-        group.agree(f"step of {type(self).__name__}", self._facts(answer), error)
+            facts.update(self._facts(answer))
         return answer
 
     def _ask(self) -> Mapping[str, Any]:
@@ -221,7 +215,7 @@ class BaseDataScheduler:
                 f"{unknown}; the sparsifier has {list(known)}."
             )
         # Configurations are saved as JSON, which has no tensors.
-        return {name: _python(value) for name, value in answer.items()}
+        return {name: plain(value) for name, value in answer.items()}
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks."""
@@ -237,18 +231,17 @@ class BaseDataScheduler:
 
     def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
         """Name the ranks whose values are not rank 0's. Once for each scheduler."""
-        notes, differing = self._noted(), {}
-        for rank, theirs in zip(ranks, found, strict=True):
-            if names := _differing(found[0], theirs):
-                differing[rank] = names[0], theirs[names[0]]
-        if notes.overruled or not differing:
+        notes, first = self._noted(), found[0]
+        overruled = [i for i, theirs in enumerate(found) if _differing(first, theirs)]
+        if notes.overruled or not overruled:
             return
         notes.overruled = True
-        rank, (name, value) = next(iter(differing.items()))
+        theirs, others = found[overruled[0]], [ranks[i] for i in overruled]
+        name = _differing(first, theirs)[0]
         warnings.warn(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {value!r} on rank"
-            f" {rank} and {found[0][name]!r} on rank {ranks[0]}, whose values are used on all"
-            f" ranks. Overruled, from now on without a warning: {ranks_text(list(differing))}.",
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {theirs[name]!r} on"
+            f" rank {others[0]} and {first[name]!r} on rank {ranks[0]}, whose values are used on"
+            f" all ranks. Overruled, from now on without a warning: {ranks_text(others)}.",
             UserWarning,
             stacklevel=5,
         )
@@ -312,9 +305,3 @@ class BaseDataScheduler:
 def _differing(first: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the names with another value, compared as text: NaN is NaN, and types count too."""
     return [name for name, value in first.items() if repr(value) != repr(theirs[name])]
-
-
-def _python(value: Any) -> Any:
-    """Return ``value``, with Python's numbers for 0-D tensors and NumPy scalars."""
-    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if is_scalar else value

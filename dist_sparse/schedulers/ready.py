@@ -140,9 +140,22 @@ class ReadyDataScheduler(BaseDataScheduler):
         # As text: 1 and 1.0 are two plans.
         return {**super()._facts(answer), **plan, "initial": repr(self.initial)}
 
+    def get_schedule_param(self) -> dict[str, Any]:
+        """Return the values in force at step ``last_epoch``."""
+        return self._values_at(self.window.last_update(self.last_epoch))
+
+    def _values_at(self, update: int | None) -> dict[str, Any]:
+        """Return the values of a mask update by name; None is before ``begin``."""
+        given = by_name(self._given, self.data_sparsifier.data_groups)
+        return {name: self._value(name, update, each) for name, each in given.items()}
+
     @property
-    def _given(self) -> object:
+    def _given(self) -> Any:
         """The schedule of all data, or a dict by name or glob."""
+        raise NotImplementedError
+
+    def _value(self, name: str, step: int | None, given: Any) -> Any:
+        """Return the value of the latest mask update ``step``; None is before ``begin``."""
         raise NotImplementedError
 
     def _check_plan_everywhere(self, names: Iterable[str] | None) -> None:
@@ -240,10 +253,6 @@ class CurveDataScheduler(ReadyDataScheduler):
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
 
-    def get_schedule_param(self) -> dict[str, Any]:
-        """Return the values in force at step ``last_epoch``."""
-        return self._values_at(self.window.last_update(self.last_epoch))
-
     def stop_at(self, step: int | None) -> None:
         """End the schedule with the values of an earlier ``step``, which are in force from now on;
         None is before ``begin``. Local: every rank must call it."""
@@ -253,7 +262,7 @@ class CurveDataScheduler(ReadyDataScheduler):
             # Names become globs here: a table may be called "a[0]".
             self.final = {escape(name): value for name, value in values.items()}
         else:
-            self.final = self._value(update, self.final)
+            self.final = self._value("all data", update, self.final)
         self.end = self.begin if step is None else step
         self._apply(values)
 
@@ -275,20 +284,14 @@ class CurveDataScheduler(ReadyDataScheduler):
             state_dict = {**state_dict, "final": dict(final)}
         return super()._checked_state(state_dict)
 
-    def _values_at(self, update: int | None) -> dict[str, Any]:
-        """Return the values of a mask update by name."""
-        finals: Mapping[str, Any] = by_name(self.final, self.data_sparsifier.data_groups)
-        return {name: self._value(update, final) for name, final in finals.items()}
-
-    def _value(self, step: int | None, final: Any) -> Any:
-        """Return the value of the latest mask update ``step``; None is before ``begin``."""
+    def _value(self, name: str, step: int | None, given: Any) -> Any:
         value: Any = self.initial
         if step is not None:
-            value = self.curve(step, self.initial, final, self.begin, self.end)
+            value = self.curve(step, self.initial, given, self.begin, self.end)
         if value == UNTOUCHED:
             return value
         # Keys such as zeros_per_block take ints only; levels are floats by now.
-        both_ints = isinstance(self.initial, int) and isinstance(final, int)
+        both_ints = isinstance(self.initial, int) and isinstance(given, int)
         return round(value) if both_ints else float(value)
 
     @property
@@ -430,16 +433,12 @@ class LambdaDataScheduler(ReadyDataScheduler):
         window = (begin, end, every)
         super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
 
-    def get_schedule_param(self) -> dict[str, Any]:
-        """Return the values in force at step ``last_epoch``."""
-        step = self.window.last_update(self.last_epoch)
-        functions = by_name(self.fn, self.data_sparsifier.data_groups)
+    def _value(self, name: str, step: int | None, given: Any) -> Any:
         if step is None:
-            return dict.fromkeys(functions, self.initial)
-        values = {name: function(step) for name, function in functions.items()}
-        if self.schedule_param != "sparsity_level":
-            return values
-        return {name: self._checked(f"fn({step}) of {name!r}", v) for name, v in values.items()}
+            return self.initial
+        value = given(step)
+        is_level = self.schedule_param == "sparsity_level"
+        return self._checked(f"fn({step}) of {name!r}", value) if is_level else value
 
     @property
     def _given(self) -> object:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.fused import collections_of
 from dist_sparse.sparsifiers.score import DataNormSparsifier
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import CACHED, ROW
 from dist_sparse.text import percent
 from dist_sparse.torchrec.trial import (

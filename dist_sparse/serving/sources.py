@@ -23,7 +23,7 @@ from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
 from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import count_revived
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 

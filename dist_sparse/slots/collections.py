@@ -27,7 +27,7 @@ from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import replace_modules
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.slots.index import SlotIndex
-from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.torchrec.collections import configs_of
 from dist_sparse.torchrec.types import KeyedJaggedTensor
 

@@ -10,9 +10,9 @@ shards.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +27,10 @@ from dist_sparse.sparsifiers.dense_store import (
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.recorder import Recorder
 from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import MaskMaker, update_masks
+from dist_sparse.sparsifiers.step import MaskMaker, Masks
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Block, ShardedData, Source
 from dist_sparse.tables.tensors import TensorSource, is_sharded
@@ -89,8 +88,6 @@ class BaseDataSparsifier(MaskMaker):
     def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, **defaults: Any) -> None:
         self.defaults: dict[str, Any] = defaults
         self.data_groups: dict[str, dict[str, Any]] = {}
-        self.enable_mask_update = True
-        self.step_count = 0
         self.masks = Masks()
         # Last: registering uses all of the above, in subclasses too.
         for name, data in data_list or ():
@@ -149,25 +146,20 @@ class BaseDataSparsifier(MaskMaker):
             )
         # Of known data, what the caller does not pass stays as it was.
         group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
-        kept = known and reuse_mask
-        mask = self._fitting_mask(name, weight) if kept else group.get("mask")
+        reused = known and reuse_mask
+        mask = self.get_mask(name) if reused else group.get("mask")
         if mask is None:
             mask = torch.ones_like(weight)
+        if reused and mask.shape != weight.shape:
+            raise AssertionError(
+                "to retain the old mask, the shape of the new data must be the same as the"
+                " previous one"
+            )
         masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
         # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
         self.data_groups[name] = group
         return masked
-
-    def _fitting_mask(self, name: str, weight: Tensor) -> Tensor:
-        """Return the mask of data that is about to be replaced."""
-        mask = self.get_mask(name)
-        if mask.shape != weight.shape:
-            raise AssertionError(
-                "to retain the old mask, the shape of the new data must be the same as the"
-                " previous one"
-            )
-        return mask
 
     def add_model(
         self,
@@ -203,22 +195,16 @@ class BaseDataSparsifier(MaskMaker):
             # Not model_source(), which would walk the model once more.
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
+            overrides = _overrides(config or {}, self.defaults, located)
+            configs, blocks = self._checked(located, overrides)
             for data in located:
                 for shard in data.shards:
                     weights_are_on(shard.tensor.device)
-            self.masks.tables.check_new(located, self.masks.plain.tensors())
-            # All is checked before anything is registered.
-            overrides = _overrides(config or {}, self.defaults, located)
-            configs, blocks = {}, {}
-            for data in located:
-                given = self._overlaid(self.defaults, overrides[data.name])
-                blocks[data.name] = self.check_config(data, given)
-                configs[data.name] = given
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
-                facts[f"table {data.name!r}"] = [*where, given]
+                facts[f"table {data.name!r}"] = [*where, configs[data.name]]
         # All ranks have agreed: from here on nothing can fail on some of them alone.
         self._register(source, located, configs, blocks)
-        return [data.name for data in located]
+        return list(configs)
 
     def delete_data(self, name: str) -> None:
         """Forget plain data without touching it. Never communicates.
@@ -248,21 +234,6 @@ class BaseDataSparsifier(MaskMaker):
         store = self._store(name)
         self.masks.hooks.settle()
         return store.weight(name) if return_original else store.effective(name)
-
-    def step(self) -> None:
-        """Update all masks, if enabled; else read nothing and send nothing. Collective if sharded
-        tables are registered.
-
-        Plain data is scored raw and only its mask changes, as in the ancestor. In sharded tables,
-        newly removed weights are zeroed at once.
-
-        Raises:
-            ValueError: on every rank; no mask and no weight has changed.
-        """
-        # Schedulers compare it, so that calls without an update count too.
-        self.step_count += 1
-        if self.enable_mask_update:
-            update_masks(self)
 
     def apply_masks(self) -> None:
         """Write zero to every removed weight of the sharded tables, which optimizers may have
@@ -309,8 +280,7 @@ class BaseDataSparsifier(MaskMaker):
     def table_stats(self) -> list[TableStats]:
         """Return counts of every registered name, the same on every rank. Collective if sharded
         tables are registered: one all-reduce after an exchange of status."""
-        found = stats.table_stats(self.masks, self.data_groups)
-        return list(self._in_order(found).values())
+        return [*self._in_order(stats.table_stats(self.masks, self.data_groups)).values()]
 
     def dead_rows(self) -> dict[str, int]:
         """Return the number of rows with nothing left, by name, the same on every rank. No
@@ -330,8 +300,7 @@ class BaseDataSparsifier(MaskMaker):
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
         blocks or ranks. Collective as :meth:`table_stats`."""
-        found = stats.fingerprints(self.masks, "fingerprint()")
-        return self._in_order(found)
+        return self._in_order(stats.fingerprints(self.masks, "fingerprint()"))
 
     def audit(self) -> dict[str, str]:
         """Return :meth:`fingerprint`, after comparing the masks of all holders (replicas, and the
@@ -512,18 +481,24 @@ class BaseDataSparsifier(MaskMaker):
             )
         foreign = sorted({"mask", "parametrization"} & set(config))
         if foreign:
-            raise ValueError(
-                f"Invalid config of {name!r}: {foreign} are for plain data; masks of shards are"
-                " packed bits."
-            )
+            raise ValueError(f"Invalid config of {name!r}: {foreign} are for plain data.")
         source = TensorSource(name, data)
         located = source.locate()
-        group = self._overlaid(self.defaults, config)
-        block = self.check_config(located[0], group)
-        self.masks.tables.check_new(located, self.masks.plain.tensors())
-        self._register(source, located, {name: group}, {name: block})
+        self._register(source, located, *self._checked(located, {name: config}))
         kept: Tensor = data
         return kept
+
+    def _checked(
+        self, located: Sequence[ShardedData], overrides: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Block]]:
+        """Return the configuration of each new table, and what a bit of its masks covers. Changes
+        nothing."""
+        configs, blocks = {}, {}
+        for data in located:
+            configs[data.name] = self._overlaid(self.defaults, overrides[data.name])
+            blocks[data.name] = self.check_config(data, configs[data.name])
+        self.masks.tables.check_new(located, self.masks.plain.tensors())
+        return configs, blocks
 
     def _register(
         self,
@@ -547,26 +522,18 @@ def _overrides(
     """Return the overrides of each table of a model, whether they were given by glob or for all; of
     several globs that match, later ones win."""
     # A default may be a mapping itself: its key is not a glob then.
-    by_glob = [isinstance(value, Mapping) and key not in defaults for key, value in config.items()]
-    if any(by_glob) and not all(by_glob):
-        raise ValueError(
-            f"Invalid config={dict(config)!r}: must map either keys to values or globs to such"
-            " mappings, not both."
-        )
+    keys = [key for key in config if key in defaults or not isinstance(config[key], Mapping)]
     given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
-    for glob, overrides in (config if any(by_glob) else {"*": config}).items():
+    for glob, overrides in ({"*": config} if keys else config).items():
+        # With keys and globs in one mapping, the globs are unknown keys.
         if unknown := sorted(set(overrides) - set(defaults)):
             raise ValueError(
                 f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
-                f" {sorted(defaults)}."
+                f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
             )
-        matching = [data.name for data in located if _matches(data, glob)]
+        matching = [each for each in located if fnmatch.filter([each.name, each.fqn or ""], glob)]
         if not matching:
             raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
-        for name in matching:
-            given[name] |= copy.deepcopy(dict(overrides))
+        for data in matching:
+            given[data.name] |= copy.deepcopy(dict(overrides))
     return given
-
-
-def _matches(data: ShardedData, glob: str) -> bool:
-    return fnmatchcase(data.name, glob) or (data.fqn is not None and fnmatchcase(data.fqn, glob))

@@ -259,10 +259,11 @@ def _converted(
     saving, or dense."""
     converted: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
-        rest = {key: value for key, value in entry.items() if key != "mask"}
+        rest = dict(entry)
+        mask = rest.pop("mask", None)
         converted[name] = copy.deepcopy(rest)
-        if entry.get("mask") is not None:
-            mask = entry["mask"].detach()
+        if mask is not None:
+            mask = mask.detach()
             converted[name]["mask"] = mask.to_sparse_coo() if sparse else mask.to_dense().clone()
     return converted
 
@@ -277,20 +278,22 @@ def _fill(
     the user's gets the buffers that it had."""
     for name, entry in state.items():
         prefix = f"parametrizations.{name}."
-        data, mask = tensors.get(name, tensors.get(f"{prefix}original")), entry.get("mask")
-        if name not in configs:
-            raise RuntimeError(f"Error loading {name!r}: the state has no config of it.")
-        if data is None or mask is None:
-            lacking = "data" if data is None else "mask"
-            raise RuntimeError(f"Error loading {name!r}: the state has no {lacking} of it.")
-        data = data.detach().clone()
-        if "parametrization" not in configs[name]:
-            mask = entry["mask"] = _with_shape_of(data, mask)
+        found: dict[str, Any] = {
+            "config": configs.get(name),
+            "data": tensors.get(name, tensors.get(f"{prefix}original")),
+            "mask": entry.get("mask"),
+        }
+        for part, value in found.items():
+            if value is None:
+                raise RuntimeError(f"Error loading {name!r}: the state has no {part} of it.")
+        data, config = found["data"].detach().clone(), found["config"]
+        if "parametrization" not in config:
+            entry["mask"] = _with_shape_of(data, entry["mask"])
         if name in tensors:
             # Squashed when it was saved.
             container.register_buffer(name, data)
             continue
-        _attach(container, name, data, mask, configs[name].get("parametrization", Masked))
+        _attach(container, name, data, entry["mask"], config.get("parametrization", Masked))
         buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
         kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
         # Not strict: the default parametrization has no buffers in its state.

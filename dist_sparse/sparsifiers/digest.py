@@ -1,9 +1,8 @@
 """Hashes of masks and weights, for comparing ranks.
 
 The hash of a mask is the sum, modulo 2**64, of ``a(row) * b(column)`` over its removed elements,
-with pseudo-random ``a`` and ``b``. Sums can be taken over any pieces in any order, and over a whole
-block at once, so the hash depends on neither the sharding nor the blocks and costs one pass over
-the bits. It detects accidents, not attacks.
+with pseudo-random ``a`` and ``b``. Sums can be taken over any pieces in any order, so the hash
+depends on neither the sharding nor the blocks. It detects accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -21,26 +20,17 @@ from dist_sparse.tables.shards import Rect, ShardedData
 _ROWS, _COLS = 0x51, 0xC3
 # Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
 _MIX = 0x1E3779B97F4A7C15
-# Blocks at a time: temporary tensors of int64 stay small.
-_STEP = 1 << 16
 
 
 def mask_hash(mask: BlockMask) -> int:
     """Return the hash of one shard's part of a mask, by its global rows and columns."""
-    rect, grid, device = mask.rect, mask.grid, mask.bits.device
-    # Int64 wraps around: sums are modulo 2**64.
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    if mask.blocks == 0:
-        # An empty shard has no grid to sum over.
-        return 0
+    rect, device = mask.rect, mask.bits.device
     rows = _mix(torch.arange(rect.row, rect.row_end, device=device), _ROWS)
     cols = _mix(torch.arange(rect.col, rect.col_end, device=device), _COLS)
-    # Per block, the product of the sums over its rows and its columns.
-    down = _by_block(rows, rect.row, mask.block[0], grid.row, grid.rows)
-    across = _by_block(cols, rect.col, mask.block[1], grid.col, grid.cols)
-    for first, last in mask.row_chunks(_STEP):
-        removed = ~mask.flags(first, last)
-        total += ((removed * across).sum(1) * down[first:last]).sum()
+    # Int64 wraps around: sums are modulo 2**64.
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for here, kept in mask.element_chunks(only_removing=True):
+        total += ((~kept * cols).sum(1) * rows[here]).sum()
     return int(total)
 
 
@@ -110,11 +100,6 @@ def shared_tensors(
         holders = holders_of[place]
         found[place] = Replica(int(value) % (1 << 64), holders[0] == rank, len(holders))
     return found
-
-
-def _by_block(values: Tensor, start: int, size: int, first: int, count: int) -> Tensor:
-    where = (torch.arange(start, start + values.numel(), device=values.device) // size) - first
-    return values.new_zeros(count).index_add_(0, where, values)
 
 
 def _mix(values: Tensor, seed: int) -> Tensor:

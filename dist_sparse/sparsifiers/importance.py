@@ -19,10 +19,9 @@ from dist_sparse.groups import Facts, rank_in
 from dist_sparse.masking.block_scores import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import shared_tensors
-from dist_sparse.sparsifiers.lookups import FUSED
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
-from dist_sparse.tables.shards import ROW, Block, Rect, Shard, ShardedData
+from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
 
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
@@ -157,9 +156,7 @@ class ImportanceSparsifier(DataNormSparsifier):
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         # Without a norm, score() is called.
-        if self.scored_by != "norm" or not self._own_score:
-            return None
-        return "L1" if self.norm == "L1" else "L2"
+        return self.norm if self.scored_by == "norm" and self._own_score else None
 
     @property
     def _own_score(self) -> bool:
@@ -213,7 +210,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Multiply all counts by the decay."""
         for name in self.masks.tables.names:
             # In place: the enforcer's hooks hold the same tensors.
-            for counts in self.masks.tables.counts(name) or ():
+            for counts in self.masks.tables.table(name).counts.values():
                 counts.clamp_(max=MOST_COUNTED).mul_(self.decay)
 
     def audit(self) -> dict[str, str]:
@@ -246,18 +243,16 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
         if self.scored_by not in ("accumulator", "frequency"):
             super()._check_untouched(data, block)
-        wrong = [
-            (
-                block != (1, data.shape[1]),
-                f"removes whole rows: the block must be 'row', not {block}",
-            ),
-            (self.decay < 1, f"needs all lookups, and decay={self.decay} forgets old ones"),
-            (data.copied, "can't tell the rows of copies that are trained apart"),
-            (self.scope == "global", "is of each table by itself: scope='global' moves it"),
-        ]
-        for is_wrong, why in wrong:
-            if is_wrong:
-                raise ValueError(f"Table {data.name!r}: the level 'untouched' {why}.")
+        reasons = {
+            f"removes whole rows: the block must be 'row', not {block}": block
+            != (1, data.shape[1]),
+            f"needs all lookups, and decay={self.decay} forgets old ones": self.decay < 1,
+            "can't tell the rows of copies that are trained apart": data.copied,
+            "is of each table by itself: scope='global' moves it": self.scope == "global",
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(f"Table {data.name!r}: the level 'untouched' {reason}.")
 
     def check_known(self, located: Mapping[str, ShardedData]) -> None:
         """Refuse tables whose score is not known on this rank. Local.
@@ -273,9 +268,9 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self.scored_by in ("norm", "frequency"):
             # These scores need no sums.
             return []
-        summed, unknown = self.sums(), []
+        sums, unknown = self.sums(), []
         for name, data in located.items():
-            if not summed.keys() >= {shard.tensor.data_ptr() for shard in data.shards}:
+            if not all(shard.tensor.data_ptr() in sums for shard in data.shards):
                 unknown.append(name)
         return unknown
 
@@ -287,18 +282,13 @@ class ImportanceSparsifier(DataNormSparsifier):
         totals, known = self.sums(), {}
         for name, data in located.items():
             if self.scored_by == "frequency":
-                known[name] = self._counted(data)
+                # A lookup is of a whole row: each element has its share, so that blocks compare by
+                # bytes.
+                counts, share = self.masks.tables.table(name).counts, data.shape[1]
+                known[name] = [_Known(*each, 0.0, share, MOST_COUNTED) for each in counts.items()]
             else:
                 known[name] = [_summed(name, shard, totals) for shard in data.shards]
         return known
-
-    def _counted(self, data: ShardedData) -> list[_Known]:
-        # A lookup is of a whole row: each element has its share, so that blocks compare by bytes.
-        counts = self.masks.tables.counts(data.name) or ()
-        return [
-            _Known(shard.rect, count, share=data.shape[1], most=MOST_COUNTED)
-            for shard, count in zip(data.shards, counts, strict=True)
-        ]
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:
         """Return the squared gradients that Adagrad has summed, and their initial value, by the
@@ -318,20 +308,16 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
         """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
-        known = self._known_at(name, offset)
-        first = offset[0] - known.rect.row
-        return known.of_rows(slice(first, first + len(data)))
-
-    def _known_at(self, name: str, offset: tuple[int, int]) -> _Known:
-        """Return the lookups or sums of the shard with a chunk that begins at ``offset``."""
-        if name in self.masks.plain:
-            raise ValueError(
-                f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
-                " add_model()."
-            )
         # Chunks are of one shard: its first element tells which.
         here = Rect(*offset, 1, 1)
-        return next(known for known in self._known[name] if known.rect.intersect(here) is not None)
+        for known in self._known.get(name, ()):
+            if known.rect.intersect(here) is not None:
+                first = offset[0] - known.rect.row
+                return known.of_rows(slice(first, first + len(data)))
+        raise ValueError(
+            f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
+            " add_model()."
+        )
 
 
 def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:

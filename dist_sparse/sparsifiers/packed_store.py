@@ -12,13 +12,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_sparse.facts import to_json
-from dist_sparse.groups import Facts, Group, agreeing, group_over
+from dist_sparse.checks import to_json
+from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
@@ -27,12 +28,41 @@ from dist_sparse.tables.shards import (
     Shard,
     ShardedData,
     Source,
-    Span,
-    overlapping,
     owners,
+    shared_memory,
 )
 
 Ranks = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What is stored with one shard on this rank. A mask update replaces it.
+
+    Attributes:
+        mask: of the shard's rectangle.
+        counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
+            counts decay; None where they are not counted.
+    """
+
+    mask: BlockMask
+    counts: Tensor | None
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
+        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
+        optimizers are ever sampled."""
+        return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
+
+    def with_mask(self, mask: BlockMask) -> Held:
+        """Return what is stored with the shard once this is its mask."""
+        return self if mask is self.mask else Held(mask, self.counts)
+
+    def to(self, device: torch.device) -> Held:
+        # Counts are summed where lookups are.
+        counts = None if self.counts is None else self.counts.to(device)
+        return Held(replace(self.mask, bits=self.mask.bits.to(device)), counts)
 
 
 @dataclass
@@ -40,11 +70,10 @@ class TableMasks:
     """This rank's masks of one registered table, for the tiling that they were stored for.
 
     Attributes:
-        counts: lookups of each row of this rank's shards; empty if they are not counted.
-        counted: dtype of ``counts``; None where lookups are not counted.
-        samples: see :meth:`PackedStore.samples`.
+        shards: in their order.
+        counted: dtype of the counts of lookups; None where lookups are not counted.
         removed: blocks that the masks remove over all ranks, if known.
-        updates: mask updates since registration.
+        updates: mask updates since registration, which tell states of different steps apart.
     """
 
     source: Source
@@ -52,19 +81,45 @@ class TableMasks:
     ranks: Ranks
     tiling: pieces.Tiling
     block: Block
-    masks: list[BlockMask]
-    counts: list[Tensor]
+    shards: list[Held]
     counted: torch.dtype | None
-    samples: list[Tensor] | None = None
     removed: int | None = 0
     updates: int = 0
+
+    @property
+    def masks(self) -> list[BlockMask]:
+        return [held.mask for held in self.shards]
+
+    @property
+    def counts(self) -> dict[Rect, Tensor]:
+        """Lookups by shard; empty where they are not counted."""
+        found = {held.mask.rect: held.counts for held in self.shards}
+        return {rect: counts for rect, counts in found.items() if counts is not None}
+
+    @property
+    def owned(self) -> list[Held]:
+        """What is stored with the shards that this rank owns, once each, without empty ones."""
+        distinct = {held.mask.rect: held for held in self.shards if held.mask.blocks}
+        # Not of the group, which a rank alone must not make.
+        owned = owners(self.tiling)[rank_in(self.ranks)]
+        return [distinct[rect] for rect in owned if rect in distinct]
+
+    @property
+    def leftmost(self) -> list[Held]:
+        """The owned shards whose lookups count: shards of the same rows have the same ones."""
+        return [held for held in self.owned if held.mask.rect.col == 0]
+
+    @property
+    def removed_here(self) -> int:
+        """Blocks that the masks of this rank's shards remove. Replicas and cut blocks count for
+        their first holder only."""
+        return sum(pieces.removed_blocks(held.mask) for held in self.owned)
 
     def moves(self, new: pieces.Tiling) -> list[pieces.Move]:
         """Return what travels when the shards become those of another tiling."""
         moves = [pieces.move_of_masks(self.masks, self.block, self.tiling, new)]
         if self.counted is not None:
-            held = self.tiling[group_over(self.ranks).rank]
-            moves.append(pieces.move_of_counts(held, self.counts, self.counted, self.tiling, new))
+            moves.append(pieces.move_of_counts(self.counts, self.counted, self.tiling, new))
         return moves
 
     def move_of_whole_blocks(self) -> pieces.Move:
@@ -89,24 +144,20 @@ class TableMasks:
     def take(self, data: ShardedData, arrived: Iterator[list[pieces.Piece]]) -> None:
         """Put together what :meth:`moves` has brought to the shards of ``data``."""
         bits = next(arrived)
-        self.masks = [
+        lookups = [] if self.counted is None else next(arrived)
+        masks = [
             pieces.assembled(rect, self.block, bits, weights.device)
             for rect, weights in data.shards
         ]
-        if self.counted is not None:
-            self.counts = pieces.new_counts(data, self.counted, next(arrived))
-        self.tiling, self.samples = data.tiling, None
+        counts = pieces.new_counts(data, self.counted, lookups)
+        self.shards, self.tiling = list(map(Held, masks, counts)), data.tiling
 
     def follow(self, data: ShardedData) -> bool:
         """Bring the masks to the devices of their shards, where they are not yet."""
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in self.masks] == devices:
             return False
-        masks = zip(self.masks, devices, strict=True)
-        self.masks = [replace(mask, bits=mask.bits.to(on)) for mask, on in masks]
-        # Counts are summed where lookups are; empty if nothing is counted.
-        self.counts = [count.to(on) for count, on in zip(self.counts, devices, strict=False)]
-        self.samples = None
+        self.shards = list(map(Held.to, self.shards, devices))
         return True
 
 
@@ -185,18 +236,14 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        entries = [entry for name in self._tables for entry in _memory_of(self.find(name))]
-        for name, tensor in plain.items():
-            entries += _memory(name, [tensor])
-        known = len(entries)
-        for data in located:
-            entries += _memory_of(data)
-        for i, j in overlapping([span for _, span in entries]):
-            first, second = entries[i][0], entries[j][0]
-            if j >= known and first != second:
-                raise ValueError(
-                    f"Table {second!r} is registered already, as {first!r}: they share memory."
-                )
+        held = [(name, shard.tensor) for name in self._tables for shard in self.find(name).shards]
+        held += plain.items()
+        new = [(data.name, shard.tensor) for data in located for shard in data.shards]
+        if shared := shared_memory(held, new):
+            first, second = shared
+            raise ValueError(
+                f"Table {second!r} is registered already, as {first!r}: they share memory."
+            )
 
     def add(
         self,
@@ -216,8 +263,7 @@ class PackedStore:
                 ranks=data.ranks,
                 tiling=data.tiling,
                 block=block,
-                masks=masks,
-                counts=[] if counted is None else pieces.new_counts(data, counted),
+                shards=list(map(Held, masks, pieces.new_counts(data, counted))),
                 counted=counted,
             )
         self.version += 1
@@ -296,9 +342,8 @@ class PackedStore:
                 # Usually nothing is shared: then nothing is sent.
                 if located[name].replicated or move.new != move.old:
                     moves[name] = move
-            if moves:
-                found = pieces.exchange(group_over(ranks), list(moves.values()))
-                arrived.update(zip(moves, found, strict=True))
+            found = pieces.exchange(group_over(ranks), list(moves.values()))
+            arrived.update(zip(moves, found, strict=True))
         with self.agreeing(action):
             for name, bits in arrived.items():
                 if place := masks[name].differs_at(bits):
@@ -323,8 +368,10 @@ class PackedStore:
         # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
         for ranks, names in self.groups.items():
             tables = [located[name] for name in names if name in moved]
+            if not tables:
+                continue
             moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
-            arrived = iter(pieces.exchange(group_over(ranks), moves) if moves else ())
+            arrived = iter(pieces.exchange(group_over(ranks), moves))
             for data in tables:
                 self._tables[data.name].take(data, arrived)
                 self.version += 1
@@ -335,28 +382,17 @@ class PackedStore:
 
     # Masks.
 
+    def table(self, name: str) -> TableMasks:
+        """Return one table's masks, which the next mask update replaces."""
+        return self._tables[name]
+
     def masks(self, name: str) -> list[BlockMask]:
-        """Return the masks of this rank's shards, in their order. A mask update replaces the
-        list."""
+        """Return the masks of this rank's shards, in their order."""
         return self._tables[name].masks
 
-    def counts(self, name: str) -> list[Tensor] | None:
-        """Return how often training has looked up each row of this rank's shards, live:
-        ``(rect.rows,)``, int32, or float64 where counts decay; None if that is not counted."""
-        table = self._tables[name]
-        return None if table.counted is None else table.counts
-
     def samples(self, name: str) -> list[Tensor]:
-        """Return what an enforcer has sampled of the lookups of this rank's shards since their
-        masks were replaced, live: int64 ``(2,)``, all of them, and lookups of rows that are removed
-        whole."""
-        table = self._tables[name]
-        # Only tables of fused optimizers are ever sampled.
-        if table.samples is None:
-            table.samples = [
-                torch.zeros(2, dtype=torch.int64, device=mask.bits.device) for mask in table.masks
-            ]
-        return table.samples
+        """Return :attr:`Held.samples` of this rank's shards."""
+        return [held.samples for held in self._tables[name].shards]
 
     def block(self, name: str) -> Block:
         """Return the block that one bit of the table's masks covers, known on ranks without a
@@ -376,14 +412,12 @@ class PackedStore:
         Args:
             removed: blocks that they remove over all ranks, if known without asking.
         """
-        assert all(mask.block == block for mask in masks)
-        assert [mask.rect for mask in masks] == [shard.rect for shard in data.shards]
+        assert [(mask.block, mask.rect) for mask in masks] == [(block, s.rect) for s in data.shards]
         table = self._tables[data.name]
-        if list(map(id, masks)) != list(map(id, table.masks)):
-            # A mask update that changes nothing keeps the masks themselves.
-            self.version += 1
-            table.samples = None
-        table.masks, table.block, table.tiling, table.removed = masks, block, data.tiling, removed
+        shards = list(map(Held.with_mask, table.shards, masks))
+        # A mask update that changes nothing keeps the masks themselves.
+        self.version += shards != table.shards
+        table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed
         table.updates += 1
 
     def mask(self, name: str) -> Tensor:
@@ -463,10 +497,9 @@ class PackedStore:
             }
             masks[name] = pieces.saved_mask(table.shape, table.block, writes[name], table.masks)
             if table.counted is not None:
-                rank = group_over(table.ranks).rank
-                held = dict(zip(table.tiling[rank], table.counts, strict=True))
-                owned = owners(table.tiling)[rank]
-                counts[name] = pieces.saved_counts(table.shape[0], table.counted, held, owned)
+                rects = [held.mask.rect for held in table.leftmost]
+                rows, kept = table.shape[0], table.counts
+                counts[name] = pieces.saved_counts(rows, table.counted, kept, rects)
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
@@ -488,7 +521,7 @@ class PackedStore:
                 masks = {mask.rect: mask for mask in table.masks}
                 found[name] = [masks[part.shard].cut(part.to) for part in parts[group.rank]]
         cpu = torch.device("cpu")
-        arrived = pieces.exchange(group, list(moves.values())) if moves else []
+        arrived = pieces.exchange(group, list(moves.values()))
         for (name, move), bits in zip(moves.items(), arrived, strict=True):
             block = self._tables[name].block
             rects = move.new[group.rank]
@@ -511,21 +544,16 @@ class PackedStore:
                 shards.
         """
         entries = pieces.tables_of(saved)
-        if missing := [name for name in self._tables if name not in entries]:
+        if entries.keys() != self._tables.keys():
             raise ValueError(
-                f"The state has no masks of the registered tables {missing}; it has those of"
-                f" {sorted(entries)}."
+                f"The registered tables {sorted(self.names)} are not those of the state,"
+                f" {sorted(entries)}: call add_model() on the same tables before loading."
             )
-        if unknown := [name for name in entries if name not in self]:
-            raise ValueError(
-                f"The state has masks of tables {unknown} that are not registered: call add_model()"
-                " before loading."
-            )
-        masks, counts = pieces.part_of(saved, "masks"), pieces.part_of(saved, "counts")
+        masks, counts = (pieces.mapping_of(saved, part) for part in ("masks", "counts"))
         prepared = {}
         for name, entry in entries.items():
             table = self._tables[name]
-            loaded = pieces.loaded_table(
+            block, found, lookups = pieces.loaded_table(
                 located[name],
                 entry,
                 masks.get(name),
@@ -537,9 +565,8 @@ class PackedStore:
                 table,
                 tiling=located[name].tiling,
                 # The state's: without DCP it may differ from the configured one.
-                block=loaded.block,
-                masks=loaded.masks,
-                counts=loaded.counts,
+                block=block,
+                shards=list(map(Held, found, lookups)),
                 removed=entry.get("removed"),
                 updates=entry.get("updates", 0),
             )
@@ -552,7 +579,9 @@ class PackedStore:
 
     def load(self, loaded: Mapping[str, TableMasks]) -> None:
         """Put what :meth:`prepare` or :meth:`snapshot` has returned in place."""
-        self._tables |= {name: replace(table, samples=None) for name, table in loaded.items()}
+        for name, table in loaded.items():
+            # Copies, without the samples of the lookups before.
+            self._tables[name] = replace(table, shards=list(map(replace, table.shards)))
         self.version += 1
 
     @property
@@ -583,15 +612,6 @@ def _check_single(name: str, shards: int) -> None:
         raise ValueError(
             f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r})."
         )
-
-
-def _memory_of(data: ShardedData) -> list[tuple[str, Span]]:
-    return _memory(data.name, [shard.tensor for shard in data.shards])
-
-
-def _memory(name: str, tensors: Sequence[Tensor]) -> list[tuple[str, Span]]:
-    # Empty tensors have no memory to share.
-    return [(name, Span.of(tensor)) for tensor in tensors if tensor.numel()]
 
 
 def _signed(value: int) -> int:

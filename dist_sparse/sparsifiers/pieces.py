@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dist_sparse.checks import integer
-from dist_sparse.facts import cut, from_json
+from dist_sparse.checks import from_json, integer
+from dist_sparse.facts import cut
 from dist_sparse.groups import Group, Parcels
-from dist_sparse.masking.masks import BitWriter, BlockMask, pack, unpack
+from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
+from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
@@ -69,14 +69,13 @@ def move_of_masks(masks: Sequence[BlockMask], block: Block, old: Tiling, new: Ti
 
 
 def move_of_counts(
-    rects: Sequence[Rect], counts: Sequence[Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
+    counts: Mapping[Rect, Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
 ) -> Move:
-    """Return the move of lookup counts, one number per row, of this rank's ``rects`` of ``old``."""
-    held = dict(zip(rects, counts, strict=True))
+    """Return the move of lookup counts, one number per row, of this rank's shards in ``old``."""
     return Move(
         old,
         new,
-        lambda rect, owned: held[owned][rect.row - owned.row : rect.row_end - owned.row],
+        lambda rect, owned: counts[owned][rect.row - owned.row : rect.row_end - owned.row],
         lambda rect: rect.rows,
         dtype,
     )
@@ -84,7 +83,9 @@ def move_of_counts(
 
 def exchange(group: Group, moves: Sequence[Move]) -> list[list[Piece]]:
     """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
-    CPU. Collective over ``group``: one all-to-all."""
+    CPU. Collective over ``group``: one all-to-all, none if there are no moves."""
+    if not moves:
+        return []
     parcels, arriving = Parcels(group), []
     for move in moves:
         owned = owners(move.old)
@@ -183,6 +184,12 @@ def begun(mask: BlockMask) -> BlockMask:
     return mask.cut(inside)
 
 
+def removed_blocks(mask: BlockMask) -> int:
+    """Return how many of the blocks that begin in a shard its mask removes."""
+    mask = begun(mask)
+    return mask.blocks - count_bits(mask.bits)
+
+
 def saved_mask(
     shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], masks: Sequence[BlockMask]
 ) -> ChunkedTensor:
@@ -210,7 +217,7 @@ def saved_mask(
 
 
 def saved_counts(
-    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], owned: Sequence[Rect]
+    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], writes: Sequence[Rect]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
@@ -218,14 +225,13 @@ def saved_counts(
         rows: of the table.
         dtype: of the counts.
         counts: of this rank's shards, by rectangle.
-        owned: the rectangles among them that no lower rank holds.
+        writes: the rectangles among them whose counts this rank writes.
     """
-    kept = [(rect, count.to("cpu", copy=True)) for rect, count in counts.items()]
-    # Shards of the same rows have the same counts: the leftmost is written.
-    writes = [((rect.row,), count) for rect, count in kept if rect in owned and rect.col == 0]
-    wants = [((rect.row,), (rect.rows,)) for rect in counts]
-    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept]
-    return ChunkedTensor((rows,), dtype, writes, wants, entries)
+    kept = {rect: count.to("cpu", copy=True) for rect, count in counts.items()}
+    chunks = [((rect.row,), kept[rect]) for rect in writes]
+    wants = [((rect.row,), (rect.rows,)) for rect in kept]
+    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept.items()]
+    return ChunkedTensor((rows,), dtype, chunks, wants, entries)
 
 
 # Loading.
@@ -257,23 +263,14 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def part_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    """Return the ``masks`` or ``counts`` of a state, by table."""
+def mapping_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return a part of a state that maps names; empty where the state has left it out."""
     value = saved.get(part, {})
     if not isinstance(value, Mapping):
         raise ValueError(
-            f"Invalid state: its {part} must be a mapping by table, and are a"
-            f" {type(value).__name__}."
+            f"Invalid state: {part!r} must be a mapping, and is a {type(value).__name__}."
         )
     return value
-
-
-class Loaded(NamedTuple):
-    """What a state has of this rank's shards of one table, in their order."""
-
-    block: Block
-    masks: list[BlockMask]
-    counts: list[Tensor]
 
 
 def loaded_table(
@@ -284,8 +281,9 @@ def loaded_table(
     *,
     registered: Block,
     counted: torch.dtype | None,
-) -> Loaded:
-    """Return masks and lookup counts of one table from a state.
+) -> tuple[Block, list[BlockMask], Sequence[Tensor | None]]:
+    """Return the block of a table's masks in a state, and the masks and lookup counts of this
+    rank's shards, in their order.
 
     Args:
         data: the table as it is stored now.
@@ -305,25 +303,17 @@ def loaded_table(
             f" {shape}."
         )
     try:
-        block = _block_of(entry)
+        height, width = _ints("block", entry.get("block"), 2, least=1)
+        block = height, width
         saved = _saved_masks(masks, block, registered)
-        found = [_mask_from(shard.rect, block, saved, shard.tensor.device) for shard in data.shards]
-        lookups = [] if counted is None else _counts_from(data, counts, saved, counted)
+        found = [_mask_from(shard, block, saved) for shard in data.shards]
+        rows = [] if counted is None else _rows_from(counts, saved)
     except ValueError as error:
         raise ValueError(
             f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
             " state_dict() has only the bits of its own rank."
         ) from error
-    return Loaded(block, found, lookups)
-
-
-def _block_of(entry: Mapping[str, Any]) -> Block:
-    height, width = _ints("block", entry.get("block"), 2)
-    if min(height, width) < 1:
-        raise ValueError(
-            f"Invalid block={entry.get('block')!r} in the state: must be two positive ints."
-        )
-    return height, width
+    return block, found, new_counts(data, counted, rows)
 
 
 def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
@@ -337,12 +327,10 @@ def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMa
         )
     masks, loaded = [], saved.loaded
     for i, piece in enumerate(_pieces_of(saved)):
-        rect = Rect(*_ints("rect", piece.get("rect"), 4))
+        rect = Rect(*_ints("rect", piece.get("rect"), 4, least=0))
         bits = piece.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
-        if min(rect) < 0 or not isinstance(bits, Tensor):
-            raise ValueError(
-                f"Invalid piece of masks {rect} in the state: a rectangle and its bits are needed."
-            )
+        if not isinstance(bits, Tensor):
+            raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
         # Refuses bits of another length.
         masks.append(BlockMask(rect, block, bits))
         # The hash is of the bits that this rank held when it asked DCP to load.
@@ -360,27 +348,17 @@ def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
     raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
-def _mask_from(
-    rect: Rect, block: Block, saved: Sequence[BlockMask], device: torch.device
-) -> BlockMask:
+def _mask_from(shard: Shard, block: Block, saved: Sequence[BlockMask]) -> BlockMask:
     parts = []
     for mask in saved:
-        if (common := mask.rect.intersect(rect)) is not None:
+        if (common := mask.rect.intersect(shard.rect)) is not None:
             parts.append(mask.cut(common))
-    if [part.rect for part in parts] == [rect]:
-        # The same shard as when it was saved: nothing to unpack.
-        return BlockMask(rect, block, parts[0].bits.to(device))
-    return BlockMask.assemble(rect, block, parts, device)
+    return BlockMask.assemble(shard.rect, block, parts, shard.tensor.device)
 
 
-def _counts_from(
-    data: ShardedData, saved: object, masks: Sequence[BlockMask], dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the lookup counts of this rank's shards: ``(rect.rows,)``.
-
-    The pieces of ``masks``, which cover the shards, have the same order. Shards of the same rows
-    have the same counts.
-    """
+def _rows_from(saved: object, masks: Sequence[BlockMask]) -> list[Piece]:
+    """Return saved lookup counts, of any counted dtype. The pieces of ``masks``, which cover the
+    shards, have the same order."""
     if not isinstance(saved, ChunkedTensor):
         raise ValueError("the state has no counts of lookups; it is of another score.")
     counts: Sequence[Any] | None = saved.loaded
@@ -394,24 +372,24 @@ def _counts_from(
             raise ValueError(
                 f"the counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
             )
-        # Of any counted dtype: a state of another decay is converted.
         pieces.append((mask.rect, count))
-    return new_counts(data, dtype, pieces)
+    return pieces
 
 
 def _valid_counts(saved: object, rows: int) -> bool:
-    # Counts that decay have fractions, so that a row looked up once between two mask updates keeps
-    # its share of the traffic; counts that are never forgotten are integers.
+    # Counts that decay have fractions; counts that are never forgotten are integers.
     if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
 
 def new_counts(
-    data: ShardedData, dtype: torch.dtype, pieces: Sequence[tuple[Rect, Tensor]] = ()
-) -> list[Tensor]:
+    data: ShardedData, dtype: torch.dtype | None, pieces: Sequence[Piece] = ()
+) -> Sequence[Tensor | None]:
     """Return the lookup counts of this rank's shards from pieces, 0 in other rows: ``(rect.rows,)``
-    on the shard's device."""
+    on the shard's device. Pieces may be of another dtype. None each if lookups are not counted."""
+    if dtype is None:
+        return [None] * len(data.shards)
     counts = []
     for own, weights in data.shards:
         count = torch.zeros(own.rows, dtype=dtype, device=weights.device)
@@ -458,10 +436,11 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     return writer.close()
 
 
-def _ints(key: str, value: object, count: int) -> tuple[int, ...]:
+def _ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
     # Not bool, which is an int too.
-    if isinstance(value, (tuple, list)) and [type(each) for each in value] == [int] * count:
+    is_ints = isinstance(value, (tuple, list)) and [*map(type, value)] == [int] * count
+    if is_ints and min(value) >= least:
         return tuple(value)
     raise ValueError(
-        f"Invalid {key} in the state, of type {type(value).__name__}: must be {count} ints."
+        f"Invalid {key}={cut(repr(value), 80)} in the state: must be {count} ints >= {least}."
     )

@@ -1,7 +1,11 @@
-"""What mask updates change, summed over all ranks.
+"""What mask updates change, and how many lookups the removed rows answer with zeros.
 
 A :class:`Recorder` counts on each rank what a mask update changes there. The sums over ranks cost
 one small all-reduce per process group in each mask update. Without a recorder nothing is counted.
+
+Lookups are counted for scores that need them (``counts_lookups``), and sampled by an enforcer for
+others. No rank sees whole rows of a table cut by columns: its removed rows are known only where
+blocks are as wide as the table.
 """
 
 from __future__ import annotations
@@ -12,14 +16,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dist_sparse.groups import group_over, traffic
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import traffic
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.masking.masks import count_bits
 from dist_sparse.records import MaskChange, StepRecord
-from dist_sparse.sparsifiers.lookups import lookups_here, whole_rows
-from dist_sparse.sparsifiers.packed_store import PackedStore
+from dist_sparse.sparsifiers.packed_store import Held, PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import begun
-from dist_sparse.tables.shards import Rect, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 
 
 class Recorder:
@@ -86,46 +92,33 @@ class Recorder:
             made: their new masks.
             configs: name -> configuration.
         """
-        counts = {name: _counts(packed, located[name], new) for name, new in made.items()}
-        sums = packed.summed(counts)
+        counts = {
+            name: _counts(packed.table(name), located[name], new) for name, new in made.items()
+        }
         changes = []
-        for name, new in made.items():
-            same_blocks = packed.block(name) == new.block
-            changes.append(_change(located[name], new, configs[name], sums[name], same_blocks))
+        for name, sums in packed.summed(counts).items():
+            same_blocks = packed.block(name) == made[name].block
+            changes.append(_change(located[name], made[name], configs[name], sums, same_blocks))
         self._changes = tuple(changes)
 
 
-def _counts(packed: PackedStore, data: ShardedData, new: MadeMasks) -> list[int]:
+def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
     """Return removed, flipped and regrown blocks, dead rows, lookups and removed lookups of this
     rank's shards."""
-    owned = set(data.owned(group_over(data.ranks).rank))
+    removed = flipped = regrown = dead = 0
+    new = {mask.rect: mask for mask, _ in made.masks}
+    for held in table.owned:
+        mask = new[held.mask.rect]
+        before, after = begun(held.mask), begun(mask)
+        removed += after.blocks - count_bits(after.bits)
+        # Bits of other blocks can't be compared.
+        if before.block == after.block:
+            flipped += count_bits(before.bits ^ after.bits)
+            regrown += count_bits(after.bits & ~before.bits)
+        if data.has_whole_rows:
+            dead += int(mask.dead_rows().sum())
     # Of the old masks, which have answered these lookups.
-    counts = [0, 0, 0, 0, *(lookups_here(packed, data) or (0, 0))]
-    for old, (mask, _) in zip(packed.masks(data.name), new.masks, strict=True):
-        if mask.rect in owned and mask.blocks:
-            # A rank may hold the same rectangle twice.
-            owned.discard(mask.rect)
-            for i, count in enumerate([*_flips(begun(old), begun(mask)), _dead_rows(data, mask)]):
-                counts[i] += count
-    return counts
-
-
-def _flips(old: BlockMask, new: BlockMask) -> tuple[int, int, int]:
-    """Return removed, flipped and regrown blocks, without unpacking bits."""
-    removed = new.blocks - count_bits(new.bits)
-    if old.block != new.block:
-        # Their bits can't be compared.
-        return removed, 0, 0
-    return removed, count_bits(old.bits ^ new.bits), count_bits(new.bits & ~old.bits)
-
-
-def _dead_rows(data: ShardedData, mask: BlockMask) -> int:
-    if not whole_rows(data):
-        return 0
-    if mask.block[0] == 1 and mask.grid.cols == 1:
-        # A block is a row.
-        return mask.blocks - count_bits(mask.bits)
-    return int(mask.dead_rows().sum())
+    return [removed, flipped, regrown, dead, *(_lookups_here(table, data) or (0, 0))]
 
 
 def _change(
@@ -146,7 +139,7 @@ def _change(
         flipped_blocks=flipped if same_blocks else None,
         regrown_blocks=regrown if same_blocks else None,
         # No rank sees the rows of a table cut by columns.
-        dead_rows=dead if whole_rows(data) else None,
+        dead_rows=dead if data.has_whole_rows else None,
         lookups=lookups or None,
         removed_lookups=removed_lookups if lookups else None,
     )
@@ -160,3 +153,61 @@ def configured_level(config: Mapping[str, Any]) -> float | None:
         return float(level) if isinstance(level, numbers.Real) else None
     except OverflowError:
         return None
+
+
+def knows_removed_rows(data: ShardedData, block: Block) -> bool:
+    """Return whether the leftmost shards of a table tell which of its rows are removed."""
+    return block[1] >= data.shape[1] or data.has_whole_rows
+
+
+def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, Tensor]]:
+    """Return for each shard that this rank counts which rows are removed, and the lookups of each:
+    ``(bool (rows,), float64 (rows,))`` on the CPU; none if lookups are not counted. Local."""
+    found = []
+    for held in packed.table(data.name).leftmost:
+        if held.counts is not None:
+            found.append((held.mask.dead_rows().cpu(), held.counts.cpu().double()))
+    return found
+
+
+def _lookups_here(table: TableMasks, data: ShardedData) -> tuple[int, int] | None:
+    """Return all lookups of this rank's part of a table and those of its removed rows: counted ones
+    where its score needs counts, otherwise those that enforcers have sampled since the last mask
+    update, 0 where they see no lookups. Local.
+
+    Returns:
+        None where they are not known, on every rank alike.
+    """
+    if not knows_removed_rows(data, table.block):
+        return None
+    sums = torch.zeros(2, dtype=torch.float64)
+    for held in table.leftmost:
+        sums += _looked_up(held).cpu()
+    # Counts that decay have fractions; sums are rounded once.
+    looked_up, removed = sums.round().long().tolist()
+    return looked_up, removed
+
+
+def _looked_up(held: Held) -> Tensor:
+    """Return all lookups of a shard, and those of its removed rows."""
+    if held.counts is None:
+        # Where a score counts all lookups, nothing is sampled.
+        return held.samples
+    rows = held.counts.double()
+    return torch.stack([rows.sum(), rows[held.mask.dead_rows()].sum()])
+
+
+def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
+    """Return all lookups and removed lookups of each table where they are known, by name.
+    Collective: one all-reduce for each group.
+
+    Args:
+        packed: the registered tables.
+        action: the public call, for messages.
+    """
+    known = {}
+    for name, data in packed.current(action).items():
+        # The same tables on every rank of a group.
+        if (lookups := _lookups_here(packed.table(name), data)) is not None:
+            known[name] = lookups
+    return packed.summed(known)

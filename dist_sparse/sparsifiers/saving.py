@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
-from dist_sparse.sparsifiers.pieces import tables_of
-from dist_sparse.sparsifiers.stats import removed_blocks
+from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
 from dist_sparse.sparsifiers.step import MaskMaker
-from dist_sparse.tables.shards import ShardedData
 
 
 def save(sparsifier: MaskMaker) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def prepare_load(
         refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
         packed.compare_holders("load_state_dict()", located, loaded, refusal)
         # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
-        _check_removed(packed, loaded, located)
+        _check_removed(packed, loaded)
 
     # Nothing below can fail: all ranks load, or none.
     def commit() -> dict[str, dict[str, Any]]:
@@ -104,11 +102,9 @@ def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check_removed(
-    packed: PackedStore, loaded: Mapping[str, TableMasks], located: Mapping[str, ShardedData]
-) -> None:
+def _check_removed(packed: PackedStore, loaded: Mapping[str, TableMasks]) -> None:
     """Compare the removed blocks over all ranks with the saved numbers. Collective."""
-    here = {name: [removed_blocks(one.masks, located[name])] for name, one in loaded.items()}
+    here = {name: [one.removed_here] for name, one in loaded.items()}
     # In one order on every rank, so that all raise the same.
     for name, [count] in sorted(packed.summed(here).items()):
         if loaded[name].removed not in (None, count):
@@ -124,14 +120,8 @@ def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(saved, Mapping):
         raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
     # Beside sharded tables, empty parts are left out.
-    if "sharded" not in saved and (missing := [key for key in parts if key not in saved]):
+    if missing := [key for key in parts if key not in saved and "sharded" not in saved]:
         raise ValueError(
             f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
         )
-    whole = {part: saved.get(part, {}) for part in (*parts, "sharded")}
-    for part, value in whole.items():
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                f"Invalid state: {part!r} must be a mapping, and is a {type(value).__name__}."
-            )
-    return whole
+    return {part: mapping_of(saved, part) for part in (*parts, "sharded")}

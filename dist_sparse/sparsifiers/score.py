@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,6 @@ from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import MadeMasks, new_masks
 from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_tables
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
-from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
@@ -108,8 +107,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         **defaults: Any,
     ) -> None:
         sparse_block_shape = _shape_of(sparse_block_shape)
-        # Kept scores, while an enforcer tracks writes.
-        self._keeper = _Keeper()
+        # While an enforcer tracks writes.
+        self._kept_scores: dict[tuple[str, Rect], KeptScores] = {}
         self._whole_blocks = zeros_per_block is None
         # As a number, like the ancestor's.
         if zeros_per_block is None:
@@ -167,13 +166,58 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
+        goals = self._with_kept_scores(goals)
+        return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
+
+    def _with_kept_scores(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
+        """Return the goals of a mask update, with the scores that are kept."""
+        found = dict(goals)
         if self.masks.enforcer is None:
             # Nothing tracks writes any more; masks may not be with their shards yet.
-            self._keeper = _Keeper()
-        elif integer("full_every", self.full_every, least=1) > 1:
-            written, masks = self.masks.enforcer.written(), self.masks.tables.masks
-            goals = self._keeper.goals(goals, written, self.row_measure, masks, self.full_every)
-        return dict(zip(goals, _scored_by_goal(goals.values()), strict=True))
+            self._kept_scores = {}
+            return found
+        if integer("full_every", self.full_every, least=1) == 1:
+            return found
+        # Scores of shards that are not found below are forgotten.
+        before, self._kept_scores = self._kept_scores, {}
+        written = self.masks.enforcer.written()
+        for name, goal in goals.items():
+            # Else a written row would change scores of other rows, or of another rank.
+            if not (goal.by_element or goal.whole_columns or goal.data.replicated):
+                keeping = self._keeping(name, goal, written, before)
+                found[name] = replace(goal, keeping=keeping)
+        return found
+
+    def _keeping(
+        self,
+        name: str,
+        goal: Goal,
+        written: Mapping[int, Written],
+        before: Mapping[tuple[str, Rect], KeptScores],
+    ) -> Keeping | None:
+        """Return the kept scores of a table; None if none are.
+
+        Args:
+            written: the rows that were written, by the address of the weights; only of shards whose
+                every write is seen.
+            before: the scores that were kept so far.
+        """
+        kept: dict[Rect, KeptScores] = {}
+        measures: dict[Rect, RowMeasure] = {}
+        of: dict[Rect, object] = {}
+        for shard in goal.data.shards:
+            seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
+            how = self.row_measure(name, shard) if KeptScores.fits(rect, goal.block) else None
+            if seen is None or how is None:
+                continue
+            scores = before.get((name, rect))
+            if scores is None or scores.written is not seen:
+                # Rows written before ``seen`` began are unknown: nothing that was kept counts.
+                scores = KeptScores(seen)
+            self._kept_scores[name, rect] = kept[rect] = scores
+            measures[rect], of[rect] = how
+        masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
+        return Keeping(kept, measures, of, masks, self.full_every) if kept else None
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         """Return how rows of a shard are scored that are not neighbours, and what else decides
@@ -209,7 +253,7 @@ class ScoreSparsifier(BaseDataSparsifier):
     def apply_masks(self) -> None:
         super().apply_masks()
         # It is called after writes that torch does not count.
-        self._keeper = _Keeper()
+        self._kept_scores = {}
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         """Return what one bit of a new table's masks stands for: a sparse block, or an element.
@@ -266,25 +310,22 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
-        whole_columns, area = config["sparse_block_shape"][0] == COL, block[0] * block[1]
-        zeros = area if config["zeros_per_block"] is None else config["zeros_per_block"]
-        zeros = integer(
-            "zeros_per_block", zeros, least=area if whole_columns else 0, most=area, of=data.name
-        )
-        blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
-        only_zeros = config["sparsity_level"] == UNTOUCHED
+        whole_columns, area = config["sparse_block_shape"][0] == COL, math.prod(block)
+        zeros, least = config["zeros_per_block"], area if whole_columns else 0
+        if zeros is None:
+            zeros = area
+        zeros = integer("zeros_per_block", zeros, least=least, most=area, of=data.name)
+        level, only_zeros = config["sparsity_level"], config["sparsity_level"] == UNTOUCHED
         if only_zeros:
             self._check_untouched(data, block)
             # As many as there are: the selection finds how many.
             level = 1.0
-        else:
-            level = number("sparsity_level", config["sparsity_level"], of=data.name)
-        level = min(max(level, 0.0), 1.0)
-        most = self._most_removed(data, block, blocks, level)
-        k = round(level * blocks)
+        level = min(max(number("sparsity_level", level, of=data.name), 0.0), 1.0)
         if zeros == 0:
             # Nothing is removed from a selected block.
-            k = most = 0
+            level = 0.0
+        blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
+        most, k = self._most_removed(data, block, blocks, level), round(level * blocks)
         return Goal(
             data=data,
             block=block,
@@ -332,12 +373,9 @@ class ScoreSparsifier(BaseDataSparsifier):
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
         """Return how the elements of a table are scored: by :attr:`measure`, or by
         :meth:`score`."""
-        return self.measure or partial(self._scored, name, config)
-
-    def _scored(
-        self, name: str, config: Mapping[str, Any], data: Tensor, offset: tuple[int, int]
-    ) -> Tensor:
-        return self.score(name, data, offset=offset, **config)
+        return self.measure or (
+            lambda data, offset: self.score(name, data, offset=offset, **config)
+        )
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Whole blocks stay whole when another block is given without zeros_per_block."""
@@ -396,15 +434,13 @@ class DataNormSparsifier(ScoreSparsifier):
     ) -> None:
         if norm not in ("L1", "L2", "l1", "l2"):
             raise AssertionError(f"only L1 and L2 norm supported at the moment, got {norm!r}")
-        self.norm = norm.upper()
+        self.norm: Any = norm.upper()
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block)
 
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         # The fast measure of a parent is that of the parent's score.
-        if type(self).score is not DataNormSparsifier.score:
-            return None
-        return "L1" if self.norm == "L1" else "L2"
+        return self.norm if type(self).score is DataNormSparsifier.score else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return ``|x|`` or ``x * x``, float64."""
@@ -413,71 +449,15 @@ class DataNormSparsifier(ScoreSparsifier):
         return exact.abs() if self.norm == "L1" else exact * exact
 
 
-class _Keeper:
-    """The scores that one sparsifier keeps between mask updates."""
-
-    def __init__(self) -> None:
-        self._scores: dict[tuple[str, Rect], KeptScores] = {}
-
-    def goals(
-        self,
-        goals: Mapping[str, Goal],
-        written: Mapping[int, Written],
-        measure: Callable[[str, Shard], Scored | None],
-        masks: Callable[[str], Sequence[BlockMask]],
-        full_every: int,
-    ) -> dict[str, Goal]:
-        """Return the goals of a mask update, with the scores that are kept.
-
-        Args:
-            goals: by the name of the table.
-            written: the rows that were written, by the address of the weights; only of shards whose
-                every write is seen.
-            measure: how a shard of a table is scored; None if only whole shards can be.
-            masks: of the shards of a table, with which the weights have been masked.
-            full_every: as in :class:`~dist_sparse.masking.cached.kept_scores.Keeping`.
-        """
-        # Scores of shards that are not found below are forgotten.
-        before, self._scores = self._scores, {}
-        found = dict(goals)
-        for name, goal in goals.items():
-            if goal.by_element or goal.whole_columns or goal.data.replicated:
-                # A written row would change scores of other rows, or of another rank.
-                continue
-            kept: dict[Rect, KeptScores] = {}
-            measures: dict[Rect, RowMeasure] = {}
-            of: dict[Rect, object] = {}
-            present: dict[Rect, BlockMask] = {}
-            for shard, mask in zip(goal.data.shards, masks(name), strict=True):
-                seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-                if seen is None or not KeptScores.fits(rect, goal.block):
-                    continue
-                if (how := measure(name, shard)) is None:
-                    continue
-                scores = before.get((name, rect))
-                if scores is None or scores.written is not seen:
-                    # Rows written before ``seen`` began are unknown: nothing that was kept counts.
-                    scores = KeptScores(seen)
-                self._scores[name, rect] = kept[rect] = scores
-                measures[rect], of[rect] = how
-                present[rect] = mask
-            if kept:
-                keeping = Keeping(kept, measures, of, present, full_every)
-                found[name] = replace(goal, keeping=keeping)
-        return found
-
-
 def _check_kept(table: ScoredTable, fresh: ScoredTable) -> None:
     """Compare kept scores of a table with fresh scores of all rows.
 
     Raises:
         ValueError: they differ; names table and row.
     """
-    keeping = table.goal.keeping
-    if keeping is None or table.cuts is not None:
-        # No scores of cut blocks are kept.
-        return
-    for rect, kept in keeping.scores.items():
+    for rect in fresh.segments:
+        if (kept := table.kept_scores(rect)) is None:
+            continue
         # Bit for bit: scores are float32 as int32.
         expected = torch.cat([bits for _, bits in fresh.segments[rect].chunks()])
         wrong = (kept.scores.bits.view(-1) != expected).nonzero()

@@ -7,7 +7,7 @@ same call.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import group_over
-from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.masking.masks import BlockMask
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
 from dist_sparse.sparsifiers.digest import mask_hash, shape_hash
-from dist_sparse.sparsifiers.lookups import knows_removed_rows
-from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import assembled, begun, exchange, move_of_masks
-from dist_sparse.sparsifiers.recorder import configured_level
-from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.sparsifiers.pieces import assembled, exchange, move_of_masks, removed_blocks
+from dist_sparse.sparsifiers.recorder import configured_level, knows_removed_rows
+from dist_sparse.sparsifiers.step import MaskMaker, Masks
 from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of
 from dist_sparse.text import (
     block_shape_text,
@@ -92,31 +90,33 @@ def describe(sparsifier: MaskMaker | _Handle) -> str:
 
 
 class _Held(NamedTuple):
-    """The masks of one name on this rank, and their bytes; of plain data element by element."""
+    """The masks of one name on this rank that it owns, the blocks that they remove, and the bytes
+    of all masks here; of plain data element by element."""
 
     data: ShardedData
     block: Block
-    masks: Sequence[BlockMask]
+    owned: list[BlockMask]
+    removed: int
     nbytes: int
-
-    @property
-    def owned(self) -> list[BlockMask]:
-        """The masks of the shards that this rank owns, without empty ones."""
-        return _owned(self.masks, self.data)
 
 
 def _all_held(masks: Masks, located: Mapping[str, ShardedData]) -> dict[str, _Held]:
     packed, dense = masks.tables, masks.plain
     found = {}
     for name, data in located.items():
-        mine = packed.masks(name)
-        found[name] = _Held(data, packed.block(name), mine, sum(each.bits.numel() for each in mine))
+        table = packed.table(name)
+        owned, nbytes = (
+            [held.mask for held in table.owned],
+            sum(m.bits.numel() for m in table.masks),
+        )
+        found[name] = _Held(data, table.block, owned, table.removed_here, nbytes)
     for name in dense.names:
         # Masks of plain data may have any shape inside a block, and any dtype.
         mask, matrix = dense.mask(name), as_matrix(dense.mask(name))
         data = replace(as_sharded(name, matrix), dtype=dense.held(name).dtype)
         elements = BlockMask.of_elements(data.shards[0].rect, matrix)
-        found[name] = _Held(data, (1, 1), [elements], mask.nbytes)
+        owned = [elements] if elements.blocks else []
+        found[name] = _Held(data, (1, 1), owned, removed_blocks(elements), mask.nbytes)
     return found
 
 
@@ -131,7 +131,7 @@ def table_stats(masks: Masks, configs: Configs) -> dict[str, TableStats]:
     # One all-reduce for all three counts of all tables of a group.
     sums = packed.summed(counts)
     found = {}
-    for name, (data, block, _, _) in held.items():
+    for name, (data, block, *_) in held.items():
         removed, removed_elements, mask_bytes = sums[name]
         elements = data.shape[0] * data.shape[1]
         found[name] = TableStats(
@@ -160,13 +160,12 @@ def count_revived(masks: Masks, located: Mapping[str, ShardedData] | None = None
 
 def _revived(packed: PackedStore, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Count removed weights that are not zero. Collective: one all-reduce a group."""
-    counts = {}
-    for name, data in located.items():
-        counts[name] = 0
-        for shard, mask in packed.shards({name: data}):
+    counts = dict.fromkeys(located, 0)
+    for data in located.values():
+        for shard, mask in packed.shards({data.name: data}):
             # In chunks: the mask of elements may be as large as the weights.
-            for rows, kept in mask.element_chunks():
-                counts[name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
+            for rows, kept in mask.element_chunks(only_removing=True):
+                counts[data.name] += int(((shard.tensor[rows] != 0) & ~kept).sum())
     return _sum(packed, counts)
 
 
@@ -224,12 +223,13 @@ def audit(masks: Masks) -> dict[str, str]:
 
 def _report_revived(revived: Mapping[str, int], *, enforced: bool) -> None:
     """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
-    found = {name: count for name, count in revived.items() if count}
-    if not found:
-        return
     counts = "; ".join(
-        f"table {name!r}: {count} removed weights are not zero" for name, count in found.items()
+        f"table {name!r}: {count} removed weights are not zero"
+        for name, count in revived.items()
+        if count
     )
+    if not counts:
+        return
     if enforced:
         raise ValueError(
             f"Masks and weights differ, although an enforcer is attached. {counts}. They were"
@@ -254,29 +254,15 @@ def dead_rows(masks: Masks) -> dict[str, int]:
     return _sum(packed, counts)
 
 
-def removed_blocks(masks: Sequence[BlockMask], data: ShardedData) -> int:
-    """Return how many blocks the masks of this rank's shards remove. Replicas and cut blocks count
-    for their first holder only."""
-    owned = map(begun, _owned(masks, data))
-    return sum(mask.blocks - count_bits(mask.bits) for mask in owned)
-
-
 def _count(held: _Held) -> list[int]:
     """Return removed blocks, removed elements and mask bytes of this rank's shards."""
     elements = 0
     for mask in held.owned:
         for _, kept in mask.element_chunks(only_removing=True):
             elements += int((~kept).sum())
-    return [removed_blocks(held.masks, held.data), elements, held.nbytes]
+    return [held.removed, elements, held.nbytes]
 
 
 def _sum(packed: PackedStore, values: Mapping[str, int]) -> dict[str, int]:
     sums = packed.summed({name: [value] for name, value in values.items()})
     return {name: value for name, [value] in sums.items()}
-
-
-def _owned(masks: Sequence[BlockMask], data: ShardedData) -> list[BlockMask]:
-    """Return the masks of the shards that this rank owns, without empty ones."""
-    owned = set(data.owned(group_over(data.ranks).rank))
-    distinct = {mask.rect: mask for mask in masks if mask.blocks}
-    return [mask for rect, mask in distinct.items() if rect in owned]

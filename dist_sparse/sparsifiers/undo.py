@@ -7,7 +7,7 @@ Weights that stay train on, and are never kept or put back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.masks import Masks
 from dist_sparse.sparsifiers.packed_store import TableMasks
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.sparsifiers.step import Masks
+from dist_sparse.tables.shards import Shard, ShardedData
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,17 @@ class _Removed:
     Args:
         mask: bits of 0 for newly removed blocks.
         rows: flags of the rows that it leaves nothing of, bool ``(rect.rows,)``.
-        weights: removed elements, in the order of the mask.
-        states: optimizer states: of the removed elements, or of the rows; None for a state that
-            belongs to neither.
+        values: the removed elements of the weights, then those of each optimizer state; empty for a
+            state that belongs to no weight.
     """
 
     mask: BlockMask
     rows: Tensor
-    weights: Tensor
-    states: list[Tensor | None]
+    values: list[Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.nbytes for each in (self.mask.bits, self.rows, *self.values))
 
 
 class LastUpdate:
@@ -52,13 +54,7 @@ class LastUpdate:
     @property
     def bytes(self) -> int:
         """Bytes that are kept on this rank."""
-        total = 0
-        for shards in self._removed.values():
-            for shard in shards:
-                states = [state for state in shard.states if state is not None]
-                kept = (shard.mask.bits, shard.rows, shard.weights, *states)
-                total += sum(each.nbytes for each in kept)
-        return total
+        return sum(one.bytes for shards in self._removed.values() for one in shards)
 
     def keep(
         self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
@@ -69,7 +65,7 @@ class LastUpdate:
         for name, new in made.items():
             shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
             self._removed[name] = [
-                _removed_of(shard.tensor, states.get(shard.tensor.data_ptr(), ()), old, mask)
+                _removed_of(_tensors_of(shard, states), old, mask)
                 for shard, old, (mask, _) in shards
             ]
         self.before = masks.tables.snapshot()
@@ -96,11 +92,9 @@ class LastUpdate:
         states = masks.hooks.states()
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
-                _put(shard.tensor, one.mask, one.weights)
                 # A state that an optimizer has made since comes behind the others, and stays.
-                live = states.get(shard.tensor.data_ptr(), ())
-                for state, kept in zip(live, one.states, strict=False):
-                    _put_state(state, one, kept)
+                for tensor, values in zip(_tensors_of(shard, states), one.values, strict=False):
+                    _put(tensor, one, values)
         masks.hooks.end_step()
         self.forget()
 
@@ -109,46 +103,39 @@ class LastUpdate:
         self.before, self._removed = {}, {}
 
 
-def _removed_of(
-    weights: Tensor, states: Sequence[Tensor], old: BlockMask, new: BlockMask
-) -> _Removed:
+def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    """Return the weights of a shard and all of its optimizer state."""
+    return [shard.tensor, *states.get(shard.tensor.data_ptr(), ())]
+
+
+def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _Removed:
     # Masks of other blocks can't be compared: then all that is removed counts as new.
     newly = new.bits if old.block != new.block else new.bits | ~old.bits
     mask = BlockMask(new.rect, new.block, newly)
-    rows = new.dead_rows() & ~old.dead_rows()
-    kept: list[Tensor | None] = []
-    for state in states:
-        if state.shape == weights.shape:
-            kept.append(_taken(state, mask))
-        elif state.numel() == new.rect.rows:
-            # One number for each row: it is still in use where a part of the row stays.
-            kept.append(state.data.view(-1)[rows.to(state.device)])
-        else:
-            # A step count belongs to no weight.
-            kept.append(None)
-    return _Removed(mask, rows, _taken(weights, mask), kept)
+    removed = _Removed(mask, new.dead_rows() & ~old.dead_rows(), [])
+    for tensor in tensors:
+        parts = [part[flags] for part, flags in _parts(tensor, removed)]
+        removed.values.append(torch.cat([tensor.data.new_empty(0), *parts]))
+    return removed
 
 
-def _taken(tensor: Tensor, mask: BlockMask) -> Tensor:
-    """Return the elements that a mask removes, flat, in its order."""
-    parts = [tensor.data[rows][~kept] for rows, kept in mask.element_chunks(only_removing=True)]
-    return torch.cat([tensor.data.new_empty(0), *parts])
-
-
-def _put(tensor: Tensor, mask: BlockMask, values: Tensor) -> None:
-    """Write back what :func:`_taken` has returned."""
+def _put(tensor: Tensor, removed: _Removed, values: Tensor) -> None:
+    """Write back what was kept of a tensor."""
     at = 0
-    for rows, kept in mask.element_chunks(only_removing=True):
-        removed = ~kept
-        count = int(removed.sum())
-        tensor.data[rows].masked_scatter_(removed, values[at : at + count])
+    for part, flags in _parts(tensor, removed):
+        count = int(flags.sum())
+        part.masked_scatter_(flags, values[at : at + count])
         at += count
 
 
-def _put_state(state: Tensor, removed: _Removed, values: Tensor | None) -> None:
-    if values is None:
-        return
-    if tuple(state.shape) == (removed.mask.rect.rows, removed.mask.rect.cols):
-        _put(state, removed.mask, values)
-    else:
-        state.data.view(-1)[removed.rows.to(state.device)] = values
+def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a shard's weights or optimizer state, live, and flags of the elements that an
+    update removes."""
+    rect = removed.mask.rect
+    if tuple(tensor.shape) == (rect.rows, rect.cols):
+        for rows, kept in removed.mask.element_chunks(only_removing=True):
+            yield tensor.data[rows], ~kept
+    elif tensor.numel() == rect.rows:
+        # One number for each row: it is still in use where a part of the row stays.
+        yield tensor.data.view(-1), removed.rows.to(tensor.device)
+    # A step count belongs to no weight.

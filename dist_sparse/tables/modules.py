@@ -1,16 +1,18 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
 :func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports
-torch only: TorchRec's modules are handled behind :func:`~dist_sparse.tables.port.torchrec_port`.
-Each ``locate()`` repeats the walk, so that its result is never stale. Nothing here communicates.
+torch only: TorchRec's modules are handled behind :func:`torchrec_port`, the one way from the rest
+of the package to TorchRec. Each ``locate()`` repeats the walk, so that its result is never stale.
+Nothing here communicates.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -20,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dist_sparse.checks import name_list
-from dist_sparse.tables.port import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection as TableCollection
+from dist_sparse.tables.protocols import TorchRecPort
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
 
 Patterns = str | Sequence[str] | None
@@ -37,6 +39,34 @@ _WRAPPED: Final = {
 # Wrappers whose attribute is called "module", as many a user's is. By name, for those of other
 # packages (apex) too.
 _WRAPPERS: Final = {"DataParallel", "DistributedDataParallel"}
+
+
+def torchrec_port() -> TorchRecPort | None:
+    """Return what the package needs of TorchRec; None until the program has imported torchrec, as
+    it has if a model holds modules of TorchRec.
+
+    Raises:
+        ImportError: the installed releases do not fit, or lack private names that are needed.
+    """
+    if "torchrec" not in sys.modules:
+        return None
+    # Not above: the package needs torch alone.
+    from dist_sparse.torchrec import port
+
+    return port
+
+
+def collection_of(module: nn.Module) -> TableCollection:
+    """Return a collection of TorchRec's as it is now.
+
+    Raises:
+        TypeError: the module is none.
+    """
+    port = torchrec_port()
+    found = None if port is None else port.collection(module)
+    if found is None:
+        raise TypeError(f"{type(module).__name__} is no collection of TorchRec's.")
+    return found
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
@@ -102,10 +132,11 @@ class ModelTables:
                 f"Invalid model of type {type(model).__name__}: must be a torch.nn.Module."
             )
         self.model = model
+        # None is all.
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
-        self._dense = ("*",) if dense is True else name_list("dense", dense or None)
-        self._all_dense, self._slots = dense is True, slots
+        self._dense = None if dense is True else name_list("dense", dense or None)
+        self._slots = slots
         self._names: dict[str, str] | None = None
         self._found: dict[str, _Found] = {}
 
@@ -155,17 +186,14 @@ class ModelTables:
 
     def _select(self, walked: list[_Found]) -> _Named:
         everything = _named(walked)
-        tables: _Named = {}
-        parameters: _Named = {}
-        for name, found in everything.items():
-            (tables if found.dense is None else parameters)[name] = found
-        # A model without any parameters is no error if all of them are asked for.
-        dense = parameters
-        if not self._all_dense:
-            dense = _matching("dense", self._dense, parameters, "parameters")
-        chosen = {**self._included(tables), **dense}
+        tables = {name: found for name, found in everything.items() if found.dense is None}
+        parameters = {name: found for name, found in everything.items() if name not in tables}
+        hint = "" if self._dense != () else " Dense parameters are selected by dense=."
+        included = _matching("include", self._include, tables, "tables", hint)
+        dense = _matching("dense", self._dense, parameters, "parameters")
+        chosen = {**included, **dense}
         # Parameters that were not selected are no candidates: a pattern for them is a mistake.
-        candidates = everything if self._dense else tables
+        candidates = tables if self._dense == () else everything
         for name in _matching("exclude", self._exclude, candidates, "tables"):
             chosen.pop(name, None)
         if not chosen and tables:
@@ -176,12 +204,6 @@ class ModelTables:
                 " nn.Embedding(Bag). Other parameters are selected by dense=."
             )
         return chosen
-
-    def _included(self, tables: _Named) -> _Named:
-        if self._include is None:
-            return tables
-        hint = "" if self._dense else " Dense parameters are selected by dense=."
-        return _matching("include", self._include, tables, "tables", hint)
 
 
 class _Place(NamedTuple):
@@ -377,24 +399,11 @@ def _replica(
 ) -> ShardedData:
     """A parameter that every rank of ``ranks`` holds whole."""
     parameter = module._parameters.get(attribute)
-    if parameter is None:
-        raise ValueError(
-            f"Table {name!r}: {fqn} is computed (parametrized, or flattened by FSDP); only"
-            " parameters can be masked."
-        )
-    if is_lazy(parameter):
-        raise ValueError(f"Table {name!r}: {fqn} is not initialized yet; run a forward first.")
-    if type(parameter.data) is not Tensor:
-        raise ValueError(
-            f"Table {name!r}: {fqn} is a {type(parameter.data).__name__}; register it by add_data."
-        )
-    if parameter.ndim > 2:
-        raise ValueError(
-            f"Table {name!r}: {fqn} has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones"
-            " can be registered."
-        )
+    if (reason := _no_matrix(parameter)) is not None:
+        raise ValueError(f"Table {name!r}: {fqn} {reason}.")
+    assert parameter is not None
     view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
-    whole = Rect(0, 0, view.shape[0], view.shape[1])
+    whole = Rect(0, 0, *view.shape)
     held = (whole,) if whole.numel else ()
     return ShardedData(
         name=name,
@@ -407,6 +416,19 @@ def _replica(
         fqn=fqn,
         features=features,
     )
+
+
+def _no_matrix(parameter: Any) -> str | None:
+    """Return why a parameter can't be masked; None if it can."""
+    if parameter is None:
+        return "is computed (parametrized, or flattened by FSDP); only parameters can be masked"
+    if is_lazy(parameter):
+        return "is not initialized yet; run a forward first"
+    if type(parameter.data) is not Tensor:
+        return f"is a {type(parameter.data).__name__}; register it by add_data"
+    if parameter.ndim > 2:
+        return f"has the shape {tuple(parameter.shape)}; only 1-D and 2-D ones can be registered"
+    return None
 
 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
@@ -433,28 +455,26 @@ def _named(walked: list[_Found]) -> _Named:
 
 
 def _matching(
-    option: str, patterns: Sequence[str], named: _Named, kind: str, hint: str = ""
+    option: str, patterns: Sequence[str] | None, named: _Named, kind: str, hint: str = ""
 ) -> _Named:
-    """What one of the patterns of an option matches, by name or fully qualified name."""
+    """What one of the patterns of an option matches, by name or fully qualified name; None matches
+    all, and may match nothing."""
+    if patterns is None:
+        return named
     matching = set()
     for pattern in patterns:
-        here = set()
-        for name, found in named.items():
-            if fnmatchcase(name, pattern) or fnmatchcase(found.fqn, pattern):
-                here.add(name)
+        here = [name for name in named if fnmatch.filter([name, named[name].fqn], pattern)]
         if not here:
             raise ValueError(
                 f"Invalid {option} pattern {pattern!r}: matches none of the {kind}"
                 f" {_listed(named)}.{hint}"
             )
-        matching |= here
+        matching.update(here)
     return {name: named[name] for name in named if name in matching}
 
 
 def _listed(named: _Named) -> str:
-    names = []
-    for name, found in named.items():
-        names.append(name if name == found.fqn else f"{name} ({found.fqn})")
+    names = [f"{name} ({found.fqn})".removesuffix(f" ({name})") for name, found in named.items()]
     if len(names) > 20:
         names[20:] = [f"and {len(names) - 20} more"]
     return ", ".join(names) or "(there are none)"

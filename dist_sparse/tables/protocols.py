@@ -1,6 +1,6 @@
 """TorchRec and FBGEMM as the rest of the package sees them.
 
-Implemented in :mod:`dist_sparse.torchrec`, which :func:`~dist_sparse.tables.port.torchrec_port`
+Implemented in :mod:`dist_sparse.torchrec`, which :func:`~dist_sparse.tables.modules.torchrec_port`
 returns. These types need torch alone. A TorchRec model replaces what is below a collection when it
 is resharded, so a :class:`Collection` or :class:`TableBatch` is read again where it is needed.
 """

@@ -8,8 +8,7 @@ the rectangles of the other ranks come from metadata.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,6 +20,9 @@ from dist_sparse.checks import integer
 
 CACHED: Final = "fused_uvm_caching"
 """TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""
+
+FUSED: Final = ("fused", "fused_uvm", CACHED)
+"""TorchRec's compute kernels whose lookups an enforcer sees."""
 
 ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
@@ -120,6 +122,11 @@ class ShardedData:
     @cached_property
     def _owned(self) -> list[list[Rect]]:
         return owners(self.tiling)
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no row is cut, so that some rank sees all of it."""
+        return all(rect.cols == self.shape[1] for rect in self.rects)
 
     @property
     def rects(self) -> list[Rect]:
@@ -254,66 +261,55 @@ def check_memory(name: str, tensor: Tensor) -> None:
         span += stride * (size - 1)
 
 
-class Span(NamedTuple):
-    """The memory of a matrix: the bytes from its first element to the end of its last one."""
-
-    device: str
-    start: int
-    end: int
-
-    @staticmethod
-    def of(tensor: Tensor) -> Span:
-        """Return the memory of a tensor that is not empty and has passed :func:`check_memory`."""
+def shared_memory(
+    known: Sequence[tuple[str, Tensor]], new: Sequence[tuple[str, Tensor]]
+) -> tuple[str, str] | None:
+    """Return the names of two tensors that have memory in common, of which the second is new; None
+    if there are none. All have passed :func:`check_memory`."""
+    tensors = [*known, *new]
+    spans = []
+    for i, (_, tensor) in enumerate(tensors):
         sides = zip(tensor.stride(), tensor.shape, strict=True)
-        last = sum(stride * (size - 1) for stride, size in sides)
-        start = tensor.data_ptr()
-        return Span(str(tensor.device), start, start + (last + 1) * tensor.element_size())
-
-
-def overlapping(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of each two of ``spans`` that have memory in common, the smaller first."""
-    # By device and address: a span that ends before this one begins meets no later one either.
-    alive: list[int] = []
-    for i in sorted(range(len(spans)), key=spans.__getitem__):
-        span = spans[i]
-        alive = [j for j in alive if (span.device, span.start) < (spans[j].device, spans[j].end)]
-        yield from ((min(i, j), max(i, j)) for j in alive)
-        alive.append(i)
+        # In elements. Empty tensors have no memory to share.
+        length = tensor.numel() and sum(stride * (size - 1) for stride, size in sides) + 1
+        device, start = str(tensor.device), tensor.data_ptr()
+        if length:
+            spans.append((device, start, start + length * tensor.element_size(), i))
+    # By device and address: what overlaps any earlier one overlaps the one that reaches furthest.
+    reach, furthest = ("", 0), 0
+    for device, start, end, i in sorted(spans):
+        first, second = sorted((furthest, i))
+        names = tensors[first][0], tensors[second][0]
+        # Shards of one table may be views of one tensor, and so may plain data.
+        if (device, start) < reach and second >= len(known) and names[0] != names[1]:
+            return names
+        if (device, end) > reach:
+            reach, furthest = (device, end), i
+    return None
 
 
 def check_tiling(data: ShardedData) -> None:
     """Refuse rectangles that do not cover the global shape exactly once (replicas counted once).
 
     Raises:
-        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table,
-            the rank and the place.
+        ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table.
     """
     whole = Rect(0, 0, *data.shape)
-    for rank, held in enumerate(data.tiling):
-        for rect in held:
-            if rect.numel and whole.intersect(rect) != rect:
-                raise ValueError(
-                    f"Table {data.name!r}: the shard {rect} of rank {rank} is outside the shape"
-                    f" {data.shape}."
-                )
-    rects = data.rects
-    # The edges of all shards cut the table into cells, each of which one shard must cover.
-    rows = sorted({0, whole.rows}.union(*((rect.row, rect.row_end) for rect in rects)))
-    cols = sorted({0, whole.cols}.union(*((rect.col, rect.col_end) for rect in rects)))
-    cover = torch.zeros(len(rows) - 1, len(cols) - 1, dtype=torch.int32)
-    for rect in rects:
-        down = slice(bisect_left(rows, rect.row), bisect_left(rows, rect.row_end))
-        along = slice(bisect_left(cols, rect.col), bisect_left(cols, rect.col_end))
-        cover[down, along] += 1
-    wrong = (cover != 1).nonzero()
-    if len(wrong):
-        i, j = wrong[0].tolist()
-        place = Rect(rows[i], cols[j], rows[i + 1] - rows[i], cols[j + 1] - cols[j])
-        fault = "a gap" if cover[i, j] == 0 else "an overlap"
-        raise ValueError(
-            f"Table {data.name!r}: the shards leave {fault} at {place}; they must cover"
-            f" {data.shape} exactly once."
-        )
+    rects, fault = data.rects, ""
+    outside = [rect for rect in rects if whole.intersect(rect) != rect]
+    rows, cols, heights, widths = torch.tensor([whole, *rects])[1:].unsqueeze(2).unbind(1)
+    # Of each two shards, whether the first ends above the second, or left of it.
+    apart = (rows + heights <= rows.T) | (cols + widths <= cols.T)
+    overlapping = (~(apart | apart.T)).triu(1).nonzero().tolist()
+    if outside:
+        fault = f"the shard {outside[0]} is outside the shape {data.shape}"
+    elif overlapping:
+        first, second = overlapping[0]
+        fault = f"the shards {rects[first]} and {rects[second]} overlap"
+    elif sum(rect.numel for rect in rects) != whole.numel:
+        fault = f"the shards leave a gap in {data.shape}"
+    if fault:
+        raise ValueError(f"Table {data.name!r}: {fault}; shards must cover a table exactly once.")
 
 
 class Grid(NamedTuple):

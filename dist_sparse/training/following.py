@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines, leaves
-from dist_sparse.tables.port import torchrec_port
+from dist_sparse.tables.modules import torchrec_port
 
 
 class Following:

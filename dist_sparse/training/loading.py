@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dist_sparse import checks
-from dist_sparse.facts import from_json, to_json
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler, by_name
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
@@ -64,7 +63,10 @@ def save(
     }
     if (guarded := guard.saved()) is not None:
         parts["guard"] = guarded
-    return {"sparsifier": sparsifier.state_dict(), "schedule": to_json("the schedule", parts)}
+    return {
+        "sparsifier": sparsifier.state_dict(),
+        "schedule": checks.to_json("the schedule", parts),
+    }
 
 
 def prepare_load(
@@ -114,7 +116,7 @@ def _parsed(
         )
     # Lightning's callback adds its own.
     _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)
-    parts = from_json("the schedule", state["schedule"])
+    parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
     _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
     schedule = parts["scheduler"]

@@ -17,7 +17,7 @@ from dist_sparse.compaction import replacing
 from dist_sparse.compaction.initial import initial_rows
 from dist_sparse.compaction.kept_rows import kept_rows
 from dist_sparse.enforcer.optimizers import leaves
-from dist_sparse.tables.port import collection_of
+from dist_sparse.tables.modules import collection_of
 from tests.compaction.test_compact import OPTIMIZERS, Net
 from tests.compaction.test_compact import train as train_plain
 from tests.compaction.test_compact_agreed import failing

@@ -41,7 +41,10 @@ ARGUMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["rank {bad}", "'itme' matches no table"],
         {"config": {"itme": {"sparsity_level": 0.5}}},
     ),
-    "mixed_config": (["rank {bad}", "not both"], {"config": {"item": {}, "sparsity_level": 0.5}}),
+    "mixed_config": (
+        ["rank {bad}", "unknown keys .*item"],
+        {"config": {"item": {}, "sparsity_level": 0.5}},
+    ),
     "not_a_block": (
         ["rank {bad}", r"sparse_block_shape=\(0, 4\) of 'user'", "two positive ints"],
         {"config": {"sparse_block_shape": (0, 4)}},

@@ -161,13 +161,13 @@ def test_refused(tmp_path: Path) -> None:
     partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
     refused(
         sparsifier,
-        "no masks of the registered tables",
+        "are not those of the state",
         checkpoint_id=tmp_path / "lone",
         planner=partial,
     )
     refused(
         lone,
-        r"masks of tables \['user', 'tiny', 'word'\] that are not",
+        r"registered tables \['item'\] are not those of the state.*'word'",
         checkpoint_id=tmp_path / "whole",
     )
     wider = DataNormSparsifier(None, 0.5, (1, 5))
@@ -257,7 +257,7 @@ def counts(sparse: SparseTraining) -> dict[str, Tensor]:
     mine = [
         (name, shard.rect.row, count.clone())
         for name, data in store.locate().items()
-        for shard, count in zip(data.shards, store.counts(name) or (), strict=True)
+        for shard, count in zip(data.shards, store.table(name).counts.values(), strict=True)
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

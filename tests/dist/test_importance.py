@@ -158,7 +158,7 @@ def test_lookups_are_counted(world: int, name: str) -> None:
 def check_counts(sparsifier: ImportanceSparsifier, counts: Mapping[str, Tensor]) -> None:
     """The counts of this rank's shards are those parts of the global ones."""
     for name, count in counts.items():
-        parts = sparsifier.masks.tables.counts(name) or ()
+        parts = sparsifier.masks.tables.table(name).counts.values()
         for mask, part in zip(sparsifier.masks.tables.masks(name), parts, strict=True):
             assert part.dtype == sparsifier.count_dtype
             assert torch.equal(part.double(), count[mask.rect.row : mask.rect.row_end].double()), (
@@ -200,7 +200,7 @@ def test_counts_follow_their_rows(world: int, kind: str, decay: float) -> None:
         counts = {name: decay * count for name, count in counts.items()}
         state = sparsifier.state_dict()
         for name in counts:
-            for part in sparsifier.masks.tables.counts(name) or ():
+            for part in sparsifier.masks.tables.table(name).counts.values():
                 part.zero_()
         sparsifier.load_state_dict(state)
         check_counts(sparsifier, counts)
@@ -300,7 +300,7 @@ def test_counts_are_integers(world: int) -> None:
     optimizer = optimizer_of(model)
     sparsifier = ImportanceSparsifier(sparsity_level=0.5, score="frequency")
     sparsifier.add_model(model)
-    [counts] = sparsifier.masks.tables.counts("user") or ()
+    [counts] = sparsifier.masks.tables.table("user").counts.values()
     rows = torch.arange(len(counts), dtype=torch.int32)
     with MaskEnforcer(sparsifier).attach(optimizer):
         counts.copy_((1 << 24) + 1 + 2 * rows)
@@ -317,6 +317,6 @@ def test_counts_are_integers(world: int) -> None:
         sparsifier.load_state_dict(state)
         for step in range(2):
             learn(model, optimizer, cell, step)
-        [counts] = sparsifier.masks.tables.counts("user") or ()
+        [counts] = sparsifier.masks.tables.table("user").counts.values()
         assert int(counts.min()) >= 1 << 30
         sparsifier.step()

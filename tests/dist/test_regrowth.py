@@ -23,7 +23,7 @@ def test_rows_come_back_by_their_traffic() -> None:
             for name in sparsifier.data_groups:
                 masks = sparsifier.masks.tables.masks(name)
                 for mask, counts in zip(
-                    masks, sparsifier.masks.tables.counts(name) or (), strict=True
+                    masks, sparsifier.masks.tables.table(name).counts.values(), strict=True
                 ):
                     rows = torch.zeros(64, dtype=torch.int32)
                     rows[hot] = 5
