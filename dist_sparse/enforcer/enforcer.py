@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights, Modules, packed_targets, plain_targets
+from dist_sparse.enforcer.dense import DenseWeights, Modules, Target, packed_targets, plain_targets
 from dist_sparse.enforcer.fused import (
     Place,
     Places,
@@ -428,10 +428,7 @@ class MaskEnforcer(Enforcer):
         if check:
             _check_not_compiled(walked.modules, [*collections, *dense.owners])
             dense.check_stepped()
-            shards = [(name, each) for name, data in walked.located.items() for each in data.shards]
-            weights = [(name, shard.tensor) for name, shard in shards]
-            weights += [(target.name, target.weight) for target in targets]
-            refuse_masked(weights, but=self)
+            refuse_masked(_weights(walked.located, targets), but=self)
         # Last: nothing of the old hooks is lost if something above is refused.
         for hooks, places in fused:
             hooks.moved_to(places)
@@ -534,6 +531,16 @@ class MaskEnforcer(Enforcer):
         # Masks may be loaded after weights, so that nothing is zeroed before the next read.
         for batch in self._batches:
             batch.mark_all()
+
+
+def _weights(
+    located: Mapping[str, ShardedData], targets: Sequence[Target]
+) -> list[tuple[str, Tensor]]:
+    """Return the weights of registered tables and of what plain optimizers step, by name."""
+    weights = [(target.name, target.weight) for target in targets]
+    for name, data in located.items():
+        weights += [(name, shard.tensor) for shard in data.shards]
+    return weights
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -317,16 +319,10 @@ def _joint_segments(
 
 def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
     """Score small tables, in as many passes as memory asks for."""
-    batch: list[ScoredTable] = []
-    elements = 0
-    for table in tables:
-        numel = table.goal.data.shards[0].rect.numel
-        if elements + numel > scoring.BATCH:
-            yield _score_together(batch)
-            batch, elements = [], 0
-        batch.append(table)
-        elements += numel
-    yield _score_together(batch)
+    elements = accumulate(table.goal.data.shards[0].rect.numel for table in tables)
+    numbered = zip((upto // scoring.BATCH for upto in elements), tables, strict=True)
+    for _, batch in groupby(numbered, key=itemgetter(0)):
+        yield _score_together([table for _, table in batch])
 
 
 def _score_together(tables: Sequence[ScoredTable]) -> _Counted:

@@ -294,7 +294,7 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
 # Most elements of a shard that is batched.
 SMALL = 1 << 14
 
-# Most elements of a batch.
+# Elements of a batch, but for its last table.
 BATCH = 1 << 20
 
 

@@ -71,9 +71,7 @@ def _module_of(
     # Of TorchRec's: <path of the collection>.embedding_bags.<table>
     torchrec, module = torchrec_port(), modules.get(".".join(path[:-2]))
     collection = torchrec.collection(module) if torchrec and module and path[1:] else None
-    if collection is not None:
-        return module, collection.outputs()
-    return modules.get(".".join(path)), None
+    return (module, collection.outputs()) if collection else (modules.get(".".join(path)), None)
 
 
 def _refusals(
