@@ -440,6 +440,8 @@ def _score_blocks(
         histogram += scoring.first_histogram(bits.view(-1), scratch)
         if hold is not None:
             hold(bits)
+    if cut is not None:
+        histogram[-1].zero_()  # of KEPT
     return histogram, torch.cat(extremes).long()
 
 
@@ -470,7 +472,9 @@ def _score_pieces(
             cut.note(first, sums)
         waiting.append(scoring.to_scores(sums, grid.row + first, widths, shape, goal.block))
         if (last - start) * grid.cols >= least or last == grid.rows:
-            yield start, torch.cat(waiting).view(torch.int32)
+            # One piece is not copied.
+            scores = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            yield start, scores.view(torch.int32)
             waiting, start = [], last
 
 

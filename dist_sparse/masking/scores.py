@@ -578,8 +578,7 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     the number of zeros, then other scores by leading bits. A scorer may sum it while the chunk is
     in the cache.
 
-    Zeros are apart because removed blocks score 0: a threshold among them is found at once. KEPT is
-    not counted.
+    Zeros are apart because removed blocks score 0: a threshold among them is found at once.
 
     Args:
         bits: int32 ``(n,)``.
@@ -587,9 +586,7 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     """
     if not bits.is_cpu:
         leading = (bits >> LEADING_SHIFT).bitwise_and_(LEADING_BUCKETS - 1).add_(bits != 0)
-        counts = count_each(leading, HISTOGRAM)
-        counts[-1].zero_()
-        return counts
+        return count_each(leading, HISTOGRAM)
     out = None if scratch is None else scratch.resize_(bits.numel())
     leading = torch.bitwise_right_shift(bits, LEADING_SHIFT, out=out)
     copies = 1
@@ -602,5 +599,4 @@ def first_histogram(bits: Tensor, scratch: Tensor | None = None) -> Tensor:
     counts = counts.view(copies, LEADING_BUCKETS).sum(0)
     zeros = (bits.numel() - torch.count_nonzero(bits)).view(1)
     counts[0] -= zeros[0]
-    counts[-1] = 0
     return torch.cat([zeros, counts])

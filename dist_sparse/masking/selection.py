@@ -290,22 +290,22 @@ class _ScoreSearch(_Search):
         # A table without any other score knows nothing: its record was lost, or never began.
         self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
 
-    def histogram(self, segment: Segment, shift: int, buckets: int) -> Tensor:
-        """Return how many of a segment's scores that have the prefix fall into each bucket of the
-        next bits: int64 ``(buckets,)``, on the device of the scores."""
+    def histograms(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
+        """Yield how many of a segment's scores that have the prefix fall into each bucket of the
+        next bits, as parts to be added up: int64 ``(buckets,)``, on the device of the scores."""
+        known = None
         if segment.count is not None:
             known = segment.count(self.prefix, self.shift, shift, buckets)
-            if known is not None:
-                return known
-        if segment.on_cpu:
-            return self._count_on_cpu(segment, shift, buckets)
-        low = self.prefix << self.shift
-        counts = torch.zeros(buckets, dtype=torch.int64, device=segment.device)
-        for _, bits in segment.chunks():
-            # Zeros have had a bucket of their own in the first round.
-            scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
-            counts += count_within(scores, low, shift, buckets)
-        return counts
+        if known is not None:
+            yield known
+        elif segment.on_cpu:
+            yield self._count_on_cpu(segment, shift, buckets)
+        else:
+            low = self.prefix << self.shift
+            for _, bits in segment.chunks():
+                # Zeros have had a bucket of their own in the first round.
+                scores = bits.masked_fill(bits == 0, -1) if low == 0 else bits
+                yield count_within(scores, low, shift, buckets)
 
     def _count_on_cpu(self, segment: Segment, shift: int, buckets: int) -> Tensor:
         counts = torch.zeros(buckets, dtype=torch.int64)
@@ -406,7 +406,10 @@ def _first_histograms(searches: Sequence[_ScoreSearch]) -> Tensor:
     parts: list[tuple[int, Tensor]] = []
     for row, search in enumerate(searches):
         parts += [(row, segment.histogram) for segment in search.counted]
-    return _added(parts, len(searches), HISTOGRAM)
+    counts = _added(parts, len(searches), HISTOGRAM)
+    # Something else decides about these blocks.
+    counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0
+    return counts
 
 
 def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int) -> Tensor:
@@ -417,7 +420,7 @@ def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int)
     for row, search in enumerate(searches):
         for segment in search.counted:
             if segment.joint is None:
-                parts.append((row, search.histogram(segment, shift, buckets)))
+                parts += [(row, part) for part in search.histograms(segment, shift, buckets)]
             else:
                 together.setdefault(segment.joint.scores, {})[segment.joint.number] = row
     before = searches[0].shift  # the same for all: they are in the same round
