@@ -33,22 +33,8 @@ from dist_sparse.facts import (
     ranks_text,
 )
 
-__all__ = [
-    "Facts",
-    "Group",
-    "Parcels",
-    "Refused",
-    "Replica",
-    "Traffic",
-    "agreeing",
-    "group_over",
-    "rank_in",
-    "reset_traffic",
-    "set_timeout",
-    "traffic",
-    "weights_are_on",
-    "world_ranks",
-]
+# For users; what else is here, the package itself calls.
+__all__ = ["Traffic", "reset_traffic", "set_timeout", "traffic"]
 
 Json = Any
 
@@ -185,7 +171,7 @@ def rank_in(ranks: tuple[int, ...] | None) -> int:
 
 def _bound_device() -> torch.device | None:
     """Return the ``device_id`` that the world was initialized with, if any."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD if dist.is_available() else None
     return getattr(world, "bound_device_id", None)
 
 
@@ -208,7 +194,7 @@ class Group:
         self.process_group = process_group
         # "cpu:gloo,cuda:nccl": get_backend() is "undefined" for several.
         config = "cpu:gloo" if process_group is None else dist.get_backend_config(process_group)
-        self._device_types = [each.split(":")[0] for each in config.split(",")]
+        self._sends_from_cpu = "cpu:" in config
         self._timeout = _timeout
         self._at = "before any agreement"
 
@@ -216,12 +202,11 @@ class Group:
     def device(self) -> torch.device:
         """Where messages are sent from: the CPU if the backend takes its tensors, since most
         messages are made there; otherwise the device of the weights."""
-        if "cpu" in self._device_types:
+        if self._sends_from_cpu:
             return torch.device("cpu")
         # Found when used: the first group may be older than the tables, and than set_device().
-        return (
-            _bound_device() or _weights_device or torch.device("cuda", torch.cuda.current_device())
-        )
+        known = _bound_device() or _weights_device
+        return known or torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks. Collective over the group.
@@ -231,8 +216,7 @@ class Group:
         """
         if self.process_group is None:
             return tensor
-        sent = tensor.to(self.device).contiguous()
-        with self._issued("all_reduce", sent):
+        with self._sending("all_reduce", tensor) as sent:
             dist.all_reduce(sent, group=self.process_group)
         return sent.to(tensor.device)
 
@@ -241,9 +225,8 @@ class Group:
         over the group."""
         if self.process_group is None:
             return tensor.unsqueeze(0)
-        sent = tensor.to(self.device).contiguous()
-        parts = [torch.empty_like(sent) for _ in self.ranks]
-        with self._issued("all_gather", sent):
+        with self._sending("all_gather", tensor) as sent:
+            parts = [torch.empty_like(sent) for _ in self.ranks]
             dist.all_gather(parts, sent, group=self.process_group)
         return torch.stack(parts).to(tensor.device)
 
@@ -268,13 +251,13 @@ class Group:
             lengths.append(sum(piece.nbytes for piece in parts))
             raw += [piece.view(-1).view(torch.uint8).to(self.device) for piece in parts]
             parts.clear()
-        sent = torch.cat(raw)
+        packed = torch.cat(raw)
         # Before the result is allocated: the pieces may be large.
         raw.clear()
         if self.process_group is None:
-            return [sent.to(device)]
+            return [packed.to(device)]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        with self._issued("all_to_all", sent):
+        with self._sending("all_to_all", packed) as sent:
             dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.process_group)
         return list(torch.split(received.to(device), list(sizes)))
 
@@ -290,17 +273,6 @@ class Group:
         padded[: raw.numel()] = raw
         rows = self.all_gather(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` in place by that of the group's first rank. Collective over the
-        group."""
-        if self.process_group is None:
-            return
-        # May be the same memory: the copy back then changes nothing.
-        sent = tensor.data.to(self.device).contiguous()
-        with self._issued("broadcast", sent):
-            dist.broadcast(sent, self.ranks[0], group=self.process_group)
-        tensor.data.copy_(sent)
 
     def agree(
         self,
@@ -341,7 +313,7 @@ class Group:
         reports = self.all_gather(torch.tensor(mine, dtype=torch.int64))
         errors, digests, balances = reports[:, 0], reports[:, 1:3], reports[:, 3]
         if bool(errors.any() or (digests != digests[0]).any()):
-            refused = self._refusal(action, facts, error)
+            refused = Refused(self._refusal(action, facts, error))
             refused.raised_by = frozenset(self.ranks)
             raise refused from error
         # The sum overflows, as the balances did: modulo 2**64.
@@ -356,29 +328,31 @@ class Group:
         with agreeing(action, [self]) as (facts,):
             yield facts
 
-    def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> Refused:
-        """Return what every rank raises. Collective over the group: first digests alone, for facts
-        may be long (tilings of all ranks), then the values of the first few that differ."""
+    def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
+        """Return the message on every rank. Collective over the group: first digests alone, for
+        facts may be long (tilings of all ranks), then the values of the first few that differ."""
         text = None if error is None else cut(f"{type(error).__name__}: {error}")
         digests = {key: digest(value) for key, value in facts.items()}
         reports = self.all_gather_json({"action": action, "error": text, "facts": digests})
         if any(report["error"] for report in reports):
-            return Refused(explain_errors(self.ranks, reports))
+            return explain_errors(self.ranks, reports)
         if any(report["action"] != action for report in reports):
-            return Refused(explain_actions(self.ranks, reports))
+            return explain_actions(self.ranks, reports)
         differing = _differing([report["facts"] for report in reports])
         # The same on every rank, as all have the same reports.
         shown = differing[:MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
-        return Refused(explain_facts(self.ranks, action, shown, values, len(differing)))
+        return explain_facts(self.ranks, action, shown, values, len(differing))
 
     @contextmanager
-    def _issued(self, operation: str, sent: Tensor) -> Iterator[None]:
-        """Count a collective, and explain a timeout or a broken connection in it."""
+    def _sending(self, operation: str, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield a tensor where messages are sent from; count the collective, and explain a timeout
+        or a broken connection in it."""
+        sent = tensor.to(self.device).contiguous()
         _sent.collectives += 1
-        _sent.bytes += sent.numel() * sent.element_size()
+        _sent.bytes += sent.nbytes
         try:
-            yield
+            yield sent
         except RuntimeError as fault:
             if not re.search(_LOST, str(fault).lower()):
                 raise
@@ -431,24 +405,17 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
     except Exception as fault:
         error = fault
     for group, facts in zip(groups, noted, strict=True):
-        if group.size > 1:
-            # No group is left out, whatever the ones before raise: its ranks are waiting.
-            error = _agree_over(group, action, facts, error) or error
+        if group.size == 1:
+            continue  # it has nobody to agree with
+        # No group is left out, whatever the ones before raise: its ranks are waiting.
+        try:
+            facts.drifted = group.agree(action, facts, error, facts.replicas)
+            if facts.drifted and facts.on_drift is not None:
+                facts.on_drift(facts.drifted)
+        except ValueError as refused:
+            error = refused
     if error is not None:
         raise error
-
-
-def _agree_over(
-    group: Group, action: str, facts: Facts, error: Exception | None
-) -> ValueError | None:
-    """Agree over one group; return what its ranks raise. Collective."""
-    try:
-        facts.drifted = group.agree(action, facts, error, facts.replicas)
-        if facts.drifted and facts.on_drift is not None:
-            facts.on_drift(facts.drifted)
-    except ValueError as refused:
-        return refused
-    return None
 
 
 class Parcels:

@@ -327,9 +327,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 
     def _settle(self) -> None:
         """Zero removed weights that an optimizer has written since."""
-        enforcer = None if self.sparsifier is None else self.sparsifier.masks.enforcer
-        if enforcer is not None:
-            enforcer.settle()
+        if self.sparsifier is not None:
+            self.sparsifier.masks.hooks.settle()
 
     @torch.no_grad()
     def _fit(self) -> None:

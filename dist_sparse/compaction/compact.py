@@ -127,9 +127,8 @@ def compact(
         stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
         kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
-        if sparsifier.masks.enforcer is not None:
-            # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
-            sparsifier.masks.enforcer.settle()
+        # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
+        sparsifier.masks.hooks.settle()
         widths = _widths(sparsifier, stats)
         reductions = _reductions(model, sparsifier, set(stats), widths, kept)
         sites = [reduction.site for reduction in reductions]

@@ -10,10 +10,11 @@ next reads the weight.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,25 +61,24 @@ class Target:
     parameter: Tensor | None = None
     owner: tuple[nn.Module, str] | None = None
     samples: Callable[[], Tensor] | None = None
-    aliases: list[Tensor] = field(default_factory=list)
     stepping: bool = False
     clean_at: int = 0
 
     def __post_init__(self) -> None:
+        # By identity: == of tensors compares elements.
+        self.aliases: dict[int, Tensor] = {}
         if self.parameter is not None:
-            self.aliases.append(self.parameter)
+            self.add_alias(self.parameter)
 
     def add_alias(self, tensor: Tensor) -> None:
         """Count the writes of another tensor over the same storage too."""
-        # By identity: == of tensors compares elements.
-        if all(tensor is not alias for alias in self.aliases):
-            self.aliases.append(tensor)
+        self.aliases[id(tensor)] = tensor
 
     @property
     def writes(self) -> int:
         """Writes that torch has counted: all except through ``.data`` and by its fused
         optimizers."""
-        return sum(local(alias)._version for alias in self.aliases)
+        return sum(local(alias)._version for alias in self.aliases.values())
 
     @property
     def dirty(self) -> bool:
@@ -90,34 +90,31 @@ class Target:
         """Whether the model holds other memory under its name by now."""
         if self.parameter is None:
             return False
-        # Either another parameter, or the same one with other storage: `parameter.data = ...`.
+        held: Tensor | None = self.parameter
         if self.owner is not None:
             module, name = self.owner
-            if id(module._parameters.get(name)) != id(self.parameter):
-                return True
-        here = local(self.parameter)
-        return here.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
+            held = module._parameters.get(name)
+        # Either another parameter, or the same one with other storage: `parameter.data = ...`.
+        if held is not self.parameter:
+            return True
+        here = local(held).untyped_storage()
+        return here.data_ptr() != self.weight.untyped_storage().data_ptr()
 
     def clean(self, rows: Tensor | None = None) -> None:
         """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written."""
         mask = self.mask()
-        if not isinstance(mask, BlockMask):
+        if isinstance(mask, Tensor):
             self.weight.data.masked_fill_(mask == 0, 0)
+        elif mask.removes and rows is not None and rows.numel() < mask.rect.rows:
+            zero_rows(self.weight, mask, rows)
         elif mask.removes:
-            if rows is None or rows.numel() >= mask.rect.rows:
-                mask.apply_(self.weight)
-            else:
-                zero_rows(self.weight, mask, rows)
+            mask.apply_(self.weight)
         # Torch has not counted the write above, which went through .data.
         self.clean_at, self.stepping = self.writes, False
 
 
-class _Steps(NamedTuple):
-    """The targets that an optimizer steps, each with its parameter there, and the number of all its
-    parameters."""
-
-    pairs: list[tuple[Target, Tensor]]
-    of: int
+# Targets, each with its parameter in an optimizer.
+_Pairs = list[tuple[Target, Tensor]]
 
 
 class DenseWeights:
@@ -127,18 +124,28 @@ class DenseWeights:
         targets: what has to stay masked.
         given: optimizers as the caller has them, wrapped or not.
         clock: to which the time of the hooks is added.
+        before_read: called before a module that holds a target reads it.
 
     Raises:
         ValueError: something is no optimizer.
     """
 
-    def __init__(self, targets: Iterable[Target], given: Sequence[Any], clock: Clock) -> None:
-        self.targets = list(targets)
-        self.clock = clock
+    collection = None
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        given: Sequence[Any],
+        clock: Clock,
+        before_read: Callable[[], None],
+    ) -> None:
+        self.targets, self.clock, self._before_read = targets, clock, before_read
         self._handles: list[RemovableHandle] = []
-        self._optimizers = [leaf for each in given for leaf in optimizers.leaves(each)]
+        self._optimizers = [*chain.from_iterable(map(optimizers.leaves, given))]
         self._over = same_storage([target.weight for target in self.targets])
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps]
+        # Of each optimizer the targets that it steps, each with its parameter there, and the number
+        # of all its parameters.
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[_Pairs, int]]
         self._stepped = weakref.WeakKeyDictionary()
 
     def check_stepped(self) -> None:
@@ -148,10 +155,9 @@ class DenseWeights:
             ValueError: no optimizer given steps a weight that requires a gradient, or a shard of an
                 unknown model.
         """
-        stepped = [each for leaf in self._optimizers for each in _parameters_of(leaf)]
-        by_storage = same_storage(stepped)
+        stepped = same_storage([*chain.from_iterable(map(_parameters_of, self._optimizers))])
         for target in self.targets:
-            if not by_storage(target.weight):
+            if not stepped(target.weight):
                 _refuse_trained(target)
 
     @property
@@ -164,27 +170,24 @@ class DenseWeights:
         """Whether the model holds other memory for a weight by now."""
         return any(target.replaced for target in self.targets)
 
-    def hook(self, before_read: Callable[[], None]) -> None:
-        """Attach the hooks; ``before_read`` is called before a module that holds a target reads
-        it."""
+    def hook(self) -> None:
+        """Attach the hooks."""
         for leaf in self._optimizers:
             self.meet(leaf)
         _meet_new_optimizers()
         _hooked.add(self)
         for target in self.targets:
             if target.owner is not None:
-                self._hook_owner(target.owner[0], target, before_read)
+                self._hook_owner(target.owner[0], target)
 
-    def _hook_owner(
-        self, module: nn.Module, target: Target, before_read: Callable[[], None]
-    ) -> None:
+    def _hook_owner(self, module: nn.Module, target: Target) -> None:
         def before(*_: Any) -> None:
-            before_read()
+            self._before_read()
             self._clean(target)
 
         # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
         if type(module) in (nn.Embedding, nn.EmbeddingBag) and target.samples is not None:
-            look = Hook(partial(_sample, SampledLookups([0]), target))
+            look = Hook(partial(_sample, SampledLookups([0]), target.mask, target.samples))
             self._handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
         self._handles += [
             module.register_forward_pre_hook(Hook(before)),
@@ -216,33 +219,29 @@ class DenseWeights:
 
     def states(self) -> Iterator[Stepped]:
         """Yield the targets, each with the state of an optimizer that steps it."""
-        for leaf, steps in self._stepped.items():
-            for target, parameter in steps.pairs:
-                by_element = optimizers.keeps_elements(leaf)
-                states = optimizers.state_of(leaf, parameter, target.weight)
-                sums = states.get("sum") if "initial_accumulator_value" in leaf.defaults else None
-                found = list(states.values())
-                yield Stepped(target.name, target.weight, found, sums, by_element)
+        for leaf, (pairs, _) in self._stepped.items():
+            for target, parameter in pairs:
+                yield optimizers.stepped(target.name, leaf, parameter, target.weight)
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> list[tuple[Target, Tensor]]:
+    def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with its parameter there. A new one gets
         hooks, one with new parameters is looked through again."""
         # add_param_group() adds parameters; nothing removes them.
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._stepped.get(optimizer, _Steps([], -1))
-        if known.of == count:
-            return known.pairs
-        pairs = []
-        for parameter in _parameters_of(optimizer):
+        parameters = _parameters_of(optimizer)
+        known, count = self._stepped.get(optimizer, ([], -1))
+        if count == len(parameters):
+            return known
+        pairs: _Pairs = []
+        for parameter in parameters:
             for i in self._over(local(parameter)):
                 self.targets[i].add_alias(parameter)
                 pairs.append((self.targets[i], parameter))
-        if pairs and not known.pairs:
+        if pairs and not known:
             self._handles += [
                 optimizer.register_step_pre_hook(Hook(self._before_step)),
                 optimizer.register_step_post_hook(Hook(self._after_step)),
             ]
-        self._stepped[optimizer] = _Steps(pairs, count)
+        self._stepped[optimizer] = pairs, len(parameters)
         return pairs
 
     @timed
@@ -288,7 +287,7 @@ def _refuse_trained(target: Target) -> None:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
@@ -312,19 +311,18 @@ def _meet_new_optimizers() -> RemovableHandle:
 
 def _sample(
     lookups: SampledLookups,
-    target: Target,
+    mask: Callable[[], Any],
+    samples: Callable[[], Tensor],
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    ids = args[0] if args else kwargs.get("input")
     # Lookups of an evaluation are no traffic.
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not isinstance(ids, Tensor):
         return
-    ids, mask = args[0] if args else kwargs.get("input"), target.mask()
-    if not isinstance(ids, Tensor) or not isinstance(mask, BlockMask) or target.samples is None:
-        return
-    lookups.use({0: mask}, {0: target.samples()})
+    lookups.use({0: mask()}, {0: samples()})
     if lookups.due():
         with torch.no_grad():
             lookups.add(ids.reshape(-1), [0, ids.numel()])

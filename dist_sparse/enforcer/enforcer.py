@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights, Modules, packed_targets, plain_targets
+from dist_sparse.enforcer.dense import DenseWeights, Modules, Target, packed_targets, plain_targets
 from dist_sparse.enforcer.fused import (
     Place,
     Places,
@@ -39,6 +38,7 @@ from dist_sparse.enforcer.optimizers import (
     reset_state,
     same_storage,
 )
+from dist_sparse.facts import cut
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -133,7 +133,8 @@ class MaskEnforcer(Enforcer):
         self._batches: list[TableBatchHooks] = []
         # The lookups of sharded collections, which a reshard replaces.
         self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
-        self._dense = DenseWeights([], [], self.clock)
+        # Weights that plain optimizers step, if there are any.
+        self._dense: list[DenseWeights] = []
         self._handles: list[RemovableHandle | Wrapped] = []
         # Masks before the last update, by the address of the weights, where it resets optimizer
         # state.
@@ -185,11 +186,11 @@ class MaskEnforcer(Enforcer):
 
     def attach_to(self, walked: Walked | None, optimizers: Sequence[Any]) -> MaskEnforcer:
         """:meth:`attach` for a caller that has walked the models just now; None walks them."""
-        if self.attached:
-            raise ValueError("The enforcer is attached already: call detach() first.")
-        if self._sparsifier.masks.enforcer is not None:
+        masks = self._sparsifier.masks
+        if masks.enforcer is not None:
+            which = "The" if self.attached else "Another"
             raise ValueError(
-                "Another enforcer is attached to this sparsifier: call its detach() first."
+                f"{which} enforcer is attached to this sparsifier: call its detach() first."
             )
         if not self._sparsifier.data_groups:
             raise ValueError(
@@ -206,7 +207,7 @@ class MaskEnforcer(Enforcer):
             self._remove_hooks(())
             self._optimizers = None
             raise
-        self._sparsifier.masks.enforcer = self
+        masks.enforcer = self
         _attached.add(self)
         return self
 
@@ -227,12 +228,7 @@ class MaskEnforcer(Enforcer):
         self._check_attached()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     @timed
@@ -250,31 +246,27 @@ class MaskEnforcer(Enforcer):
             RuntimeError: it is not attached.
         """
         self._check_attached()
-        # Renewing cleans everything.
-        if not self._renew_if_stale():
-            self._clean()
+        self._renew_if_stale()
+        self._clean()
 
     def accumulators(self) -> dict[int, State]:
         """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
         address of the weights; see :class:`~dist_sparse.ImportanceSparsifier`."""
-        self._check_attached()
         return {each.weight.data_ptr(): each.sums for each in self._states() if each.sums}
 
     def states(self) -> dict[int, list[Tensor]]:
         """Return all state that optimizers keep of registered weights, live, by the address of the
         weights: with an element for each weight, or for each row, or step counts."""
-        self._check_attached()
-        found: dict[int, list[Tensor]] = {}
+        found: dict[int, list[Tensor]] = defaultdict(list)
         for each in self._states():
             # Several optimizers may step a weight.
-            known = found.setdefault(each.weight.data_ptr(), [])
-            known += [state for state, _ in each.states]
+            found[each.weight.data_ptr()] += [state for state, _ in each.states]
         return found
 
     def written(self, reader: str = "scores") -> dict[int, Written]:
         """Return the possibly written rows, live, by the address of the weights: of tables of fused
         optimizers on a CPU, whose writes are all seen. Each reader has and clears its own."""
-        return {address: rows for batch in self._batches for address, rows in batch.written(reader)}
+        return dict(chain.from_iterable(batch.written(reader) for batch in self._batches))
 
     def begin_step(self) -> None:
         """Called by the sparsifier before a mask update."""
@@ -288,9 +280,10 @@ class MaskEnforcer(Enforcer):
 
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
+        # The update has zeroed newly removed weights in sharded tables, not in plain data.
         with torch.no_grad():
-            # The update has zeroed newly removed weights in sharded tables, not in plain data.
-            self._dense.clean_all()
+            for dense in self._dense:
+                dense.clean_all()
         if self._reset:
             # Of blocks that were removed before: those that come back start with fresh state.
             self._reset_states(self._before)
@@ -341,19 +334,17 @@ class MaskEnforcer(Enforcer):
         # Kernels of a collection that was resharded are not those that its forward will use.
         resharded = self._resharded()
         with torch.no_grad():
-            for batch in self._batches:
-                if batch.collection not in resharded:
-                    batch.clean()
-            self._dense.clean()
+            for part in self._parts():
+                if part.collection not in resharded:
+                    part.clean()
 
     def _clean_all(self) -> None:
         """Clean everything, and warn if a load has revived removed weights."""
         loaded, self._loaded = self._loaded, False
         before = self._nonzero() if loaded else Counter()
         with torch.no_grad():
-            for batch in self._batches:
-                batch.clean_all()
-            self._dense.clean_all()
+            for part in self._parts():
+                part.clean_all()
         if loaded and (revived := before - self._nonzero()):
             _warn_of_revived(revived)
 
@@ -364,15 +355,15 @@ class MaskEnforcer(Enforcer):
             counts[each.name] += int(each.weight.count_nonzero())
         return counts
 
-    def _renew_if_stale(self) -> bool:
+    def _renew_if_stale(self) -> None:
         """Look everything up again if something was replaced. The caller may be a single rank, so
         masks must not move.
 
         Stale are batches after ``DistributedModelParallel.reshard``, and parameters after a load
         with ``assign=True``.
         """
-        if not self._dense.replaced and not self._resharded():
-            return False
+        if not self._replaced() and not self._resharded():
+            return
         # To bring masks to shards that have moved is collective.
         tables = self._sparsifier.masks.tables
         if moved := tables.moved(tables.locate()):
@@ -381,15 +372,18 @@ class MaskEnforcer(Enforcer):
                 " a forward, step() or apply_masks() on every rank first."
             )
         self._look_up(check=True)
-        return True
 
     def _resharded(self) -> list[nn.Module]:
         """The collections that TorchRec has resharded since the last look."""
         known = self._known_lookups
         return [module for module in known if lookups_of(module) != known[module]]
 
+    def _replaced(self) -> bool:
+        """Whether models hold other memory for a weight by now."""
+        return any(dense.replaced for dense in self._dense)
+
     def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
-        return [*self._batches, self._dense]
+        return [*self._batches, *self._dense]
 
     def masked(self) -> Iterator[Masked]:
         """Yield the registered weights and their masks."""
@@ -401,12 +395,10 @@ class MaskEnforcer(Enforcer):
     def _masks(self) -> dict[int, BlockMask | Tensor]:
         """The current masks by the address of the weights, to be kept over an update, which edits
         dense ones."""
-        return {
-            each.weight.data_ptr(): each.mask.clone()
-            if isinstance(each.mask, Tensor)
-            else each.mask
-            for each in self.masked()
-        }
+        found = {}
+        for _, weight, mask in self.masked():
+            found[weight.data_ptr()] = mask.clone() if isinstance(mask, Tensor) else mask
+        return found
 
     def _reset_states(self, masks: Mapping[int, BlockMask | Tensor]) -> None:
         with torch.no_grad():
@@ -429,33 +421,26 @@ class MaskEnforcer(Enforcer):
         modules = chain.from_iterable(each.values() for each in walked.modules.values())
         collections = list(collections_of(modules))
         fused = self._fused_tables(collections, places_of(walked.located))
-        known = {place for _, places in fused for place in places.values()}
+        known = set(chain.from_iterable(places.values() for _, places in fused))
         packed = packed_targets(tables, walked.modules, walked.located, known)
         targets = [*packed, *plain_targets(self._sparsifier)]
-        dense = DenseWeights(targets, self._optimizers or (), self.clock)
+        dense = DenseWeights(targets, self.optimizers, self.clock, self._before_read)
         if check:
             _check_not_compiled(walked.modules, [*collections, *dense.owners])
             dense.check_stepped()
-            self._refuse_masked(walked.located, dense)
+            refuse_masked(_weights(walked.located, targets), but=self)
         # Last: nothing of the old hooks is lost if something above is refused.
         for hooks, places in fused:
             hooks.moved_to(places)
         batches = [hooks for hooks, _ in fused]
         self._remove_hooks(batches)
-        self._batches, self._dense = batches, dense
+        self._batches, self._dense = batches, [dense] if targets else []
         self._known_lookups = {module: lookups_of(module) for module in collections}
         self._hook(list(walked.modules))
         self._clean_all()
         if self._reset:
             # As a mask update does: what is removed has no history.
             self._reset_states(self._masks())
-
-    def _refuse_masked(self, located: Mapping[str, ShardedData], dense: DenseWeights) -> None:
-        """Refuse weights that another enforcer masks."""
-        weights = [(target.name, target.weight) for target in dense.targets]
-        for name, data in located.items():
-            weights += [(name, shard.tensor) for shard in data.shards]
-        refuse_masked(weights, but=self)
 
     def _fused_tables(
         self, collections: Sequence[nn.Module], places: Places
@@ -477,9 +462,8 @@ class MaskEnforcer(Enforcer):
     def _hook(self, models: list[nn.Module]) -> None:
         # Before a forward: collections look whether they were resharded, models whether weights
         # were replaced, batches clean the rows that they read.
-        self._dense.hook(self._before_read)
-        for batch in self._batches:
-            batch.hook()
+        for part in self._parts():
+            part.hook()
         for module in self._known_lookups:
             self._handles += [
                 module.register_forward_pre_hook(Hook(self._before_forward)),
@@ -492,8 +476,8 @@ class MaskEnforcer(Enforcer):
                 self._handles.append(Wrapped(model, "sync", self._before_average))
         # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its
         # own hook is silent.
-        parts = [*models, *self._known_lookups, *self._dense.owners]
-        for module in dict.fromkeys(parts):
+        owners = chain.from_iterable(dense.owners for dense in self._dense)
+        for module in dict.fromkeys([*models, *self._known_lookups, *owners]):
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -501,12 +485,10 @@ class MaskEnforcer(Enforcer):
         """Remove all hooks except those on the batches that stay."""
         for handle in self._handles:
             handle.remove()
-        for batch in self._batches:
-            if batch not in staying:
-                batch.unhook()
-        self._dense.unhook()
-        self._handles, self._batches, self._known_lookups = [], [], {}
-        self._dense = DenseWeights([], [], self.clock)
+        for part in self._parts():
+            if part not in staying:
+                part.unhook()
+        self._handles, self._batches, self._dense, self._known_lookups = [], [], [], {}
 
     def _before_read(self) -> None:
         """Weights are about to be read: those that were loaded since are cleaned now, so that masks
@@ -524,10 +506,11 @@ class MaskEnforcer(Enforcer):
     @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
         # Here, not in the owners' hooks: those hold the weights that were replaced.
-        if self._dense.replaced:
+        if self._replaced():
             self._look_up(check=True)
         self._before_read()
-        self._dense.clean()
+        for dense in self._dense:
+            dense.clean()
 
     @timed
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -550,6 +533,16 @@ class MaskEnforcer(Enforcer):
             batch.mark_all()
 
 
+def _weights(
+    located: Mapping[str, ShardedData], targets: Sequence[Target]
+) -> list[tuple[str, Tensor]]:
+    """Return the weights of registered tables and of what plain optimizers step, by name."""
+    weights = [(target.name, target.weight) for target in targets]
+    for name, data in located.items():
+        weights += [(name, shard.tensor) for shard in data.shards]
+    return weights
+
+
 def settle_all(weights: Sequence[Tensor]) -> None:
     """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
     Local."""
@@ -566,11 +559,11 @@ def _masked_by(enforcer: MaskEnforcer) -> Callable[[Tensor], list[int]]:
 
 
 def _warn_of_revived(revived: Counter[str]) -> None:
-    names = ", ".join(map(repr, list(revived)[:5])) + (", ..." if len(revived) > 5 else "")
     warnings.warn(
         f"The model was loaded with {revived.total()} non-zero weights that the masks remove, in"
-        f" {names}; they are 0 now, so this is not the model that was saved. Load the state of the"
-        " sparsifier that was saved with it too, before the next forward.",
+        f" {cut(', '.join(map(repr, revived)), 100)}; they are 0 now, so this is not the model that"
+        " was saved. Load the state of the sparsifier that was saved with it too, before the next"
+        " forward.",
         stacklevel=3,
     )
 

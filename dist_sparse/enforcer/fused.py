@@ -27,7 +27,8 @@ from dist_sparse.enforcer.hooks import Clock, Hook, timed
 from dist_sparse.enforcer.ids import Ends, LookupCounts, MaskedIds, SampledLookups
 from dist_sparse.enforcer.optimizers import Masked, State, Stepped
 from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, add_pruned, flag
-from dist_sparse.masking.cached.kept_scores import KeptScores, Written
+from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
@@ -41,7 +42,7 @@ class Place(NamedTuple):
     number: int
 
 
-Places = Mapping[tuple[int, tuple[int, ...]], Place]
+Places = Mapping[tuple[int, torch.Size], Place]
 """Masks by the address and the shape of the weights."""
 
 Ids = tuple[Tensor, Ends]
@@ -220,19 +221,19 @@ class TableBatchHooks:
         # On a device the host does not know the ids; it never knows the rows of stray writes.
         if not self._on_cpu or self._strays:
             return
-        tables = {
-            table
-            for table, slot in self._current().items()
-            if reader != "scores" or KeptScores.fits(slot.mask.rect, slot.mask.block)
-        }
-        record = self._written.get(reader, {})
-        if reader not in self._written or record.keys() != tables:
-            record = {table: RowFlags(len(self._slots[table].weight)) for table in tables}
+        slots = self._current()
+        if reader == "scores":
+            masks = ((table, slot.mask) for table, slot in slots.items())
+            large = [table for table, mask in masks if worth_keeping(mask.rect, mask.block)]
+            slots = {table: slots[table] for table in large}
+        record = self._written.get(reader)
+        if record is None or record.keys() != slots.keys():
+            record = {table: RowFlags(len(slot.weight)) for table, slot in slots.items()}
             self._written[reader] = record
             for rows in record.values():
                 rows.add_all()
         for table, rows in record.items():
-            yield self._slots[table].weight.data_ptr(), rows
+            yield slots[table].weight.data_ptr(), rows
 
     def masked(self) -> Iterator[Masked]:
         """Yield the registered shards and their masks, which a mask update replaces."""
@@ -241,13 +242,12 @@ class TableBatchHooks:
 
     def states(self) -> Iterator[Stepped]:
         """Yield the registered shards and their optimizer state; FBGEMM starts all of it at 0."""
-        slots, states = self._current(), self._batch.states()
-        for table, place in self._places.items():
-            weight = slots[table].weight
+        states = self._batch.states()
+        for table, slot in self._current().items():
             found: list[State] = [(state, 0.0) for state in states[table]]
             sums = found[0] if self._batch.is_adagrad else None
-            by_element = any(state.shape == weight.shape for state, _ in found)
-            yield Stepped(place.name, weight, found, sums, by_element)
+            by_element = slot.weight.shape in (state.shape for state in states[table])
+            yield Stepped(self._places[table].name, slot.weight, found, sums, by_element)
 
     def _add_all_written(self) -> None:
         for record in self._written.values():
@@ -412,18 +412,18 @@ def places_of(located: Mapping[str, ShardedData]) -> Places:
     found = {}
     for name, data in located.items():
         for number, shard in enumerate(data.shards):
-            found[shard.tensor.data_ptr(), tuple(shard.tensor.shape)] = Place(name, number)
+            found[_memory(shard.tensor)] = Place(name, number)
     return found
+
+
+def _memory(weight: Tensor) -> tuple[int, torch.Size]:
+    return weight.data_ptr(), weight.shape
 
 
 def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
     """Return the places of a batch's registered tables, by their number in the batch."""
-    found = {}
-    for table, view in enumerate(batch.weights()):
-        place = places.get((view.data_ptr(), tuple(view.shape)))
-        if place is not None:
-            found[table] = place
-    return found
+    found = map(places.get, map(_memory, batch.weights()))
+    return {table: place for table, place in enumerate(found) if place is not None}
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, State]:
@@ -449,7 +449,7 @@ def lookups_of(collection: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or
     without shards."""
     torchrec = torchrec_port()
-    return [] if torchrec is None else torchrec.lookups(collection)
+    return torchrec.lookups(collection) if torchrec is not None else []
 
 
 def _local_ids(features: Any) -> Ids:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import torch
@@ -34,11 +34,12 @@ EVERY: Final = 16
 """One forward in so many is sampled, beginning with the first after a mask update."""
 
 
-def in_table(ids: Tensor, rows: int) -> Tensor:
-    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``."""
+def in_table(ids: Tensor, rows: int | Tensor) -> Tensor:
+    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``: of one table, or of the
+    table of each id."""
     ids = ids.long()
     # Reading two numbers is quicker than three more passes, where that does not wait for a device.
-    if ids.is_cpu:
+    if isinstance(rows, int) and ids.is_cpu:
         least, most = ids.aminmax()
         if int(least) >= 0 and int(most) < rows:
             return ids
@@ -90,15 +91,21 @@ class KeptIds:
         self._kept = kept
         self._features = features
 
-    def flags(self, ids: Tensor, ends: Ends) -> Tensor:
-        """Return which ids are kept, bool ``(n,)``."""
+    def flags(self, ids: Tensor, ends: Ends, strict: bool = False) -> Tensor:
+        """Return which ids are kept, bool ``(n,)``.
+
+        Raises:
+            IndexError: an id is outside of its table, if ``strict``.
+        """
         if isinstance(ends, Tensor):
             return self._flags_on_device(ids, ends)
         found = torch.ones(ids.numel(), dtype=torch.bool)
         for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
             kept = self._kept.get(table)
             if kept is not None and start != stop:
-                rows = in_table(ids[start:stop], len(kept))
+                named = ids[start:stop]
+                # index_select() checks the range of every id.
+                rows = named if strict else in_table(named, len(kept))
                 torch.index_select(kept, 0, rows, out=found[start:stop])
         return found
 
@@ -109,48 +116,35 @@ class KeptIds:
         If an id is outside of its table, return ``features`` itself: FBGEMM raises an error, or
         warns and takes row 0.
         """
-        chosen = []
-        parts = torch.split(features.values(), features.length_per_key())
         try:
-            for table, part in zip(self._features, parts, strict=True):
-                kept = self._kept.get(table)
-                if kept is None:
-                    chosen.append(torch.ones(part.shape, dtype=torch.bool))
-                else:
-                    # index_select() also checks the range of every id.
-                    chosen.append(kept.index_select(0, part))
+            chosen = self.flags(features.values(), features.offset_per_key(), strict=True)
         except IndexError:
             return features
         torchrec = torchrec_port()
         # It has made the features.
         assert torchrec is not None
-        return torchrec.among(features, torch.cat(chosen))
+        return torchrec.among(features, chosen)
 
     def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
         flags, starts, rows = self._flat
         # Ids before the first feature and behind the last one are of no table.
         feature = _feature_of_each(ids, ends) + 1
-        ids = ids.long()
-        outside = (ids < 0) | (ids >= rows[feature])
-        return flags.index_select(0, starts[feature] + torch.where(outside, 0, ids))
+        return flags.index_select(0, starts[feature] + in_table(ids, rows[feature]))
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
         """The flags of all tables in one tensor, as on a device each read is a launch; and where
         the table of each feature begins in it, and how many rows it has."""
         device = next(iter(self._kept.values())).device
-        starts: dict[int, int] = {}
-        total = 0
-        for table, kept in self._kept.items():
-            starts[table] = total
-            total += len(kept)
         # The last flag is for the ids of all other tables, which so have one row.
-        one = torch.ones(1, dtype=torch.bool, device=device)
-        flags = torch.cat([*self._kept.values(), one])
-        tables = [-1, *self._features, -1]
-        first = [starts.get(table, total) for table in tables]
-        rows = [len(self._kept.get(table, one)) for table in tables]
-        return flags, sent(first, device), sent(rows, device)
+        kept = [*self._kept.values(), torch.ones(1, dtype=torch.bool, device=device)]
+        number = {table: i for i, table in enumerate(self._kept)}
+        lengths = [*map(len, kept)]
+        starts = [0, *accumulate(lengths)]
+        # Of each feature, and of the ids before the first one and behind the last one.
+        of = [number.get(table, len(kept) - 1) for table in (-1, *self._features, -1)]
+        first, rows = [starts[i] for i in of], [lengths[i] for i in of]
+        return torch.cat(kept), sent(first, device), sent(rows, device)
 
 
 class MaskedIds:
@@ -282,8 +276,7 @@ class SampledLookups:
         """
         self._sums = sums
         if [*map(id, masks.values())] != [*map(id, self._masks.values())]:
-            self._removed = {}
-            self._forwards = 0
+            self._removed, self._forwards = {}, 0
         self._masks = masks
 
     def due(self) -> bool:

@@ -7,9 +7,6 @@ whose ``step`` torch has wrapped, so hooks are registered on the innermost ones.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +16,7 @@ from torch import Tensor
 
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.tables.modules import torchrec_port
+from dist_sparse.tables.shards import Rect, memory_of
 
 State = tuple[Tensor, float]
 """A live view, and the optimizer's initial value."""
@@ -83,47 +81,9 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def combines(optimizer: object) -> bool:
     """Whether an optimizer is TorchRec's, of several ones or of what runs inside the backward."""
     torchrec = torchrec_port()
-    if torchrec is None:
-        return False
-    return torchrec.is_fused(optimizer) or torchrec.combined(optimizer) is not None
-
-
-def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class that a configuration names.
-
-    Args:
-        query: a name in ``torch.optim`` (``"AdamW"``), a dotted path
-            (``"torchrec.optim.RowWiseAdagrad"``), which is imported, or the class itself.
-
-    Raises:
-        ValueError: there is none of that name, or its ``step`` requires a closure (LBFGS).
-    """
-    found: Any = query
-    if isinstance(query, str) and not query.startswith("."):
-        path, _, name = query.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(path or "torch.optim"), name, None)
-        except ImportError as error:
-            raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
-    abstract = torch.optim.Optimizer
-    if not isinstance(found, type) or not issubclass(found, abstract) or found is abstract:
-        raise ValueError(
-            f"Invalid optim_type={query!r}: must be a name in torch.optim (such as"
-            f" {_optimizers_named_like(str(query))}) or the dotted path of an optimizer."
-        )
-    closure = inspect.signature(found.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward"
-            " several times; here one backward runs, before the step."
-        )
-    return found
-
-
-def _optimizers_named_like(name: str) -> str:
-    known = {each.lower(): each for each in dir(torch.optim) if each[0].isupper()}
-    close = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
-    return ", ".join(known[each] for each in close or ["sgd", "adagrad", "adam", "adamw"])
+    return torchrec is not None and (
+        torchrec.is_fused(optimizer) or torchrec.combined(optimizer) is not None
+    )
 
 
 def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
@@ -146,11 +106,13 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
     if grad is None or not grad.is_sparse:
         return None
     # Exactly these classes: a subclass may write more.
-    only_those = type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad)
-    if type(optimizer) is torch.optim.SGD:
+    only_those = {
+        torch.optim.SparseAdam: True,
+        torch.optim.Adagrad: True,
         # Momentum moves every row that was ever touched.
-        only_those = not keeps_elements(optimizer)
-    return grad._indices()[0] if only_those else None
+        torch.optim.SGD: not keeps_elements(optimizer),
+    }
+    return grad._indices()[0] if only_those.get(type(optimizer)) else None
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -167,29 +129,21 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     Views and ``.data`` of a parameter are other objects than the parameter; memory is what they
     have in common.
     """
-    # (first byte, byte behind the last, index), by storage: most storages hold one tensor.
+    # By storage: most hold one tensor.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        here = local(tensor)
-        known[here.untyped_storage().data_ptr()].append((*_span(here), i))
+    for i, tensor in enumerate(map(local, tensors)):
+        # Empty tensors share nothing.
+        if tensor.numel():
+            known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
 
     def find(tensor: Tensor) -> list[int]:
-        start, stop = _span(tensor)
-        entries = known.get(tensor.untyped_storage().data_ptr(), [])
-        # Empty tensors share nothing.
-        return [i for first, last, i in entries if max(first, start) < min(last, stop)]
+        held = known.get(tensor.untyped_storage().data_ptr())
+        if not held or not tensor.numel():
+            return []
+        first, end = memory_of(tensor)
+        return [i for i, start, behind in held if max(first, start) < min(end, behind)]
 
     return find
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte, and of the byte behind the last."""
-    start = tensor.data_ptr()
-    if not tensor.numel():
-        return start, start
-    # The last element, for any strides: those of torch are never negative.
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
 
 
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
@@ -208,26 +162,21 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
         mask: packed, of one shard, or dense, of plain data.
         states: those with neither the shape of the mask nor its number of rows are left alone.
     """
-    shape: tuple[int, ...] = tuple(mask.shape) if isinstance(mask, Tensor) else mask.rect[2:]
-    if isinstance(mask, BlockMask) and not mask.removes:
+    shape = torch.Size(mask.rect[2:]) if isinstance(mask, BlockMask) else mask.shape
+    if isinstance(mask, Tensor):
+        # A vector, too, is masked row by row.
+        matrix = mask.unsqueeze(-1).flatten(1)
+        mask = BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
+    if not mask.removes:
         return
     for state, initial in states:
-        if tuple(state.shape) == shape:
-            for rows, kept in _kept_elements(mask):
-                state.data[rows].masked_fill_(~kept, initial)
+        if state.shape == shape:
+            by_row = state.data.view(mask.rect[2:])
+            for rows, kept in mask.element_chunks():
+                by_row[rows].masked_fill_(~kept, initial)
         # One number for each row: (rows,) or (rows, 1).
         elif state.dim() in (1, 2) and shape[:1] == (state.numel(),) == state.shape[:1]:
-            state.data.view(-1).masked_fill_(_removed_rows(mask).to(state.device), initial)
-
-
-def _kept_elements(mask: BlockMask | Tensor) -> Iterable[tuple[slice, Tensor]]:
-    """Return rows and which of their elements are kept, in parts."""
-    return mask.element_chunks() if isinstance(mask, BlockMask) else [(slice(None), mask != 0)]
-
-
-def _removed_rows(mask: BlockMask | Tensor) -> Tensor:
-    """Return which rows are removed whole: bool ``(rows,)``."""
-    return mask.dead_rows() if isinstance(mask, BlockMask) else (mask == 0).flatten(1).all(1)
+            state.data.view(-1).masked_fill_(mask.dead_rows().to(state.device), initial)
 
 
 def state_of(
@@ -255,15 +204,18 @@ def state_of(
 
 def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
     """Return the initial value of a parameter's state, by the options of its group."""
-    for group in optimizer.param_groups:
-        if any(each is parameter for each in group["params"]):
-            return float(group.get(_INITIAL.get(name, ""), 0.0))
-    raise AssertionError("the optimizer does not step this parameter")
+    # By identity: == of tensors compares elements.
+    [group] = [
+        group for group in optimizer.param_groups if id(parameter) in map(id, group["params"])
+    ]
+    return float(group.get(_INITIAL.get(name, ""), 0.0))
 
 
-def summed(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
-    """Return the squared gradients that Adagrad or row-wise Adagrad has summed for ``weight``, a
-    part of ``parameter``; None for another optimizer."""
-    if "initial_accumulator_value" not in optimizer.defaults:
-        return None
-    return state_of(optimizer, parameter, weight).get("sum")
+def stepped(
+    name: str, optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
+) -> Stepped:
+    """Return what an optimizer keeps of ``weight``, a part of ``parameter``."""
+    states = state_of(optimizer, parameter, weight)
+    is_adagrad = "initial_accumulator_value" in optimizer.defaults
+    sums = states.get("sum") if is_adagrad else None
+    return Stepped(name, weight, [*states.values()], sums, keeps_elements(optimizer))

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.masking.masks import pack, unpack
-from dist_sparse.masking.scores import block_sums, block_widths, to_scores
-from dist_sparse.masking.segments import KEPT, Segment
+from dist_sparse.masking.scores import KEPT, Segment, block_sums, block_widths, to_scores
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of
 
 
@@ -46,7 +45,7 @@ class Partials:
 
     grid: Grid
     rows: tuple[int, ...]
-    cols: slice | list[int]
+    cols: list[int]
     sums: Tensor
     clean: Tensor
     elements: dict[int, Tensor] = field(default_factory=dict)
@@ -60,10 +59,9 @@ class Partials:
         """Write KEPT in the place of the scores of cut blocks, in the block rows from ``first``
         on."""
         bits[:, self.cols] = KEPT
-        for i in self.rows:
-            at = i - self.grid.row - first
-            if 0 <= at < len(bits):
-                bits[at] = KEPT
+        first += self.grid.row
+        for i in filter(range(first, first + len(bits)).__contains__, self.rows):
+            bits[i - first] = KEPT
 
     def note(self, first: int, sums: Tensor) -> None:
         """Note the sums ``(n, grid.cols)`` of all blocks of the block rows from ``first`` on."""
@@ -130,11 +128,8 @@ class CutTable:
     def add_shard(self, rect: Rect, device: torch.device) -> Partials:
         """Return what a shard knows of its cut blocks before it is scored: nothing."""
         grid = grid_of(rect, self.block)
-        found = [j - grid.col for j in self.cols_in(grid)]
-        cols: slice | list[int] = found
-        if found and found[-1] - found[0] == len(found) - 1:
-            cols = slice(found[0], found[-1] + 1)  # quicker than a list
-        shape = grid.rows, len(self.cols_in(grid))
+        cols = [j - grid.col for j in self.cols_in(grid)]
+        shape = grid.rows, len(cols)
         made = self.partials[rect] = Partials(
             grid,
             self.rows_in(range(grid.row, grid.row + grid.rows)),
@@ -202,15 +197,12 @@ class Decision:
 
 
 def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:
-    """Bring the parts of every cut block to its owner. Collective over ``group``: every rank must
-    call it; one all-to-all.
+    """Bring the parts of every cut block to its owner. Collective over ``group``: one all-to-all.
 
     Args:
         tables: the same ones in the same order on every rank.
         device: of the owner's part.
     """
-    if not tables:
-        return
     parcels = Parcels(group)
     # All ranks loop over the same tables, ranks and rectangles, so parcels need no names.
     for table in tables:
@@ -226,18 +218,15 @@ def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.de
 def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.device) -> None:
     """Bring the owners' decisions to every holder, replicas included. Collective over ``group``;
     one all-to-all of packed bits."""
-    if not tables:
-        return
     parcels = Parcels(group)
     for table in tables:
         _send_decision(parcels, table, group)
-    arriving: list[_Flags] = []
+    arriving: list[tuple[Tensor, Callable[[], Tensor]]] = []
     for table in tables:
         arriving += _expect_decisions(parcels, table, group, device)
     parcels.exchange(device)
-    for flags in arriving:
-        unpacked = unpack(flags.read(), flags.place.numel())
-        flags.place.copy_(unpacked.view_as(flags.place))
+    for place, read in arriving:
+        place.copy_(unpack(read(), place.numel()).view_as(place))
 
 
 @dataclass
@@ -254,14 +243,6 @@ class _Arrival:
     rows: range
     sums: Callable[[], Tensor]
     elements: dict[int, Callable[[], Tensor]]
-
-
-@dataclass
-class _Flags:
-    """Packed flags that arrive, and the bool tensor that they go into."""
-
-    place: Tensor
-    read: Callable[[], Tensor]
 
 
 def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
@@ -349,8 +330,9 @@ def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
 
 def _expect_decisions(
     parcels: Parcels, table: CutTable, group: Group, device: torch.device
-) -> Iterator[_Flags]:
-    """Note the decisions on this rank's shards, which hold once all that is yielded is read."""
+) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+    """Note the decisions on this rank's shards: yield bool tensors, and functions that read the
+    packed flags that go into each once they have arrived."""
     for rect in dict.fromkeys(table.data.tiling[group.rank]):
         grid = grid_of(rect, table.block)
         shape = grid.rows, len(table.cols_in(grid))
@@ -366,7 +348,7 @@ def _expect_decisions(
                 places.append(decision.slabs[i])
             for place in places:
                 if place.numel():
-                    yield _Flags(place, parcels.expect(owner, (-(-place.numel() // 8),)))
+                    yield place, parcels.expect(owner, (-(-place.numel() // 8),))
 
 
 def _overlap(grid: Grid, owned: range) -> range:

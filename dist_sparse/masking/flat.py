@@ -11,7 +11,7 @@ and else twice:
 4. decide about all held scores, or about the listed blocks.
 
 Everywhere else torch's own operations do the same, and are the oracle in tests
-(:mod:`~dist_sparse.masking.block_scores`, :mod:`~dist_sparse.masking.selection`).
+(:mod:`~dist_sparse.masking.block_masks`, :mod:`~dist_sparse.masking.selection`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class FlatScores:
             self.held = [self._ints(grid.blocks) for grid in self._grids]
 
     def first_histograms(self) -> Tensor:
-        """Score all blocks. Return :func:`~dist_sparse.masking.segments.first_histogram` of each
+        """Score all blocks. Return :func:`~dist_sparse.masking.scores.first_histogram` of each
         shard, int64 ``(shards, HISTOGRAM)``."""
         # Zeros are what is below 1.
         task = {"low": 1, "high": NO_PLACE, "shift": LEADING_SHIFT}
@@ -169,7 +169,7 @@ class FlatScores:
     def histograms(
         self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
     ) -> list[Tensor]:
-        """As :meth:`~dist_sparse.masking.segments.JointScores.histograms`."""
+        """As :meth:`~dist_sparse.masking.scores.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
         to_narrow: dict[int, dict[str, int]] = {}
         narrowed: dict[int, _Narrowed] = {}

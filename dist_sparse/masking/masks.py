@@ -9,6 +9,7 @@ same bit in every shard that it touches. Masks that are not constant on blocks u
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -177,11 +178,6 @@ class BlockMask:
         """Number of blocks that touch the shard."""
         return self.grid.blocks
 
-    @property
-    def _at_once(self) -> int:
-        """Flags expanded at a time."""
-        return pieces_on(self.bits.device).flags
-
     @cached_property
     def removes(self) -> bool:
         """Whether anything is removed. Computed once: masks are replaced, not edited."""
@@ -212,7 +208,7 @@ class BlockMask:
     def row_chunks(self, most: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks (None: as many
         as are quick on the device), for :meth:`flags`."""
-        most = self._at_once if most is None else most
+        most = pieces_on(self.bits.device).flags if most is None else most
         step = max(8, most // max(1, self.grid.cols) // 8 * 8)
         for first in range(0, self.grid.rows, step):
             yield first, min(first + step, self.grid.rows)
@@ -233,16 +229,17 @@ class BlockMask:
         """
         if self.blocks == 0:
             return
+        at_once = pieces_on(self.bits.device).flags
         if self.grid.rows == 1:
             # Every row is the same, however many there are.
             kept = self._over_columns(self.flags())
-            step = max(1, self._at_once // self.rect.cols)
+            step = max(1, at_once // self.rect.cols)
             for top in range(0, self.rect.rows, step):
                 rows = slice(top, min(top + step, self.rect.rows))
                 yield rows, kept.expand(rows.stop - top, -1)
             return
         height, cols = self.block[0], self.grid.cols
-        for first, last in self.row_chunks(self._at_once // (height * self.block[1])):
+        for first, last in self.row_chunks(at_once // (height * self.block[1])):
             part = self.bits[first * cols // 8 : -(-last * cols // 8)]
             if only_removing and bool((part == 0xFF).all()):
                 continue
@@ -269,7 +266,9 @@ class BlockMask:
         ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
         live = tensor.data
         if not self.in_one_pass:
-            self._zero(live, ~self.bits)
+            by_rows: list[tuple[Tensor, Tensor]] = []
+            self._zero(live, ~self.bits, by_rows)
+            _zero_rows(by_rows)
             return
         word = WORDS[live.element_size()]
         if self.grid.rows == 1:
@@ -279,7 +278,7 @@ class BlockMask:
         cols = self.grid.cols
         width = 1 if cols == 1 else self.block[1]
         # Whole bytes of bits.
-        step = max(1, self._at_once // max(1, self.rect.cols) // 8) * 8
+        step = max(1, pieces_on(live.device).flags // max(1, self.rect.cols) // 8) * 8
         for first in range(0, self.rect.rows, step):
             part = live[first : first + step].view(word)
             at = self.bits[first * cols // 8 : -(-(first + len(part)) * cols // 8)].to(torch.int32)
@@ -308,39 +307,38 @@ class BlockMask:
                 (bits like the mask's own; None is none). Written are blocks that ``before`` kept
                 and the dirty ones.
         """
-        _apply_on_devices([change for change in changes if not change[1].is_cpu])
-        together: list[tuple[Tensor, _Bits]] = []
-        for mask, tensor, before, dirty in changes:
-            if not tensor.is_cpu or (mask is before and dirty is None):
+        together: list[tuple[Tensor, Tensor]] = []
+        away = []
+        for change in changes:
+            mask, tensor, before, dirty = change
+            if mask is before and dirty is None:
                 continue
-            if mask.block != before.block:
+            if not tensor.is_cpu:
+                away.append(change)
+            elif mask.block != before.block:
                 mask.apply_(tensor)
-                continue
-            written = torch.zeros_like(mask.bits) if dirty is None else dirty
-            rows = mask._rows_of_blocks(tensor.data)
-            if rows is None:
-                mask._zero(tensor.data, before.bits & ~mask.bits | written)
             else:
-                together.append((rows, (mask.bits, before.bits, written)))
+                gone = before.bits & ~mask.bits
+                mask._zero(tensor.data, gone if dirty is None else gone | dirty, together)
+        if away:
+            _apply_on_devices(away)
         _zero_rows(together)
 
     def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
         """``live`` as a matrix with a block in each row; None where its blocks are not
         contiguous."""
-        if self.block[0] != 1 or not live.is_contiguous():
-            return None
-        if self.grid.cols == 1:
-            return live.view(-1, self.rect.cols)
-        width = self.block[1]
-        cut = self.rect.col % width or self.rect.cols % width
-        return None if cut else live.view(-1, width)
+        width = self.rect.cols if self.grid.cols == 1 else self.block[1]
+        # Of several blocks in a row, none is cut by the shard's borders.
+        contiguous = self.grid.cols * width == self.rect.cols and live.is_contiguous()
+        return live.view(-1, width) if self.block[0] == 1 and contiguous else None
 
-    def _zero(self, live: Tensor, gone: Tensor) -> None:
-        """Write zero to the blocks of a live shard whose bit is set in ``gone``. Autograd must not
-        see that: a forward may be waiting for its backward."""
+    def _zero(self, live: Tensor, gone: Tensor, together: list[tuple[Tensor, Tensor]]) -> None:
+        """Write zero to the blocks of a live shard whose bit is set in ``gone``, or add them to
+        what is zeroed ``together``. Autograd must not see that: a forward may be waiting for its
+        backward."""
         by_rows = self._rows_of_blocks(live) if live.is_cpu else None
         if by_rows is not None:
-            _zero_rows([(by_rows, (~gone, gone, gone))])
+            together.append((by_rows, gone))
             return
         others = BlockMask(self.rect, self.block, ~gone)
         for rows, kept in others.element_chunks(only_removing=live.is_cpu):
@@ -447,11 +445,12 @@ def _apply_on_devices(
     found = on_host([mask._any_removed().view(1) for mask in unknown])
     for mask, removes in zip(unknown, found, strict=True):
         mask.learn_removes(bool(removes))
-    removing = [change for change in changes if change[0].removes and change[0] is not change[2]]
+    removing = [change for change in changes if change[0].removes]
     shards = []
     for mask, tensor, before, dirty in removing:
-        alike = before.block == mask.block
-        changed = (before.bits, dirty) if alike and dirty is not None else None
+        changed = None
+        if dirty is not None and before.block == mask.block:
+            changed = before.bits, dirty
         shards.append(Pruned(Shard(mask.rect, tensor), mask.block, mask.bits, changed))
     for i in prune(shards):
         # To find what is to be written would wait for the device.
@@ -459,40 +458,18 @@ def _apply_on_devices(
         mask.apply_(tensor)
 
 
-# What is kept, what was kept before, and what is written besides the difference.
-_Bits = tuple[Tensor, Tensor, Tensor]
-
-
-def _zero_rows(changed: Sequence[tuple[Tensor, _Bits]]) -> None:
-    """Write zero to the rows of matrices by their bits: large ones part by part, many small ones
-    after one search for all bits."""
-    together: list[tuple[Tensor, _Bits]] = []
-    size = 0
-    for rows, bits in changed:
-        # As they are if small: an operation on each costs more than the search.
-        parts = zip(*map(_in_parts, bits), strict=True) if len(bits[0]) > _WRITTEN else [bits]
-        for first, part in enumerate(parts):
-            size += part[0].numel()
-            if size > _WRITTEN:
-                _zero_found(together)
-                together, size = [], part[0].numel()
-            together.append((rows[8 * _WRITTEN * first :] if first else rows, part))
-    _zero_found(together)
-
-
-def _in_parts(bits: Tensor) -> Sequence[Tensor]:
-    return torch.split(bits, _WRITTEN)
-
-
-def _zero_found(together: Sequence[tuple[Tensor, _Bits]]) -> None:
-    if not together:
-        return
-    kept, before, written = map(torch.cat, zip(*(bits for _, bits in together), strict=True))
-    found = positions(before & ~kept | written)
-    starts = list(accumulate((8 * bits[0].numel() for _, bits in together), initial=0))
-    # Without the bits behind the last row, which may be set.
-    ends = [start + len(rows) for start, (rows, _) in zip(starts, together, strict=False)]
-    ranges = torch.searchsorted(found, torch.tensor([starts[:-1], ends])).T.tolist()
-    for (rows, _), start, (first, last) in zip(together, starts, ranges, strict=False):
-        if first < last:
-            wide(rows).index_fill_(0, found[first:last].sub_(start), 0)
+def _zero_rows(changed: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write zero to the rows of matrices whose bit is set, part by part: many small matrices are in
+    one part, whose bits are searched at once."""
+    bits = torch.cat([torch.empty(0, dtype=torch.uint8), *(gone for _, gone in changed)])
+    starts = list(accumulate((8 * len(gone) for _, gone in changed), initial=0))
+    for first in range(0, 8 * len(bits), 8 * _WRITTEN):
+        found = positions(bits[first // 8 : first // 8 + _WRITTEN]).add_(first)
+        part = slice(bisect_right(starts, first) - 1, bisect_left(starts, first + 8 * _WRITTEN))
+        within, begins = changed[part], starts[part]
+        # Without the bits behind the last row, which may be set.
+        ends = [start + len(rows) for start, (rows, _) in zip(begins, within, strict=False)]
+        ranges = torch.searchsorted(found, torch.tensor([begins[: len(ends)], ends])).T.tolist()
+        for (rows, _), start, (begin, end) in zip(within, begins, ranges, strict=False):
+            if begin < end:
+                wide(rows).index_fill_(0, found[begin:end].sub_(start), 0)

@@ -12,8 +12,9 @@ A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from dist_sparse.groups import Group
 from dist_sparse.masking.device import count_within, on_host
 from dist_sparse.masking.flat import NO_PLACE, FlatScores
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
-from dist_sparse.masking.segments import (
+from dist_sparse.masking.scores import (
     HISTOGRAM,
     KEPT,
     NOT_FINITE,
@@ -31,6 +32,7 @@ from dist_sparse.masking.segments import (
     JointScores,
     Segment,
     bucket_counts,
+    with_prefix,
 )
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, grid_of
@@ -48,8 +50,6 @@ _CHUNK = 1 << 19
 # Bytes of flags of tied blocks whose indices are counted at a time.
 _COUNTED = 1 << 15
 
-Reduce = Callable[[Tensor], Tensor]
-
 # Takes removed flags, bool `(n,)`, and scores, int32 `(n,)`; returns which of the removed blocks
 # are not zero yet.
 DirtyRule = Callable[[Tensor, Tensor], Tensor]
@@ -63,14 +63,11 @@ class Threshold:
     Args:
         bits: the score, as int32.
         last: None is any index.
-        histogram: the scores of all ranks, int64 ``(HISTOGRAM,)``: zeros first, then by leading
-            bits. None where nothing or everything is removed.
         removed: number of removed blocks over all ranks.
     """
 
     bits: int
     last: int | None
-    histogram: Tensor | None = field(default=None, compare=False, repr=False)
     removed: int = field(default=0, compare=False)
 
     @property
@@ -174,24 +171,25 @@ def select_smallest(
             thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds
-    _find_scores(list(searches.values()), group.all_reduce, pool)
+    _find_scores(list(searches.values()), group, pool)
     _split_ties([search for search in searches.values() if search.splits_ties], group)
     for i, search in searches.items():
         thresholds[i] = search.threshold()
     return thresholds
 
 
-def _find_scores(searches: list[_ScoreSearch], reduce: Reduce, pool: Pool | None) -> None:
+def _find_scores(searches: list[_ScoreSearch], group: Group, pool: Pool | None) -> None:
     """Find the score of every threshold. Collective."""
-    marked = _reduced(_first_histograms(searches), reduce)
+    marked = _over_ranks(_first_histograms(searches), group)
     counts = marked & (_PRESENT - 1)
     _refuse_not_finite(counts, searches)
-    for search, row in zip(searches, counts, strict=True):
-        search.begin(row)
+    for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
+        if search.table.only_zeros:
+            search.keep_others(zeros)
     if pool is not None:
         pool.searches = dict(zip(searches, pool.prices, strict=True))
     _descend(searches, marked, LEADING_SHIFT, pool)
-    _narrow(searches, _ROUNDS, _next_histograms, reduce, pool)
+    _narrow(searches, _ROUNDS, _next_histograms, group, pool)
 
 
 def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
@@ -208,29 +206,24 @@ def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
             # order alone; the others see none, and remove none.
             alone.append(_TieSearch(search, table.segments))
     _find_ties([*alone, *over_ranks])
-    for searches, reduce in ((alone, _of_this_rank), (over_ranks, group.all_reduce)):
+    for searches, over in ((alone, Group(None, None)), (over_ranks, group)):
         most = max((ties.scores.table.blocks for ties in searches), default=1)
-        _narrow(searches, _index_rounds(most), _histograms_of_ties, reduce)
+        _narrow(searches, _index_rounds(most), _histograms_of_ties, over)
         for ties in searches:
             ties.scores.last_index = ties.last
 
 
-def _of_this_rank(counts: Tensor) -> Tensor:
-    return counts
-
-
 def _narrow(
     searches: Sequence[_Search],
-    rounds: Iterable[tuple[int, int]],
+    rounds: Sequence[tuple[int, int]],
     count: Callable[[Any, int, int], Tensor],
-    reduce: Reduce,
+    group: Group,
     pool: Pool | None = None,
 ) -> None:
     """Run rounds of all searches until all are done, which every rank knows."""
     for shift, buckets in rounds:
-        active = [search for search in searches if not search.done]
-        if active:
-            _descend(active, _reduced(count(active, shift, buckets), reduce), shift, pool)
+        if active := [search for search in searches if not search.done]:
+            _descend(active, _over_ranks(count(active, shift, buckets), group), shift, pool)
 
 
 class _Search:
@@ -264,8 +257,7 @@ class _Search:
         self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
     ) -> None:
         """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
-        if buckets == HISTOGRAM:
-            bucket -= 1  # the first is of zeros
+        bucket -= buckets == HISTOGRAM  # whose first one is of zeros
         self.left -= below
         self.below += below
         self.inside, self.holders, self.shift = inside, holders, shift
@@ -275,8 +267,7 @@ class _Search:
         self.done = self.left == self.inside or shift == 0
         if self.prefix < 0:
             # The threshold is 0: there are no bits to find.
-            self.prefix = self.last = 0
-            self.done = True
+            self.prefix, self.last, self.done = 0, 0, True
 
 
 class _ScoreSearch(_Search):
@@ -284,11 +275,8 @@ class _ScoreSearch(_Search):
 
     Attributes:
         counted: the scores that this rank counts.
-        first_counts: the histogram of the first round over all ranks.
         last_index: the last index removed among the blocks that tie; None is all of them.
     """
-
-    first_counts: Tensor
 
     def __init__(self, table: Candidates) -> None:
         super().__init__(table.k)
@@ -298,13 +286,10 @@ class _ScoreSearch(_Search):
         # By segment, the scores that have the prefix, where they are few.
         self._few: dict[Segment, list[Tensor]] = {}
 
-    def begin(self, counts: Tensor) -> None:
-        """Note the histogram of the first round over all ranks."""
-        self.first_counts = counts
-        if self.table.only_zeros:
-            zeros = int(counts[0])
-            # A table without any other score knows nothing: its record was lost, or never began.
-            self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
+    def keep_others(self, zeros: int) -> None:
+        """Remove none but ``zeros`` blocks that score 0."""
+        # A table without any other score knows nothing: its record was lost, or never began.
+        self.left = 0 if zeros == self.table.blocks else min(self.left, zeros)
 
     def histograms(self, segment: Segment, shift: int, buckets: int) -> Iterator[Tensor]:
         """Yield how many of a segment's scores that have the prefix fall into each bucket of the
@@ -327,16 +312,13 @@ class _ScoreSearch(_Search):
         counts = torch.zeros(buckets, dtype=torch.int64)
         # Stored in the second round, unless that would take too much memory, and read in the third.
         stores = self.shift == LEADING_SHIFT and self._are_few(segment)
-        few: list[Tensor] = []
-        for bits in self._few.get(segment) or (bits for _, bits in segment.chunks()):
-            # In place: the shifted scores are the only temporary of their size.
-            inside = bits[(bits >> self.shift).eq_(self.prefix).to(torch.bool)]
-            if self.prefix == 0:
-                inside = inside[inside != 0]
+        stored = self._few.get(segment) or map(itemgetter(1), segment.chunks())
+        self._few[segment] = []
+        for bits in stored:
+            inside = with_prefix(bits, self.prefix, self.shift)
             counts += bucket_counts(inside, shift, buckets)
             if stores:
-                few.append(inside)
-        self._few[segment] = few
+                self._few[segment].append(inside)
         return counts
 
     def _are_few(self, segment: Segment) -> bool:
@@ -355,7 +337,7 @@ class _ScoreSearch(_Search):
         if self.left == 0 < self.inside:
             # The pool has reached its bytes below this score: all blocks that have it stay.
             bits, last = (bits - 1, None) if bits else (0, -1)
-        return Threshold(bits, last, histogram=self.first_counts, removed=self.below + self.left)
+        return Threshold(bits, last, removed=self.below + self.left)
 
 
 class _TieSearch(_Search):
@@ -466,10 +448,10 @@ def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> 
     return total
 
 
-def _reduced(own: Tensor, reduce: Reduce) -> Tensor:
+def _over_ranks(own: Tensor, group: Group) -> Tensor:
     """Return histograms over all ranks: the low 44 bits count blocks, the high ones the ranks that
-    have some."""
-    return reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
+    have some. Collective."""
+    return group.all_reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
 
 
 def _descend(
@@ -495,13 +477,12 @@ def _descend(
 
 
 def _refuse_not_finite(counts: Tensor, searches: Sequence[_ScoreSearch]) -> None:
-    bad = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1).tolist()
-    for search, number in zip(searches, bad, strict=True):
-        if number:
-            raise ValueError(
-                f"Table {search.table.name!r}: {number} block scores exceed float32 once their"
-                " parts are added; must be finite."
-            )
+    bad = counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].sum(1)
+    for i in bad.nonzero().flatten().tolist():
+        raise ValueError(
+            f"Table {searches[i].table.name!r}: {int(bad[i])} block scores exceed float32 once"
+            " their parts are added; must be finite."
+        )
 
 
 def _index_rounds(blocks: int) -> list[tuple[int, int]]:

@@ -1,13 +1,17 @@
-"""How gradients reach the parameters of a model, and the parameters that an OptimScheduler
-updates."""
+"""How gradients reach the parameters of a model, the parameters that an OptimScheduler updates,
+and the class of its optimizer."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,3 +169,41 @@ def _shards(root: nn.Module) -> set[nn.Parameter]:
             if table is not None and table.sharding_type != "data_parallel":
                 found.add(parameter)
     return found
+
+
+def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the optimizer class that a configuration names.
+
+    Args:
+        query: a name in ``torch.optim`` (``"AdamW"``), a dotted path
+            (``"torchrec.optim.RowWiseAdagrad"``), which is imported, or the class itself.
+
+    Raises:
+        ValueError: there is none of that name, or its ``step`` requires a closure (LBFGS).
+    """
+    found: Any = query
+    if isinstance(query, str) and not query.startswith("."):
+        path, _, name = query.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(path or "torch.optim"), name, None)
+        except ImportError as error:
+            raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
+    abstract = torch.optim.Optimizer
+    if not isinstance(found, type) or not issubclass(found, abstract) or found is abstract:
+        raise ValueError(
+            f"Invalid optim_type={query!r}: must be a name in torch.optim (such as"
+            f" {_optimizers_named_like(str(query))}) or the dotted path of an optimizer."
+        )
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward"
+            " several times; here one backward runs, before the step."
+        )
+    return found
+
+
+def _optimizers_named_like(name: str) -> str:
+    known = {each.lower(): each for each in dir(torch.optim) if each[0].isupper()}
+    close = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+    return ", ".join(known[each] for each in close or ["sgd", "adagrad", "adam", "adamw"])

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import integer, name_list, number
-from dist_sparse.enforcer.optimizers import optimizer_class
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.optim.gradients import (
     NO_SCALER,
@@ -33,7 +32,7 @@ from dist_sparse.optim.gradients import (
     take_gradients,
     update_weights,
 )
-from dist_sparse.optim.parameters import Gradients, owned_by, wiring_of
+from dist_sparse.optim.parameters import Gradients, optimizer_class, owned_by, wiring_of
 from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

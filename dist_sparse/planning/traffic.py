@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dist_sparse.compaction.kept_rows import gather_rows
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.enforcer.optimizers import leaves, same_storage, summed
+from dist_sparse.enforcer.optimizers import leaves, same_storage, stepped
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.tables.shards import Rect, ShardedData
 
@@ -92,12 +92,12 @@ def _stepped_sums(
     located: Sequence[ShardedData], optimizer: Any
 ) -> Iterator[tuple[Tensor, tuple[Tensor, float]]]:
     """Yield this rank's shards with the sums that the given optimizers have for them."""
-    stepped = list(_parameters_of(optimizer))
-    stepping = same_storage([parameter for _, parameter in stepped])
+    parameters = list(_parameters_of(optimizer))
+    stepping = same_storage([parameter for _, parameter in parameters])
     for data in located:
         for shard in data.shards:
             for place in stepping(shard.tensor):
-                state = summed(*stepped[place], shard.tensor)
+                state = stepped(data.name, *parameters[place], shard.tensor).sums
                 if state is not None:
                     yield shard.tensor, state
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from dist_sparse.rotation.outputs import has_basis
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
@@ -44,11 +44,12 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         module, outputs = _module_of(modules, data)
         if module is None:
             continue
-        reason = _refusal(modules, module, data, in_collection=outputs is not None)
-        if not reason and not turned:
-            reason = _refusal_to_meet_others(modules, module, data)
-        if reason:
-            raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
+        refusals = _refusals(modules, module, data)
+        if not turned:
+            refusals |= _refusals_to_meet_others(modules, module, data)
+        for reason, holds in refusals.items():
+            if holds:
+                raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
         return Lookup(modules[""], module, outputs)
     raise ValueError(
         f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
@@ -69,26 +70,24 @@ def _module_of(
     # Of TorchRec's: <path of the collection>.embedding_bags.<table>
     torchrec, module = torchrec_port(), modules.get(".".join(path[:-2]))
     collection = torchrec.collection(module) if torchrec and module and path[1:] else None
-    if collection is not None:
-        return module, collection.outputs()
-    return modules.get(".".join(path)), None
+    return (module, collection.outputs()) if collection else (modules.get(".".join(path)), None)
 
 
-def _refusal(
-    modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData, in_collection: bool
-) -> str:
-    """Why the output of a table is not a sum of its rows, or not the only reader of the weight; ""
-    if neither."""
+def _refusals(
+    modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData
+) -> dict[str, bool]:
+    """Return why the output of a table may not be a sum of its rows, or not the only reader of the
+    weight, and whether that is so."""
     # A processor holds the collection that holds the table.
     torchrec, around = torchrec_port(), modules.get(".".join(_path_of(data)[:-3]))
-    if in_collection and torchrec and around and torchrec.processes_features(around):
-        return f"{type(around).__name__} reads its collection without calling it"
-    if getattr(module, "mode", "sum") == "max":
-        return "its rows are pooled by their maximum"
-    if getattr(module, "max_norm", None) is not None:
-        return "max_norm renormalizes its rows"
+    processed = torchrec is not None and around is not None and torchrec.processes_features(around)
     holders = _holders(modules, data)
-    return f"the modules {holders} share its weight" if len(holders) > 1 else ""
+    return {
+        f"{type(around).__name__} reads its collection without calling it": processed,
+        "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
+        "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
+        f"the modules {holders} share its weight": len(holders) > 1,
+    }
 
 
 def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
@@ -99,37 +98,30 @@ def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
     places = {shard.tensor.data_ptr() for shard in data.shards}
     found = []
     for path, module in modules.items():
-        held = {parameter.data_ptr() for parameter in module.parameters(recurse=False)}
-        if held & places:
+        held = map(Tensor.data_ptr, module.parameters(recurse=False))
+        if not places.isdisjoint(held):
             found.append(path or type(module).__name__)
     return found
 
 
-def _refusal_to_meet_others(
+def _refusals_to_meet_others(
     modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData
-) -> str:
-    """Return which reader other than a dot product a table has that is rotated together with
-    others; "" for none."""
-    if has_basis(modules[""], data.name):
-        return (
-            'its output is rotated back, as rotate="table" does, so that dot products do not read'
-            " its rows"
-        )
+) -> dict[str, bool]:
+    """Return which readers other than a dot product a table may have that is rotated together with
+    others, and whether it has them."""
     reader = _reader(modules, module)
-    if reader:
-        return (
-            f"{reader} reads it, but only dot products may read tables that are rotated together;"
-            ' use rotate="table", which rotates outputs back'
-        )
-    return ""
+    return {
+        'its output is rotated back, as rotate="table" does, so that dot products do not read its'
+        " rows": has_basis(modules[""], data.name),
+        f"{reader} reads it, but only dot products may read tables that are rotated together; use"
+        ' rotate="table", which rotates outputs back': bool(reader),
+    }
 
 
 def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
     """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
     ``table``; "" for none."""
     for path, module in modules.items():
-        if type(module) is not nn.Sequential:
-            continue
         behind = dropwhile(lambda part: part[1] is not table, _parts(module, path))
         for name, part in islice(behind, 1, None):
             if not type(part).__module__.startswith("torch.nn."):
@@ -141,7 +133,7 @@ def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
 
 def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that an ``nn.Sequential`` calls in turn, and the parts of nested ones, by
-    path."""
+    path; of another module itself."""
     if type(module) is not nn.Sequential:
         yield path, module
         return

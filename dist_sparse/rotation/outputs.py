@@ -40,15 +40,13 @@ def turn_back(
         root.register_buffer(
             _BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device)
         )
-    hook = _hook(module)
-    if hook is None:
+    hook = _hook(module) or _Hook(root)
+    if not hook.names:
         # Hooks of the user's read the original basis.
-        module.register_forward_hook(hook := _Hook(root), prepend=True)
-    if outputs is None:
-        hook.names[None] = data.name
-        return
+        module.register_forward_hook(hook, prepend=True)
     in_collection = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]
-    for output, table in outputs.items():
+    of_outputs: Mapping[Any, str] = outputs or {None: in_collection}
+    for output, table in of_outputs.items():
         if table == in_collection:
             hook.names[output] = data.name
 
@@ -87,9 +85,7 @@ def bases_of_outputs(module: nn.Module) -> dict[str | None, Tensor]:
     """Return the basis ``(original columns, columns)`` of each output of a module that is turned
     back, by the output's name in a collection; None is the output of a module that has one."""
     hook = _hook(module)
-    if hook is None:
-        return {}
-    return {key: hook.basis(name) for key, name in hook.names.items()}
+    return {key: hook.basis(name) for key, name in hook.names.items()} if hook else {}
 
 
 def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:
@@ -133,9 +129,8 @@ class _Hook:
     def _turned(self, key: str | None, values: Tensor) -> Tensor:
         """``values`` ``(..., columns left)`` of an output in the original basis,
         ``(..., columns)``."""
-        if key not in self.names:
-            return values
-        return values @ self.basis(self.names[key]).T.to(values.dtype)
+        name = self.names.get(key)
+        return values if name is None else values @ self.basis(name).T.to(values.dtype)
 
     def basis(self, name: str) -> Tensor:
         """Return the basis of a table."""
@@ -145,7 +140,5 @@ class _Hook:
 
 
 def _hook(module: nn.Module) -> _Hook | None:
-    for hook in module._forward_hooks.values():
-        if isinstance(hook, _Hook):
-            return hook
-    return None
+    hooks = (hook for hook in module._forward_hooks.values() if isinstance(hook, _Hook))
+    return next(hooks, None)

@@ -68,7 +68,12 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     """
     packed = sparsifier.masks.tables
     with group_over(world_ranks()).agreeing("rotate()") as facts:
-        groups = _groups(tables, sparsifier)
+        if plain := list(sparsifier.masks.plain.names):
+            raise ValueError(
+                f"Plain data can't be rotated, but {plain} was given to add_data(): use"
+                " add_model()."
+            )
+        groups = rotation_groups(tables, packed.names, "tables")
         names = [*chain.from_iterable(groups)]
         facts["tables"] = groups
         located = packed.locate()
@@ -77,11 +82,11 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         if sparsifier.masks.enforcer is not None:
             _enforcer(sparsifier).check_rotation(names)
         models = [source.model for source in packed.sources if hasattr(source, "model")]
-        alone = [group[0] for group in groups if len(group) == 1]
+        alone = {group[0] for group in groups if len(group) == 1}
         lookups = {name: find_lookup(models, located[name], name in alone) for name in names}
     # All ranks have agreed: from here on the model changes.
     turned = {}
-    for name in alone:
+    for name in filter(alone.__contains__, names):
         turn_back(*lookups[name], located[name])
         turned[name] = lookups[name].root
     sparsifier.masks.rotation = _Rotation(sparsifier, groups, turned)
@@ -105,7 +110,6 @@ class _Rotation:
 
     @property
     def names(self) -> list[str]:
-        """The tables that are rotated."""
         return [*chain.from_iterable(self.groups)]
 
     @property
@@ -116,7 +120,7 @@ class _Rotation:
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed, groups = self._sparsifier.masks.tables, self.groups
+        packed, names = self._sparsifier.masks.tables, self.names
         with packed.agreeing("step()"):
             located = packed.locate()
         # Masks follow their shards first: the rotation reads them.
@@ -125,19 +129,37 @@ class _Rotation:
             enforcer = _enforcer(self._sparsifier)
             # A removed weight that is not zero would be spread over the other columns.
             enforcer.settle()
-            enforcer.check_rotation(self.names)
-            _refuse_unfit(self._sparsifier, located, groups)
-        grams = self._gram_matrices(located)
+            enforcer.check_rotation(names)
+            _refuse_unfit(self._sparsifier, located, self.groups)
+        # Each table in the group of ranks that holds it, in one order on all of them.
+        chosen, by_ranks = set(names), []
+        for ranks, held in packed.groups.items():
+            tables = [located[name] for name in sorted(chosen.intersection(held))]
+            by_ranks.append((group_over(ranks), tables))
+        counts = self._lookups_of if self._sparsifier.counts_lookups else None
+        grams: dict[str, Tensor] = {}
+        for group, tables in by_ranks:
+            found = gram_matrices(tables, group, counts)
+            grams |= {data.name: gram for data, gram in zip(tables, found, strict=True)}
         with packed.agreeing("step()"):
             # From the same matrices on every rank.
             bases = self._bases(grams)
-        self._turn(located, bases)
-        enforcer.after_rotation(self.names)
+        for group, tables in by_ranks:
+            # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
+            share_([bases[data.name] for data in tables], group)
+            for data in tables:
+                turn_(data, bases[data.name], group)
+        for name in filter(self._turned.__contains__, names):
+            follow(self._turned[name], name, bases[name])
+        enforcer.after_rotation(names)
+
+    def _lookups_of(self, name: str) -> list[Tensor]:
+        return [*self._sparsifier.masks.tables.table(name).counts.values()]
 
     def _bases(self, grams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the basis of each table, from its Gram matrix."""
         for name, gram in grams.items():
-            if not bool(gram.isfinite().all()):
+            if not gram.isfinite().all():
                 raise ValueError(
                     f"Table {name!r} can't be rotated: weights are not finite. No mask was changed."
                 )
@@ -145,51 +167,6 @@ class _Rotation:
         for group in self.groups:
             bases.update(zip(group, bases_of([grams[name] for name in group]), strict=True))
         return bases
-
-    def _by_ranks(self) -> dict[tuple[int, ...] | None, list[str]]:
-        """Return the rotated tables of each set of ranks, in one order on all of them."""
-        chosen = set(self.names)
-        found = {}
-        for ranks, names in self._sparsifier.masks.tables.groups.items():
-            found[ranks] = [name for name in names if name in chosen]
-        return found
-
-    def _gram_matrices(self, located: Located) -> dict[str, Tensor]:
-        """Return ``W^T W`` of each table, its rows weighted by their lookups where those are
-        counted. Collective."""
-        found: dict[str, Tensor] = {}
-        for ranks, names in self._by_ranks().items():
-            # None weighs all rows alike.
-            lookups = None
-            if self._sparsifier.counts_lookups:
-                stored = {name: self._sparsifier.masks.tables.table(name) for name in names}
-                lookups = {name: [*table.counts.values()] for name, table in stored.items()}
-            tables = [located[name] for name in names]
-            grams = gram_matrices(tables, group_over(ranks), lookups)
-            found.update(zip(names, grams, strict=True))
-        return found
-
-    def _turn(self, located: Located, bases: Mapping[str, Tensor]) -> None:
-        """Multiply the rows of each table by its basis, and turn outputs back by it. Collective."""
-        for ranks, names in self._by_ranks().items():
-            over = group_over(ranks)
-            # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
-            share_([bases[name] for name in names], over)
-            for name in names:
-                turn_(located[name], bases[name], over)
-                if name in self._turned:
-                    follow(self._turned[name], name, bases[name])
-
-
-def _groups(tables: Any, sparsifier: BaseDataSparsifier) -> list[list[str]]:
-    """The names of ``tables``, checked."""
-    names, plain = sparsifier.masks.tables.names, sparsifier.masks.plain.names
-    if plain:
-        raise ValueError(
-            f"Plain data can't be rotated, but {list(plain)} was given to add_data(): use"
-            " add_model()."
-        )
-    return rotation_groups(tables, names, "tables")
 
 
 def rotation_groups(
@@ -216,18 +193,16 @@ def rotation_groups(
     known = list(tables)
     if rotate == "table":
         return [[name] for name in known]
-    groups = list(rotate) if isinstance(rotate, (list, tuple)) else [()]
+    wrong = f"Invalid {argument}={rotate!r}:"
+    groups = rotate if isinstance(rotate, (list, tuple)) else [()]
     # A lone name would be a group of letters.
     if not all(isinstance(group, (list, tuple)) and group for group in groups):
-        rule = 'must be "table", or groups of names such as [["user", "item"]]'
-        raise ValueError(f"Invalid {argument}={rotate!r}: {rule}.")
+        raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
     named = [*chain.from_iterable(groups)]
     if unknown := [name for name in named if name not in known]:
-        raise ValueError(
-            f"Invalid {argument}={rotate!r}: {unknown} are none of the tables {known}."
-        )
+        raise ValueError(f"{wrong} {unknown} are none of the tables {known}.")
     if len(set(named)) < len(named):
-        raise ValueError(f"Invalid {argument}={rotate!r}: each name must be in one group only.")
+        raise ValueError(f"{wrong} each name must be in one group only.")
     return list(map(list, groups))
 
 
@@ -235,15 +210,15 @@ def _refuse_unfit(
     sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
-    for name in chain.from_iterable(groups):
-        # Any other block would remove rotated elements, which mean nothing alone.
-        block = sparsifier.data_groups[name].get("sparse_block_shape")
-        if not isinstance(block, (tuple, list)) or block[0] != COL:
-            raise ValueError(
-                f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
-                " (COL, n), can be."
-            )
     for group in groups:
+        for name in group:
+            # Any other block would remove rotated elements, which mean nothing alone.
+            block = sparsifier.data_groups[name].get("sparse_block_shape")
+            if not isinstance(block, (tuple, list)) or block[0] != COL:
+                raise ValueError(
+                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
+                    " (COL, n), can be."
+                )
         check_group([located[name] for name in group])
 
 

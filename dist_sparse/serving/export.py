@@ -203,9 +203,8 @@ def _sparsifier(sparse: Any) -> BaseDataSparsifier:
 
 
 def _settle(sparsifier: BaseDataSparsifier) -> None:
-    if sparsifier.masks.enforcer is not None:
-        # It may owe zeros to rows that no forward has read since a step.
-        sparsifier.masks.enforcer.settle()
+    # An enforcer may owe zeros to rows that no forward has read since a step.
+    sparsifier.masks.hooks.settle()
 
 
 def _folders(since: Any) -> tuple[Path, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dist_sparse import checks
 from dist_sparse.groups import Facts, rank_in
-from dist_sparse.masking.block_scores import ScoredTable
+from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.digest import shared_tensors
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED

@@ -20,8 +20,14 @@ from torch import Tensor
 
 from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
 from dist_sparse.groups import Facts, Group, rank_in
-from dist_sparse.masking.block_masks import MadeMasks, new_masks
-from dist_sparse.masking.block_scores import Goal, ScoredTable, cuts_of, score_tables
+from dist_sparse.masking.block_masks import (
+    Goal,
+    MadeMasks,
+    ScoredTable,
+    cuts_of,
+    new_masks,
+    score_tables,
+)
 from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

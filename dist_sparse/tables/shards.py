@@ -261,20 +261,23 @@ def check_memory(name: str, tensor: Tensor) -> None:
         span += stride * (size - 1)
 
 
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor that is not empty, and behind its last
+    one. It has passed :func:`check_memory`."""
+    sides = zip(tensor.stride(), tensor.shape, strict=True)
+    length = sum(stride * (size - 1) for stride, size in sides) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
+
+
 def shared_memory(
     known: Sequence[tuple[str, Tensor]], new: Sequence[tuple[str, Tensor]]
 ) -> tuple[str, str] | None:
     """Return the names of two tensors that have memory in common, of which the second is new; None
     if there are none. All have passed :func:`check_memory`."""
     tensors = [*known, *new]
-    spans = []
-    for i, (_, tensor) in enumerate(tensors):
-        sides = zip(tensor.stride(), tensor.shape, strict=True)
-        # In elements. Empty tensors have no memory to share.
-        length = tensor.numel() and sum(stride * (size - 1) for stride, size in sides) + 1
-        device, start = str(tensor.device), tensor.data_ptr()
-        if length:
-            spans.append((device, start, start + length * tensor.element_size(), i))
+    # Empty tensors have no memory to share.
+    filled = [(i, tensor) for i, (_, tensor) in enumerate(tensors) if tensor.numel()]
+    spans = [(str(tensor.device), *memory_of(tensor), i) for i, tensor in filled]
     # By device and address: what overlaps any earlier one overlaps the one that reaches furthest.
     reach, furthest = ("", 0), 0
     for device, start, end, i in sorted(spans):

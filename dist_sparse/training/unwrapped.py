@@ -60,9 +60,8 @@ class Unwrapped:
         with self._world.agreeing("step()") as facts:
             # Replicas by now: a difference is an error.
             facts.on_drift = _refuse
-            if self._sparsifier.masks.enforcer is not None:
-                # Removed weights that a batch has written differ until they are masked.
-                self._sparsifier.masks.enforcer.settle()
+            # Removed weights that a batch has written differ until they are masked.
+            self._sparsifier.masks.hooks.settle()
             self._sparsifier.note(facts, [])
             for name in self._names:
                 facts[f"the config of table {name!r}"] = self._sparsifier.data_groups.get(name)

@@ -278,7 +278,7 @@ def test_rows_weigh_what_they_were_looked_up(name: str) -> None:
 
 @on_ranks(2)
 def test_tables_share_their_messages() -> None:
-    """One all-reduce for all Gram matrices, one broadcast for all bases, beside what a mask update
+    """One all-reduce for all Gram matrices, one for all bases, beside what a mask update
     takes anyway."""
     taken = []
     for tables in (None, [["user"]], "table"):

@@ -10,7 +10,7 @@ import torch
 from dist_sparse.groups import Group
 from dist_sparse.masking import device
 from dist_sparse.masking.device import count_each, count_within, on_host, sent
-from dist_sparse.masking.segments import Segment
+from dist_sparse.masking.scores import Segment
 from dist_sparse.masking.selection import Candidates, select_smallest
 
 

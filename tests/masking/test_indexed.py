@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_sparse.masking.cached.kept_scores import IndexedScores
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.masking.segments import KEPT, Segment, first_histogram
+from dist_sparse.masking.scores import KEPT, Segment, first_histogram
 from dist_sparse.masking.selection import Threshold
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Rect

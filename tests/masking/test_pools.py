@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.segments import Segment
+from dist_sparse.masking.scores import Segment
 from dist_sparse.masking.selection import Candidates, Pool, select_smallest
 
 

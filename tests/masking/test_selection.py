@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masking import selection
-from dist_sparse.masking.segments import Segment
+from dist_sparse.masking.scores import Segment
 from dist_sparse.masking.selection import Candidates, select_smallest
 
 ALONE = Group(None, None)

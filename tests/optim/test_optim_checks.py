@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 from dist_sparse import CubicDataScheduler, DataNormSparsifier, Noamlr
-from dist_sparse.enforcer.optimizers import optimizer_class
+from dist_sparse.optim.parameters import optimizer_class
 from tests.optim.optim_loop import Steady, Two, batch, copied, same, train
 
 

@@ -16,8 +16,17 @@ from torch import Tensor
 
 from dist_sparse.masking.device import ON_CPU
 from dist_sparse.masking.masks import BlockMask, positions
-from dist_sparse.masking.scores import block_sums, block_widths, to_scores
-from dist_sparse.masking.segments import NOT_FINITE, Segment, bucket_counts, first_histogram
+from dist_sparse.masking.scores import (
+    NOT_FINITE,
+    Segment,
+    block_sums,
+    block_widths,
+    bucket_counts,
+    first_histogram,
+    to_scores,
+    with_prefix,
+    worth_keeping,
+)
 from dist_sparse.masking.selection import DirtyRule, NewMask, Threshold, mask_of_blocks
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
@@ -25,11 +34,6 @@ from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 # How an element is scored. A callable takes some rows of a shard, `(n, columns)`, and their
 # numbers in it, int64 `(n,)`, and returns element scores, float64 of the same shape.
 RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
-
-# Minimum elements of a shard for caching scores. To score all rows of a smaller one takes up to
-# 2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many
-# backwards between two updates.
-LARGE = 1 << 22
 
 # If one row in so many was written, one pass over all rows is as quick; so is one over all scores,
 # if one in so many is near the threshold.
@@ -73,6 +77,7 @@ class KeptScores:
         age: calls of :meth:`update` since every row was last scored.
     """
 
+    fits = staticmethod(worth_keeping)
     scores: IndexedScores
 
     def __init__(self, written: Written) -> None:
@@ -82,11 +87,6 @@ class KeptScores:
         # The mask last made with its threshold, and the places scored since.
         self._made: tuple[BlockMask, Threshold] | None = None
         self._since: list[Tensor] = []
-
-    @staticmethod
-    def fits(rect: Rect, block: Block) -> bool:
-        """Return whether scores of such a shard are worth keeping."""
-        return block[0] == 1 and min(block[1], rect.cols) >= 32 and rect.numel >= LARGE
 
     def update(
         self,
@@ -363,9 +363,7 @@ class _Bucket(NamedTuple):
 
     def count_of(self, bits: Tensor) -> Tensor:
         """Return how many of some scores are counted in each bucket."""
-        inside = bits[(bits >> LEADING_SHIFT).eq_(self.prefix).to(torch.bool)]
-        if self.prefix == 0:
-            inside = inside[inside != 0]  # zeros have a bucket of their own
+        inside = with_prefix(bits, self.prefix, LEADING_SHIFT)
         return bucket_counts(inside, self.shift, self.buckets)
 
 
