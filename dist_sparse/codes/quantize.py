@@ -47,8 +47,6 @@ def quantize(
     begin: int,
     end: int | None = None,
     every: int = 1000,
-    include: str | list[str] | None = None,
-    exclude: str | list[str] | None = None,
     order: Rotate | None = None,
     commitment: float = 0.0,
     sparse: SparseTraining | BaseDataSparsifier | None = None,
@@ -68,14 +66,13 @@ def quantize(
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
             first.
         optimizer: the optimizer that steps it, or a sequence of all of them.
-        codes: bytes of a row, a divisor of the table's columns; of all tables, or by table name.
+        codes: bytes of a row, a divisor of the table's columns: of all tables, or by the names of
+            the tables that have codes.
         begin: the first step at which books and codes change; steps count from 0.
         end: the last one. After it they stay as they are, so that other layers fit to them; None
             goes on for good.
         every: steps between two changes. An assignment costs some 3 us a row of 64 columns on one
             CPU thread: 8 times an epoch are enough.
-        include: globs over table names and fully qualified names; None is every table.
-        exclude: globs of what to leave out.
         order: tables whose columns may change places, as of :func:`~dist_sparse.rotate`:
             ``"table"`` turns the outputs of each table back, groups of names share an order, and
             only dot products between them may read them. At the first fit their columns are dealt
@@ -121,9 +118,10 @@ def quantize(
         schedule = Window(begin=begin, end=end, every=every)
         pull = number("commitment", commitment, least=0)
         sparsifier = None if sparse is None else sparsifier_of(sparse)
-        source = ModelTables(model, include=include, exclude=exclude)
+        source = ModelTables(model)
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
+        located = {name: located[name] for name in groups}
         if sparsifier is not None:
             _refuse_masks(sparsifier, located)
         facts["begin, end, every"] = asdict(schedule)
@@ -362,17 +360,19 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Return the codes of a row, by table."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
+    if unknown := sorted(set(by_name) - set(located)):
+        raise ValueError(f"Invalid {codes=}: {unknown} are none of the tables {sorted(located)}.")
     found = {}
     for name, data in located.items():
+        if name not in by_name:
+            continue
         rows, columns = data.shape
         if rows < LEAST_ROWS:
             raise ValueError(
                 f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
                 f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
-                f" exclude={name!r} leaves it as it is."
+                " codes= by name leaves other tables as they are."
             )
-        if name not in by_name:
-            raise ValueError(f"Invalid {codes=}: table {name!r} is missing; exclude it.")
         found[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
         if columns % found[name]:
             fits = [each for each in range(1, columns + 1) if columns % each == 0]

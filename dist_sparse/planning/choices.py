@@ -12,22 +12,24 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Final, Literal, TypeAlias
 
 from dist_sparse.planning.candidates import (
+    BY_COLUMN,
+    CODED,
+    DTYPES,
     Candidate,
     ServedBytes,
     TableShape,
     dense_bytes,
     kept_rows,
 )
-from dist_sparse.serving.manifest import Dtype
 from dist_sparse.text import size
 
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
-DTYPES: Final[tuple[Dtype, ...]] = ("fp32", "fp16", "int8", "int4")
-_FEW_BITS: Final = DTYPES[2:]
+_FEW_BITS: Final = ("int8", "int4")
 
 _STEPS: Final = 1 << 20
 """Levels are searched in steps of ``1 / _STEPS``."""
@@ -81,7 +83,12 @@ class Choices:
                 # Where all columns fit, nothing narrower is needed.
                 if not self.choice("full", dtype, 1.0).fits:
                     found += self.widest(kind, dtype)
-        return found
+        return [choice for choice in found if self.is_as_named(choice)]
+
+    def is_as_named(self, choice: Choice) -> bool:
+        """Return whether some table has codes, where the candidate is named after them."""
+        candidate = choice.candidate
+        return candidate.dtype not in CODED or any(map(candidate.codes, self.tables))
 
     def without_untouched(self) -> list[Choice]:
         """Return tables of all columns without untouched rows, in each dtype where removing these
@@ -91,10 +98,14 @@ class Choices:
 
     @property
     def least(self) -> Choice:
-        """Small dense tables of 4 columns in int4, without untouched rows."""
-        return self.choice("small", "int4", min([*column_fractions(self.tables), 1.0]))
+        """The smallest dense tables of all dtypes, without untouched rows."""
+        found = []
+        for dtype in DTYPES:
+            fractions = column_fractions(self.tables, CODED.get(dtype, 4))
+            found.append(self.choice("small", dtype, min([*fractions, 1.0])))
+        return min(found, key=lambda choice: choice.served.total)
 
-    def choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
+    def choice(self, kind: Kind, dtype: str, fraction: float) -> Choice:
         """Return tables with a fraction of their columns, without untouched rows."""
         candidate = Candidate(dtype=dtype, columns=fraction)
         if fraction < 1 and kind == "columns":
@@ -103,17 +114,17 @@ class Choices:
             candidate = replace(candidate, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
 
-    def widths(self, kind: Kind, dtype: Dtype) -> tuple[list[float], int]:
+    def widths(self, kind: Kind, dtype: str) -> tuple[list[float], int]:
         """Return the fractions of columns that a kind may keep, ascending, and how many of them
         fit."""
-        fractions = column_fractions(self._tables_of(kind))
+        fractions = column_fractions(self._tables_of(kind), CODED.get(dtype, 4))
         # Bytes grow with the width: all that fit come first.
         fitting = bisect_right(
             fractions, False, key=lambda fraction: not self.choice(kind, dtype, fraction).fits
         )
         return fractions, fitting
 
-    def widest(self, kind: Kind, dtype: Dtype) -> list[Choice]:
+    def widest(self, kind: Kind, dtype: str) -> list[Choice]:
         """Return the widest tables that fit, with fewer than all columns; none if none fit."""
         fractions, fitting = self.widths(kind, dtype)
         return [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
@@ -169,6 +180,9 @@ class Choices:
         """Return the levels that remove untouched rows, where that saves more bytes than the index
         takes."""
         found: dict[str, float] = {}
+        if candidate.dtype in CODED:
+            # Books are fitted to all rows.
+            return found
         for table in self.tables:
             # A table that no batch has read keeps one row.
             rows = min(self.untouched.get(table.name, 0), table.shape[0] - 1)
@@ -180,11 +194,11 @@ class Choices:
         return found
 
 
-def column_fractions(tables: Sequence[TableShape]) -> list[float]:
-    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
-    of it, ascending."""
+def column_fractions(tables: Sequence[TableShape], step: int = 4) -> list[float]:
+    """Return the fractions of columns that leave a multiple of ``step`` of the widest table, but
+    not all of it, ascending."""
     widest = max(table.shape[1] for table in tables)
-    return [width / widest for width in range(4, widest, 4)]
+    return [width / widest for width in range(step, widest, step)]
 
 
 _COLUMNS_OR_SMALL: Final = (
@@ -199,6 +213,15 @@ _SMALL: Final = (
 )
 
 
+_NO_GAIN_FROM: Final = 40
+"""Columns of int4 rows that were as good as codes of the same bytes, on Gowalla."""
+
+_HEADERS: Final = (
+    "Of such short rows 4 bytes of scale and bias are a large part; int4 by column and codes have "
+    "none. They gained on Gowalla, and on data that over-fits fewer columns win: measure them too."
+)
+
+
 def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
     """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
     measured; none means that the tables fit as they are, or that nothing fits."""
@@ -208,18 +231,43 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     if int8:
         return int8, _why_int8(int8[0])
     # No gain was measured where a single table is turned back.
-    only_dots = all(len(group) > 1 for group in choices.groups)
-    columns = _fitting(found, "columns", *_FEW_BITS) if only_dots else ()
+    rotated = choices.groups and all(len(group) > 1 for group in choices.groups)
+    columns = _fitting(found, "columns", *_FEW_BITS) if rotated else ()
     small = _fitting(found, "small", *_FEW_BITS)
     if int4:
         # Narrower tables are in int8 alone: in int4 all columns fit.
         return int4 + (columns or small), _why_int4(int4[0], rotated=bool(columns))
-    if not columns + small:
-        return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
-    return columns + small, _COLUMNS_OR_SMALL if columns else _SMALL
+    more = _without_headers(choices, found, "columns" if rotated else "small")
+    reasons = []
+    if columns or small:
+        reasons.append(_COLUMNS_OR_SMALL if columns else _SMALL)
+    if more:
+        reasons.append(_HEADERS)
+    nothing = f"Nothing fits: the least is {size(choices.least.served.total)}."
+    return columns + small + more, " ".join(reasons) or nothing
 
 
-def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
+def _without_headers(choices: Choices, found: Sequence[Choice], kind: Kind) -> tuple[Choice, ...]:
+    """Return the candidates by column and of codes that are worth a measurement beside int4 rows:
+    none where these have at least 24 bytes, which were as good."""
+    widest = max(choices.tables, key=lambda table: table.shape[1])
+    for narrow in _fitting(found, kind, "int4"):
+        if narrow.candidate.shape(widest)[1] >= _NO_GAIN_FROM:
+            return ()
+    by_column, *coded = (
+        (_fitting(found, "full", dtype) + _fitting(found, kind, dtype))[:1]
+        for dtype in (BY_COLUMN, *CODED)
+    )
+    # The finest codes that leave half of the columns.
+    wide = [
+        choice
+        for choice in chain.from_iterable(coded)
+        if 2 * choice.candidate.shape(widest)[1] >= widest.shape[1]
+    ]
+    return (*by_column, *wide[:1])
+
+
+def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: str) -> tuple[Choice, ...]:
     """Return the candidates of a kind that fit, in the order of ``dtypes``."""
     fitting = []
     for dtype in dtypes:
@@ -257,6 +305,8 @@ METHODS: Final = {
     "rotated": "rotated columns",
     "rows": "rows",
     "mix": "rotated columns and rows",
+    "column": "int4 by column",
+    "codes": "codes",
 }
 """Name of each method in tables, the simplest first."""
 
@@ -277,14 +327,17 @@ class Attempt:
     trained: float | None = None
 
 
-def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype]) -> list[Attempt]:
+def attempts_of(
+    choices: Choices, methods: Sequence[str], dtypes: Sequence[str], *, trains: bool = True
+) -> list[Attempt]:
     """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
 
     Args:
         choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
             removed; the untouched rows are removed by a method of their own alone.
         methods: of :data:`METHODS`.
-        dtypes: dtypes of the stored weights.
+        dtypes: dtypes of the stored weights, of methods that are not named after theirs.
+        trains: whether models with fewer columns can be trained.
     """
     # The gain of the other methods would not be theirs, were the untouched rows removed too.
     all_rows = replace(choices, untouched={})
@@ -298,24 +351,38 @@ def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype
         if choice.fits and choice.candidate.dtype in dtypes:
             found.append(Attempt(method="untouched", candidate=choice.candidate))
     for dtype in dtypes:
-        found += _smaller(all_rows, dtype)
-    return [attempt for attempt in found if attempt.method in methods]
+        if not all_rows.choice("full", dtype, 1.0).fits:
+            found += _narrower(all_rows, dtype, "small", "rotated") + _pruned(all_rows, dtype)
+    for dtype, method in {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}.items():
+        whole = all_rows.choice("full", dtype, 1.0)
+        if whole.fits and all_rows.is_as_named(whole):
+            found.append(Attempt(method=method, candidate=whole.candidate))
+        elif not whole.fits:
+            found += _narrower(all_rows, dtype, method, method)
+    tried = [attempt for attempt in found if attempt.method in methods]
+    return [attempt for attempt in tried if trains or attempt.trained is None]
 
 
-def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
-    """Return the attempts in a dtype in which the whole tables are too large."""
-    whole = choices.choice("full", dtype, 1.0)
-    if whole.fits:
-        return []
+def _narrower(choices: Choices, dtype: str, small: str, rotated: str) -> list[Attempt]:
+    """Return the attempts with fewer columns, under the names of their methods."""
     found: list[Attempt] = []
-    for small in choices.widest("small", dtype):
-        # Served whole: another model is trained that narrow.
-        trained = small.candidate.columns
-        found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
-    pruned = [("rows", whole.candidate)]
+    whole = choices.choice("full", dtype, 1.0)
+    for choice in choices.widest("small", dtype):
+        if choices.is_as_named(choice):
+            # Served whole: another model is trained that narrow.
+            trained = choice.candidate.columns
+            found.append(Attempt(method=small, candidate=whole.candidate, trained=trained))
+    for choice in choices.widest("columns", dtype) if choices.groups else []:
+        if choices.is_as_named(choice):
+            found.append(Attempt(method=rotated, candidate=choice.candidate))
+    return found
+
+
+def _pruned(choices: Choices, dtype: str) -> list[Attempt]:
+    """Return the attempts with fewer rows."""
+    found: list[Attempt] = []
+    pruned = [("rows", choices.choice("full", dtype, 1.0).candidate)]
     if choices.groups:
-        for rotated in choices.widest("columns", dtype):
-            found.append(Attempt(method="rotated", candidate=rotated.candidate))
         # A little wider than fits, and the rest of the bytes out of rows.
         fractions, fitting = choices.widths("columns", dtype)
         for fraction in fractions[fitting : fitting + 2]:

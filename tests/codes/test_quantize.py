@@ -223,7 +223,7 @@ def test_with_commitment_l2_of_lookups_acts_on_floats(kind: str) -> None:
 
 def test_served_is_what_the_forward_used(tmp_path: Path) -> None:
     model = nn.ModuleDict({"big": table(), "small": nn.Embedding(3, 4)})
-    handle = quantize(model, sgd(model), codes=2, begin=0, include="big")
+    handle = quantize(model, sgd(model), codes={"big": 2}, begin=0)
     handle.step()
     exported = export(model, handle, tmp_path / "served", dtype="codes")
     big = exported.manifest.tables["big"]
@@ -233,7 +233,10 @@ def test_served_is_what_the_forward_used(tmp_path: Path) -> None:
     ids = torch.randint(40, (8, 1))
     assert torch.equal(served["big"](ids), model["big"](ids))
     assert torch.equal(served["small"](ids % 3), model["small"](ids % 3))
-    with pytest.raises(ValueError, match="and nothing else is"):
+    others = export(model, handle, tmp_path / "others", dtype="int4").manifest.tables
+    assert [others[name].dtype for name in ("big", "small")] == ["codes", "int4"]
+    assert torch.equal(load_served(tmp_path / "others")["big"](ids), model["big"](ids))
+    with pytest.raises(ValueError, match="with dtype='codes': must be what quantize"):
         export(model, None, tmp_path / "other", dtype="codes")
 
 
@@ -293,7 +296,7 @@ def test_columns_in_order_leave_the_output_as_it_is() -> None:
     [
         ({}, {"codes": 3}, "3 does not divide the 4 columns of table 'weight'; [1, 2, 4] do"),
         ({}, {"codes": 0}, "must be an int"),
-        ({}, {"codes": {"x": 2}}, "table 'weight' is missing"),
+        ({}, {"codes": {"x": 2}}, "['x'] are none of the tables ['weight']"),
         ({}, {"begin": -1}, "Invalid begin=-1"),
         ({}, {"begin": 3, "end": 2}, "Invalid end=2"),
         ({"mode": "max"}, {}, "without padding_idx and mode='max', and without max_norm"),

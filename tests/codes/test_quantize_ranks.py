@@ -151,4 +151,4 @@ def test_a_shard_that_cuts_a_group_is_refused() -> None:
     cell = cells(2)["two_shards"]
     model = build(cell)
     with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit 1 codes"):
-        quantize(model, [], codes=1, begin=0, include="user")
+        quantize(model, [], codes={"user": 1}, begin=0)
