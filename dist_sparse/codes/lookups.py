@@ -9,6 +9,7 @@ ids are local to the shard, whatever the sharding. Nothing waits for an accelera
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +18,14 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.codes.books import ENTRIES, entries_at
-from dist_sparse.compaction.tables import (
-    CompactEmbedding,
-    CompactEmbeddingBag,
-    CompactTable,
-    padding_id_of,
-)
+from dist_sparse.compaction import tables as compact
 from dist_sparse.enforcer.fused import collections_of, lookups_of
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.port import collection_of
 from dist_sparse.tables.protocols import LookupKernel
 from dist_sparse.tables.shards import Rect, ShardedData
 
-_MODULES = (nn.Embedding, nn.EmbeddingBag, CompactEmbedding, CompactEmbeddingBag)
+_MODULES = (nn.Embedding, nn.EmbeddingBag, compact.CompactEmbedding, compact.CompactEmbeddingBag)
 
 
 class Cut(NamedTuple):
@@ -45,13 +41,55 @@ class Cut(NamedTuple):
         return slice(self.rect.col // self.width, self.rect.col_end // self.width)
 
 
+class CodedShard:
+    """The codes of a shard, and the entries that they stand for.
+
+    Args:
+        cut: the shard.
+        device: of its weights.
+        commitment: as of :func:`~dist_sparse.quantize`.
+    """
+
+    def __init__(self, cut: Cut, device: torch.device, commitment: float) -> None:
+        self.cut, self.commitment = cut, commitment
+        groups = cut.rect.cols // cut.width
+        # The last row, of codes 0, decodes to zeros.
+        self._codes = torch.zeros(cut.rect.rows + 1, groups, dtype=torch.uint8, device=device)
+        self._starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
+        self._entries: Tensor | None = None
+
+    @property
+    def codes(self) -> Tensor:
+        """The live codes, uint8 ``(rows, groups)``."""
+        return self._codes[:-1]
+
+    @property
+    def is_used(self) -> bool:
+        """Whether lookups return decoded rows."""
+        return self._entries is not None
+
+    def use(self, books: Mapping[str, Tensor] | None) -> None:
+        """Decode by these books from now on, by table; None for not at all."""
+        self._entries = None
+        if books is not None:
+            mine = books[self.cut.name][self.cut.groups]
+            self._entries = mine.flatten(0, 1).to(self._codes.device)
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Return decoded rows, float32 ``(n, columns)``, by their numbers."""
+        assert self._entries is not None
+        return entries_at(self._codes.index_select(0, rows) + self._starts, self._entries)
+
+
 class Attached:
-    """The hooks on lookups of a model as it is stored now, until :meth:`remove`, and the codes of
-    this rank's shards, zeros at first.
+    """The hooks on lookups of a model as it is stored now, until :meth:`remove`.
 
     Args:
         groups: codes of a row, by table.
         moved: called before a forward after a reshard, which leaves the hooks behind.
+
+    Attributes:
+        shards: of this rank, with codes of zeros at first.
 
     Raises:
         ValueError: shards cut a group of columns, or something else reads a table; no hook is left.
@@ -66,7 +104,7 @@ class Attached:
         moved: Callable[[], object],
     ) -> None:
         self._commitment, self._moved = commitment, moved
-        self._held: list[CodedLookups] = []
+        self.shards: list[CodedShard] = []
         self._handles: list[RemovableHandle] = []
         self._known: dict[nn.Module, list[nn.Module]] = {}
         cuts = _cuts(located, groups)
@@ -78,7 +116,7 @@ class Attached:
                     self._hook_kernel(kernel, cuts)
             for path, module in model.named_modules():
                 self._hook_module(path, module, cuts)
-            read = {cut for cut, _ in self._coded()}
+            read = {shard.cut for shard in self.shards}
             for cut in cuts.values():
                 if cut not in read:
                     raise ValueError(
@@ -91,22 +129,15 @@ class Attached:
 
     def use(self, books: Mapping[str, Tensor] | None) -> None:
         """Decode by these books from now on; None for not at all."""
-        for lookups in self._held:
-            lookups.use(books)
+        for shard in self.shards:
+            shard.use(books)
 
     def codes(self) -> dict[str, dict[Rect, Tensor]]:
-        """Return the live codes, uint8 ``(rows, groups)``, by table and rectangle of the
-        weights."""
+        """Return the live codes, by table and rectangle of the weights."""
         found: dict[str, dict[Rect, Tensor]] = {}
-        for cut, codes in self._coded():
-            found.setdefault(cut.name, {})[cut.rect] = codes
+        for shard in self.shards:
+            found.setdefault(shard.cut.name, {})[shard.cut.rect] = shard.codes
         return found
-
-    def shards(self, located: Sequence[ShardedData]) -> Iterator[tuple[Cut, Tensor, Tensor]]:
-        """Yield each of this rank's shards, its live codes and its weights."""
-        weights = {data.name: dict(data.shards) for data in located}
-        for cut, codes in self._coded():
-            yield cut, codes, weights[cut.name][cut.rect]
 
     def follow(self, *_: Any) -> None:
         """Report a reshard, which makes new lookups on every rank."""
@@ -118,37 +149,39 @@ class Attached:
         for handle in self._handles:
             handle.remove()
 
-    def _coded(self) -> Iterator[tuple[Cut, Tensor]]:
-        for lookups in self._held:
-            yield from lookups.shards()
+    def _shard(self, cuts: _Cuts, weight: Tensor) -> CodedShard | None:
+        """Return new codes of a shard; None of a table without codes."""
+        cut = cuts.get((weight.data_ptr(), tuple(weight.shape)))
+        if cut is None:
+            return None
+        self.shards.append(CodedShard(cut, weight.device, self._commitment))
+        return self.shards[-1]
 
     def _hook_kernel(self, kernel: LookupKernel, cuts: _Cuts) -> None:
-        by_shape: dict[tuple[int, int], dict[int, Cut]] = {}
-        for shard, view in enumerate(kernel.weights()):
-            cut = cuts.get((view.data_ptr(), tuple(view.shape)))
-            if cut is not None:
-                by_shape.setdefault((cut.rect.cols, cut.width), {})[shard] = cut
-        for alike in by_shape.values():
-            lookups = KernelLookups(kernel, alike, self._commitment)
-            self._held.append(lookups)
-            self._handles.append(kernel.module.register_forward_hook(Hook(lookups)))
+        weights = kernel.weights()
+        shards = [self._shard(cuts, weight) for weight in weights]
+        by_feature = [shards[number] for number in kernel.features]
+        if any(by_feature):
+            widths = [weights[number].shape[1] for number in kernel.features]
+            hook = partial(_through_kernel, kernel.pooling, by_feature, widths)
+            self._handles.append(kernel.module.register_forward_hook(Hook(hook)))
 
     def _hook_module(self, path: str, module: nn.Module, cuts: _Cuts) -> None:
-        for weight in module.parameters(recurse=False):
-            cut = cuts.get((weight.data_ptr(), tuple(weight.shape)))
-            # Not the parameters that a sharded collection shows: its kernels read them.
-            if cut is None or type(module) is nn.Module:
+        # Not the parameters that a sharded collection shows: its kernels read them.
+        weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
+        for weight in weights:
+            shard = self._shard(cuts, weight)
+            if shard is None:
                 continue
             if not _has_plain_rows(module):
                 raise ValueError(
-                    f"Table {cut.name!r} can't have codes: what looks it up, the"
+                    f"Table {shard.cut.name!r} can't have codes: what looks it up, the"
                     f" {type(module).__name__} at {path!r}, must be an nn.Embedding, or an"
                     " nn.EmbeddingBag without padding_idx and mode='max', and without max_norm."
                 )
-            lookups = ModuleLookups({0: cut}, weight.device, self._commitment)
-            self._held.append(lookups)
+            hook = Hook(partial(_through_module, shard))
             # Before the hook that turns outputs of rotated tables back.
-            handle = module.register_forward_hook(Hook(lookups), with_kwargs=True, prepend=True)
+            handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             self._handles.append(handle)
 
 
@@ -200,141 +233,72 @@ def _through(output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
     return found
 
 
-class CodedLookups:
-    """Codes of shards with as many groups of as many columns, behind one another, and their books.
-
-    Args:
-        cuts: by the number of the shard in its kernel; 0 in a module of torch's.
-
-    Attributes:
-        codes: uint8 ``(rows + 1, groups)``; the last row, of codes 0, decodes to zeros.
-        found: the rows of each shard, the first of them in ``codes``, and its place among ``cuts``.
-        total: the last row.
-        books: of all shards, float16 ``(entries, width)``; None for lookups of floats.
-    """
-
-    def __init__(self, cuts: Mapping[int, Cut], device: torch.device, commitment: float) -> None:
-        self.commitment = commitment
-        self._cuts = list(cuts.values())
-        self.total = 0
-        self.found: dict[int, tuple[int, int, int]] = {}
-        for place, (shard, cut) in enumerate(cuts.items()):
-            self.found[shard] = cut.rect.rows, self.total, place
-            self.total += cut.rect.rows
-        groups = self._cuts[0].rect.cols // self._cuts[0].width
-        self.codes = torch.zeros(self.total + 1, groups, dtype=torch.uint8, device=device)
-        self._group_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
-        self.books: Tensor | None = None
-
-    def shards(self) -> Iterator[tuple[Cut, Tensor]]:
-        """Yield the live codes of each shard, uint8 ``(rows, groups)``."""
-        parts = torch.split(self.codes[:-1], [cut.rect.rows for cut in self._cuts])
-        yield from zip(self._cuts, parts, strict=True)
-
-    def use(self, books: Mapping[str, Tensor] | None) -> None:
-        """Decode by these books from now on, by table; None for not at all."""
-        if books is None:
-            self.books = None
-            return
-        parts = [books[cut.name][cut.groups] for cut in self._cuts]
-        self.books = torch.cat(parts).flatten(0, 1).to(self.codes.device)
-
-    def decoded(self, rows: Tensor, of: Tensor | None = None) -> Tensor:
-        """Return decoded rows, float32 ``(n, columns)``.
-
-        Args:
-            rows: their numbers in :attr:`codes`.
-            of: the place of each row's shard; None of one shard.
-        """
-        assert self.books is not None
-        places = self.codes.index_select(0, rows) + self._group_starts
-        if of is not None:
-            places += (of.int() * (len(self._group_starts) * ENTRIES)).unsqueeze(1)
-        return entries_at(places, self.books)
+def _through_kernel(
+    pooling: str,
+    by_feature: Sequence[CodedShard | None],
+    widths: Sequence[int],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    output: Tensor,
+) -> Tensor | None:
+    """Return the output of one of TorchRec's kernels, with decoded rows of the shards with codes:
+    a forward hook."""
+    ids = args[0]
+    coded = {at: shard for at, shard in enumerate(by_feature) if shard and shard.is_used}
+    if not coded:
+        return None
+    if ids.variable_stride_per_key():
+        raise ValueError("Codes do not support batches of another size for each feature.")
+    stride, commitment = ids.stride(), next(iter(coded.values())).commitment
+    if not stride:
+        return None
+    # TorchRec has counted each feature's ids as it distributed them.
+    starts = ids.offset_per_key()
+    is_sequence = pooling == "none"
+    # Bags of features are side by side, sequences below each other.
+    sizes = ids.length_per_key() if is_sequence else widths
+    with torch.no_grad():
+        parts = list(torch.split(output, sizes, 0 if is_sequence else 1))
+        for feature, shard in coded.items():
+            mine = slice(starts[feature], starts[feature + 1])
+            numbers = ids.values()[mine].long()
+            # FBGEMM reads row 0 for an id out of range, unless it has raised an error.
+            outside = (numbers < 0) | (numbers >= shard.cut.rect.rows)
+            parts[feature] = shard.decoded(numbers.masked_fill(outside, 0))
+            if not is_sequence:
+                ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - mine.start
+                weights = ids.weights_or_none()
+                weights = None if weights is None else weights[mine]
+                parts[feature] = _pooled(parts[feature], ends, pooling, weights)
+        decoded = torch.cat(parts, 0 if is_sequence else 1)
+    return _through(output, decoded, commitment)
 
 
-class KernelLookups(CodedLookups):
-    """A forward hook on one of TorchRec's kernels, for its shards of one shape of codes."""
-
-    def __init__(self, kernel: LookupKernel, cuts: Mapping[int, Cut], commitment: float) -> None:
-        weights = kernel.weights()
-        device = weights[0].device
-        super().__init__(cuts, device, commitment)
-        self._pooling = kernel.pooling
-        self._widths = [weights[shard].shape[1] for shard in kernel.features]
-        # For each feature the rows of its shard, the first of them, and the shard's place.
-        # Ids of other shards read the row of zeros, in any book.
-        columns = []
-        for shard in kernel.features:
-            columns.append(self.found.get(shard, (0, self.total, 0)))
-        self._sizes, self._starts, self._places = torch.tensor(columns, device=device).unbind(1)
-        self._is_mine = self._sizes > 0
-        self._features = [at for at, shard in enumerate(kernel.features) if shard in cuts]
-
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        ids = args[0]
-        if self.books is None:
-            return None
-        if ids.variable_stride_per_key():
-            raise ValueError("Codes do not support batches of another size for each feature.")
-        if not ids.stride():
-            return None
-        with torch.no_grad():
-            feature = _features_of(ids)
-            vectors = self._vectors(ids.values().long(), feature)
-            if self._pooling == "none":
-                here = self._is_mine.index_select(0, feature).unsqueeze(1)
-                decoded = torch.where(here, vectors, output)
-            else:
-                bags = _pooled(vectors, ids.offsets(), self._pooling, ids.weights_or_none())
-                decoded = self._side_by_side(bags, output)
-        return _through(output, decoded, self.commitment)
-
-    def _vectors(self, ids: Tensor, feature: Tensor) -> Tensor:
-        # FBGEMM reads row 0 for an id out of range, unless it has raised an error.
-        outside = (ids < 0) | (ids >= self._sizes.index_select(0, feature))
-        rows = ids.masked_fill(outside, 0) + self._starts.index_select(0, feature)
-        return self.decoded(rows, self._places.index_select(0, feature))
-
-    def _side_by_side(self, bags: Tensor, output: Tensor) -> Tensor:
-        """Return the bags of all features next to each other; of other shards the weights."""
-        by_feature = bags.view(len(self._widths), -1, bags.shape[1])
-        columns = list(torch.split(output, self._widths, 1))
-        for feature in self._features:
-            columns[feature] = by_feature[feature]
-        return torch.cat(columns, 1)
-
-
-def _features_of(ids: Any) -> Tensor:
-    """Return the feature of each id of a KeyedJaggedTensor."""
-    counts = ids.offsets()[:: ids.stride()].diff()
-    # The number of ids is known: without it a device would be waited for.
-    return torch.repeat_interleave(counts, output_size=ids.values().numel())
-
-
-class ModuleLookups(CodedLookups):
-    """A forward hook on an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not."""
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor | None:
-        if self.books is None:
-            return None
-        names = ("input", "offsets", "per_sample_weights")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        ids = given["input"]
-        with torch.no_grad():
-            numbers = ids.reshape(-1).long()
-            if isinstance(module, CompactTable):
-                numbers = module.index(numbers).long()
-                # Removed ids read the row of zeros.
-                numbers = torch.where(numbers < 0, self.total, numbers)
-            decoded = self.decoded(numbers)
-            if isinstance(module, nn.EmbeddingBag):
-                ends = _ends(ids, given.get("offsets"), module.include_last_offset)
-                weights = given.get("per_sample_weights")
-                decoded = _pooled(decoded, ends, module.mode, weights)
-        return _through(output, decoded.view(output.shape), self.commitment)
+def _through_module(
+    shard: CodedShard,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> Tensor | None:
+    """Return the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not, of decoded
+    rows: a forward hook."""
+    if not shard.is_used:
+        return None
+    names = ("input", "offsets", "per_sample_weights")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    ids = given["input"]
+    with torch.no_grad():
+        numbers = ids.reshape(-1).long()
+        if isinstance(module, compact.CompactTable):
+            numbers = module.index(numbers).long()
+            # Removed ids read the row of zeros.
+            numbers = torch.where(numbers < 0, shard.cut.rect.rows, numbers)
+        decoded = shard.decoded(numbers)
+        if isinstance(module, nn.EmbeddingBag):
+            ends = _ends(ids, given.get("offsets"), module.include_last_offset)
+            decoded = _pooled(decoded, ends, module.mode, given.get("per_sample_weights"))
+    return _through(output, decoded.view(output.shape), shard.commitment)
 
 
 def _ends(ids: Tensor, offsets: Tensor | None, has_last: bool) -> Tensor:
@@ -369,5 +333,5 @@ def _has_plain_rows(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.EmbeddingBag):
         # Padding leaves ids out of bags.
-        return module.mode != "max" and padding_id_of(module) is None
+        return module.mode != "max" and compact.padding_id_of(module) is None
     return True

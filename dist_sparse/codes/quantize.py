@@ -7,7 +7,7 @@ checkpoint, so that it holds codes too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer, number
 from dist_sparse.codes.books import ENTRIES, assign, fit, refit
 from dist_sparse.codes.columns import put_in_order, tables_to_order
-from dist_sparse.codes.lookups import Attached
+from dist_sparse.codes.lookups import Attached, CodedShard
 from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.facts import digest
 from dist_sparse.groups import group_over, rank_in, world_ranks
@@ -189,8 +189,9 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             self._fit()
         elif version != self._masks_version:
             self._settle()
-            for _, codes, weight in attached.shards(self._located()):
+            for shard, weight in self._weights(attached):
                 # A row that was just removed decodes to zeros.
+                codes = shard.codes
                 codes *= weight.any(1, keepdim=True)
         self._masks_version = version
         self._step += 1
@@ -271,8 +272,9 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         if self._is_fitted:
             with torch.no_grad():
                 self._settle()
-                for cut, codes, weight in self._attached.shards(located):
-                    assign(weight, self.books[cut.name][cut.groups], codes)
+                for shard, weight in self._weights(self._attached):
+                    books = self.books[shard.cut.name][shard.cut.groups]
+                    assign(weight, books, shard.codes)
             self._attached.use(self.books)
 
     def coded(self) -> dict[str, ShardedData]:
@@ -295,6 +297,12 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 
     def _located(self) -> list[ShardedData]:
         return self._source.locate(self._groups)
+
+    def _weights(self, attached: Attached) -> Iterator[tuple[CodedShard, Tensor]]:
+        """Yield this rank's shards with their weights."""
+        held = {data.name: dict(data.shards) for data in self._located()}
+        for shard in attached.shards:
+            yield shard, held[shard.cut.name][shard.cut.rect]
 
     def _while_attached(self) -> Attached:
         if self._attached is None:
