@@ -52,11 +52,11 @@ def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
         columns: of the table; the last group may have more.
     """
     starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
-    return entries_at(codes + starts, books.flatten(0, 1))[:, :columns]
+    return entries_at(codes + starts, books.flatten(0, 1))[:, :columns].float()
 
 
 def entries_at(places: Tensor, entries: Tensor) -> Tensor:
-    """Return the entries at ``places`` side by side: float32 ``(n, groups * width)``.
+    """Return the entries at ``places`` side by side: float16 ``(n, groups * width)``.
 
     Args:
         places: of any integer dtype, ``(n, groups)``.
@@ -69,7 +69,7 @@ def entries_at(places: Tensor, entries: Tensor) -> Tensor:
     else:
         whole = entries.view(kind).view(-1)
         found = whole.index_select(0, places.flatten()).view(torch.float16)
-    return found.view(-1, groups * width).float()
+    return found.view(-1, groups * width)
 
 
 def scales_of(books: Tensor) -> Tensor:

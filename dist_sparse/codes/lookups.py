@@ -8,9 +8,9 @@ ids are local to the shard, whatever the sharding. Nothing waits for an accelera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +28,22 @@ from dist_sparse.tables.shards import Rect, ShardedData
 _MODULES = (nn.Embedding, nn.EmbeddingBag, compact.CompactEmbedding, compact.CompactEmbeddingBag)
 
 
-class Cut(NamedTuple):
-    """A shard of a table whose groups have ``width`` columns."""
-
-    name: str
-    rect: Rect
-    width: int
-
-    @property
-    def groups(self) -> slice:
-        """The groups of its columns among those of the table."""
-        return slice(self.rect.col // self.width, self.rect.col_end // self.width)
-
-
 class CodedShard:
-    """The codes of a shard, and the entries that they stand for.
+    """The codes of a shard, zeros at first, and the entries that they stand for.
 
     Args:
-        cut: the shard.
-        device: of its weights.
-        commitment: as of :func:`~dist_sparse.quantize`.
+        name: of the table.
+        rect: of the shard.
+        width: columns of a group.
+        device: of the weights.
     """
 
-    def __init__(self, cut: Cut, device: torch.device, commitment: float) -> None:
-        self.cut, self.commitment = cut, commitment
-        groups = cut.rect.cols // cut.width
+    def __init__(self, name: str, rect: Rect, width: int, device: torch.device) -> None:
+        self.name, self.rect = name, rect
+        self.groups = slice(rect.col // width, rect.col_end // width)
+        groups = rect.cols // width
         # The last row, of codes 0, decodes to zeros.
-        self._codes = torch.zeros(cut.rect.rows + 1, groups, dtype=torch.uint8, device=device)
+        self._codes = torch.zeros(rect.rows + 1, groups, dtype=torch.uint8, device=device)
         self._starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
         self._entries: Tensor | None = None
 
@@ -72,11 +61,10 @@ class CodedShard:
         """Decode by these books from now on, by table; None for not at all."""
         self._entries = None
         if books is not None:
-            mine = books[self.cut.name][self.cut.groups]
-            self._entries = mine.flatten(0, 1).to(self._codes.device)
+            self._entries = books[self.name][self.groups].flatten(0, 1).to(self._codes.device)
 
     def decoded(self, rows: Tensor) -> Tensor:
-        """Return decoded rows, float32 ``(n, columns)``, by their numbers."""
+        """Return decoded rows, float16 ``(n, columns)``, by their numbers."""
         assert self._entries is not None
         return entries_at(self._codes.index_select(0, rows) + self._starts, self._entries)
 
@@ -89,7 +77,7 @@ class Attached:
         moved: called before a forward after a reshard, which leaves the hooks behind.
 
     Attributes:
-        shards: of this rank, with codes of zeros at first.
+        shards: of this rank.
 
     Raises:
         ValueError: shards cut a group of columns, or something else reads a table; no hook is left.
@@ -104,25 +92,30 @@ class Attached:
         moved: Callable[[], object],
     ) -> None:
         self._commitment, self._moved = commitment, moved
-        self.shards: list[CodedShard] = []
+        self._by_weight: dict[tuple[int, torch.Size], CodedShard] = {}
+        for data in located:
+            width = data.shape[1] // groups[data.name]
+            _refuse_cut_groups(data, width)
+            for rect, weight in data.shards:
+                shard = CodedShard(data.name, rect, width, weight.device)
+                self._by_weight[weight.data_ptr(), weight.shape] = shard
+        self.shards = [*self._by_weight.values()]
+        self._unread = {*self.shards}
         self._handles: list[RemovableHandle] = []
         self._known: dict[nn.Module, list[nn.Module]] = {}
-        cuts = _cuts(located, groups)
         try:
             for collection in collections_of(model.modules()):
                 self._known[collection] = lookups_of(collection)
                 self._handles.append(collection.register_forward_pre_hook(Hook(self.follow)))
                 for kernel in collection_of(collection).kernels():
-                    self._hook_kernel(kernel, cuts)
+                    self._hook_kernel(kernel)
             for path, module in model.named_modules():
-                self._hook_module(path, module, cuts)
-            read = {shard.cut for shard in self.shards}
-            for cut in cuts.values():
-                if cut not in read:
-                    raise ValueError(
-                        f"Table {cut.name!r} can't have codes: neither a module of torch's nor a"
-                        f" sharded collection of TorchRec's looks up its shard {cut.rect}."
-                    )
+                self._hook_module(path, module)
+            for shard in self._unread:
+                raise ValueError(
+                    f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
+                    f" sharded collection of TorchRec's looks up its shard {shard.rect}."
+                )
         except BaseException:
             self.remove()
             raise
@@ -132,12 +125,9 @@ class Attached:
         for shard in self.shards:
             shard.use(books)
 
-    def codes(self) -> dict[str, dict[Rect, Tensor]]:
-        """Return the live codes, by table and rectangle of the weights."""
-        found: dict[str, dict[Rect, Tensor]] = {}
-        for shard in self.shards:
-            found.setdefault(shard.cut.name, {})[shard.cut.rect] = shard.codes
-        return found
+    def codes(self, name: str) -> dict[Rect, Tensor]:
+        """Return the live codes of a table, by rectangle of the weights."""
+        return {shard.rect: shard.codes for shard in self.shards if shard.name == name}
 
     def follow(self, *_: Any) -> None:
         """Report a reshard, which makes new lookups on every rank."""
@@ -149,55 +139,41 @@ class Attached:
         for handle in self._handles:
             handle.remove()
 
-    def _shard(self, cuts: _Cuts, weight: Tensor) -> CodedShard | None:
-        """Return new codes of a shard; None of a table without codes."""
-        cut = cuts.get((weight.data_ptr(), tuple(weight.shape)))
-        if cut is None:
-            return None
-        self.shards.append(CodedShard(cut, weight.device, self._commitment))
-        return self.shards[-1]
-
-    def _hook_kernel(self, kernel: LookupKernel, cuts: _Cuts) -> None:
+    def _hook_kernel(self, kernel: LookupKernel) -> None:
         weights = kernel.weights()
-        shards = [self._shard(cuts, weight) for weight in weights]
-        by_feature = [shards[number] for number in kernel.features]
-        if any(by_feature):
+        shards = [self._by_weight.get((each.data_ptr(), each.shape)) for each in weights]
+        if any(shards):
+            by_feature = [shards[number] for number in kernel.features]
             widths = [weights[number].shape[1] for number in kernel.features]
-            hook = partial(_through_kernel, kernel.pooling, by_feature, widths)
-            self._handles.append(kernel.module.register_forward_hook(Hook(hook)))
+            decode = partial(_decode_features, by_feature, widths, kernel.pooling)
+            self._hook(kernel.module, [shard for shard in shards if shard], decode)
 
-    def _hook_module(self, path: str, module: nn.Module, cuts: _Cuts) -> None:
+    def _hook_module(self, path: str, module: nn.Module) -> None:
         # Not the parameters that a sharded collection shows: its kernels read them.
         weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
         for weight in weights:
-            shard = self._shard(cuts, weight)
+            shard = self._by_weight.get((weight.data_ptr(), weight.shape))
             if shard is None:
                 continue
             if not _has_plain_rows(module):
                 raise ValueError(
-                    f"Table {shard.cut.name!r} can't have codes: what looks it up, the"
+                    f"Table {shard.name!r} can't have codes: what looks it up, the"
                     f" {type(module).__name__} at {path!r}, must be an nn.Embedding, or an"
                     " nn.EmbeddingBag without padding_idx and mode='max', and without max_norm."
                 )
-            hook = Hook(partial(_through_module, shard))
-            # Before the hook that turns outputs of rotated tables back.
-            handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-            self._handles.append(handle)
+            self._hook(module, [shard], partial(_decode_module, shard))
+
+    def _hook(self, module: nn.Module, shards: Sequence[CodedShard], decode: _Decode) -> None:
+        self._unread.difference_update(shards)
+        hook = Hook(partial(_through, shards[0], decode, self._commitment))
+        # Before the hook that turns outputs of rotated tables back.
+        handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+        self._handles.append(handle)
 
 
-_Cuts = Mapping[tuple[int, tuple[int, ...]], Cut]
-"""By the address and the shape of the weights."""
-
-
-def _cuts(located: Sequence[ShardedData], groups: Mapping[str, int]) -> _Cuts:
-    """Return the groups that each of this rank's shards has."""
-    found = {}
-    for data in located:
-        width = data.shape[1] // groups[data.name]
-        _refuse_cut_groups(data, width)
-        for rect, weight in data.shards:
-            found[weight.data_ptr(), tuple(weight.shape)] = Cut(data.name, rect, width)
-    return found
+_Decode = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
+"""Returns a module's output of decoded rows: from the module, its arguments, and its output of
+floats."""
 
 
 def _refuse_cut_groups(data: ShardedData, width: int) -> None:
@@ -227,103 +203,109 @@ class _StraightThrough(torch.autograd.Function):
         return (grads[0] + pulls[0] if pulls else grads[0]), None, None
 
 
-def _through(output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
-    """Return ``decoded``, whose gradient goes to ``output``."""
-    found: Tensor = _StraightThrough.apply(output, decoded.to(output.dtype), commitment)  # type: ignore[no-untyped-call]
-    return found
-
-
-def _through_kernel(
-    pooling: str,
-    by_feature: Sequence[CodedShard | None],
-    widths: Sequence[int],
+def _through(
+    shard: CodedShard,
+    decode: _Decode,
+    commitment: float,
     module: nn.Module,
     args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     output: Tensor,
-) -> Tensor | None:
-    """Return the output of one of TorchRec's kernels, with decoded rows of the shards with codes:
-    a forward hook."""
-    ids = args[0]
-    coded = {at: shard for at, shard in enumerate(by_feature) if shard and shard.is_used}
-    if not coded:
+) -> Any:
+    """Return decoded rows in the place of a module's output, to which their gradient goes: a
+    forward hook.
+
+    Args:
+        shard: one of the module's; all have entries, or none has.
+    """
+    if not shard.is_used:
         return None
+    with torch.no_grad():
+        decoded = decode(module, args, kwargs, output)
+    decoded = decoded.view(output.shape).to(output.dtype)
+    return _StraightThrough.apply(output, decoded, commitment)  # type: ignore[no-untyped-call]
+
+
+def _decode_features(
+    by_feature: Sequence[CodedShard | None],
+    widths: Sequence[int],
+    pooling: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> Tensor:
+    """Decode the output of one of TorchRec's kernels.
+
+    Args:
+        by_feature: the shard of each feature; None leaves its output as it is.
+        widths: columns of each feature.
+    """
+    ids = args[0]
     if ids.variable_stride_per_key():
         raise ValueError("Codes do not support batches of another size for each feature.")
-    stride, commitment = ids.stride(), next(iter(coded.values())).commitment
-    if not stride:
-        return None
     # TorchRec has counted each feature's ids as it distributed them.
-    starts = ids.offset_per_key()
-    is_sequence = pooling == "none"
+    starts, stride = ids.offset_per_key(), ids.stride()
     # Bags of features are side by side, sequences below each other.
-    sizes = ids.length_per_key() if is_sequence else widths
-    with torch.no_grad():
-        parts = list(torch.split(output, sizes, 0 if is_sequence else 1))
-        for feature, shard in coded.items():
-            mine = slice(starts[feature], starts[feature + 1])
+    dim, sizes = (0, ids.length_per_key()) if pooling == "none" else (1, [*widths])
+    decoded = torch.empty_like(output)
+    parts = zip(torch.split(decoded, sizes, dim), torch.split(output, sizes, dim), strict=True)
+    for feature, (part, rows) in enumerate(parts):
+        shard, mine = by_feature[feature], slice(starts[feature], starts[feature + 1])
+        if shard is not None:
             numbers = ids.values()[mine].long()
             # FBGEMM reads row 0 for an id out of range, unless it has raised an error.
-            outside = (numbers < 0) | (numbers >= shard.cut.rect.rows)
-            parts[feature] = shard.decoded(numbers.masked_fill(outside, 0))
-            if not is_sequence:
+            outside = (numbers < 0) | (numbers >= shard.rect.rows)
+            rows = shard.decoded(numbers.masked_fill(outside, 0))
+            if pooling != "none":
                 ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - mine.start
-                weights = ids.weights_or_none()
-                weights = None if weights is None else weights[mine]
-                parts[feature] = _pooled(parts[feature], ends, pooling, weights)
-        decoded = torch.cat(parts, 0 if is_sequence else 1)
-    return _through(output, decoded, commitment)
+                rows = _pooled(rows, ends, pooling, ids.weights_or_none(), mine)
+        part.copy_(rows)
+    return decoded
 
 
-def _through_module(
+def _pooled(
+    rows: Tensor, ends: Tensor, pooling: str, weights: Tensor | None, mine: slice
+) -> Tensor:
+    """Return the sums or means of the rows of each bag, ``(bags, columns)``.
+
+    Args:
+        ends: where bags begin, and the last one ends.
+        weights: a factor for each row, at ``mine``. A weighted mean is over the number of rows.
+    """
+    # TorchRec's kernels ignore whole numbers.
+    if weights is not None and weights.is_floating_point():
+        rows = rows * weights[mine].unsqueeze(1)
+    # Most bags of real models have one id. A device would have to be waited for.
+    if ends.is_cpu and len(rows) == len(ends) - 1 and bool((ends.diff() == 1).all()):
+        return rows
+    places = torch.arange(len(rows), device=rows.device)
+    return F.embedding_bag(
+        places, rows.float(), ends.long(), mode=pooling, include_last_offset=True
+    )
+
+
+def _decode_module(
     shard: CodedShard,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Tensor,
-) -> Tensor | None:
-    """Return the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not, of decoded
-    rows: a forward hook."""
-    if not shard.is_used:
-        return None
-    names = ("input", "offsets", "per_sample_weights")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    ids = given["input"]
-    with torch.no_grad():
-        numbers = ids.reshape(-1).long()
-        if isinstance(module, compact.CompactTable):
-            numbers = module.index(numbers).long()
-            # Removed ids read the row of zeros.
-            numbers = torch.where(numbers < 0, shard.cut.rect.rows, numbers)
-        decoded = shard.decoded(numbers)
-        if isinstance(module, nn.EmbeddingBag):
-            ends = _ends(ids, given.get("offsets"), module.include_last_offset)
-            decoded = _pooled(decoded, ends, module.mode, given.get("per_sample_weights"))
-    return _through(output, decoded.view(output.shape), shard.commitment)
-
-
-def _ends(ids: Tensor, offsets: Tensor | None, has_last: bool) -> Tensor:
-    """Return where the bags of an ``nn.EmbeddingBag`` begin, and where the last one ends."""
-    if offsets is None:
-        return torch.arange(len(ids) + 1, device=ids.device) * ids.shape[1]
-    return offsets if has_last else F.pad(offsets, (0, 1), value=ids.numel())
-
-
-def _pooled(vectors: Tensor, offsets: Tensor, pooling: str, weights: Tensor | None) -> Tensor:
-    """Return the sums or means of the vectors of each bag, ``(bags, columns)``.
-
-    Args:
-        offsets: ``(bags + 1,)``.
-        weights: a factor for each vector. A weighted mean is over the number of vectors, as in
-            FBGEMM.
-    """
-    # TorchRec's kernels ignore whole numbers.
-    if weights is not None and weights.is_floating_point():
-        vectors = vectors * weights.reshape(-1, 1)
-    # Most bags of real models have one id. A device would have to be waited for.
-    if offsets.is_cpu and len(vectors) == len(offsets) - 1 and bool((offsets.diff() == 1).all()):
-        return vectors
-    places = torch.arange(len(vectors), device=vectors.device)
-    return F.embedding_bag(places, vectors, offsets.long(), mode=pooling, include_last_offset=True)
+) -> Tensor:
+    """Decode the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not."""
+    given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
+    ids = given.pop("input")
+    numbers = ids.reshape(-1).long()
+    if isinstance(module, compact.CompactTable):
+        numbers = module.index(numbers).long()
+        # Removed ids read the row of zeros.
+        numbers = torch.where(numbers < 0, shard.rect.rows, numbers)
+    rows = shard.decoded(numbers).float()
+    if isinstance(module, nn.EmbeddingBag):
+        given.update(mode=module.mode, include_last_offset=module.include_last_offset)
+        places = torch.arange(len(rows), device=rows.device).view(ids.shape)
+        rows = F.embedding_bag(places, rows, **given)
+    return rows
 
 
 def _has_plain_rows(module: nn.Module) -> bool:

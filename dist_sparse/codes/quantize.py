@@ -17,14 +17,10 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import integer, number
 from dist_sparse.codes.books import ENTRIES, assign, fit, refit
-from dist_sparse.codes.columns import put_in_order, tables_to_order
 from dist_sparse.codes.lookups import Attached, CodedShard
 from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.facts import digest
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.rotation.lookups import Lookup
-from dist_sparse.rotation.outputs import turn_back
-from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -47,7 +43,6 @@ def quantize(
     begin: int,
     end: int | None = None,
     every: int = 1000,
-    order: Rotate | None = None,
     commitment: float = 0.0,
     sparse: SparseTraining | BaseDataSparsifier | None = None,
 ) -> CodedTraining:
@@ -65,7 +60,8 @@ def quantize(
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
             first.
-        optimizer: the optimizer that steps it, or a sequence of all of them.
+        optimizer: the optimizer that steps it, or a sequence of all of them, as of
+            :func:`~dist_sparse.sparsify`. It steps the floats as before.
         codes: bytes of a row, a divisor of the table's columns: of all tables, or by the names of
             the tables that have codes.
         begin: the first step at which books and codes change; steps count from 0.
@@ -73,10 +69,6 @@ def quantize(
             goes on for good.
         every: steps between two changes. An assignment costs some 3 us a row of 64 columns on one
             CPU thread: 8 times an epoch are enough.
-        order: tables whose columns may change places, as of :func:`~dist_sparse.rotate`:
-            ``"table"`` turns the outputs of each table back, groups of names share an order, and
-            only dot products between them may read them. At the first fit their columns are dealt
-            out to the groups. Pass it after a rotation, whose first columns hold the most.
         commitment: factor of half the squared distance between the floats and the decoded rows that
             a lookup returns, in the loss. **If the loss has an L2 of lookups, pass its factor**:
             L2 acts on floats then, as it does without codes. Otherwise it shrinks the decoded rows
@@ -125,14 +117,8 @@ def quantize(
         if sparsifier is not None:
             _refuse_masks(sparsifier, located)
         facts["begin, end, every"] = asdict(schedule)
-        facts["codes, commitment, order"] = [groups, pull, repr(order), sparsifier is None]
-        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        ordered = tables_to_order(order, model, list(optimizers), located, groups)
-    for name, lookup in ordered.items():
-        if lookup is not None:
-            # Rows must be decoded before they are turned back: this hook comes first.
-            turn_back(*lookup, located[name])
-    handle = CodedTraining(source, groups, schedule, pull, ordered, sparsifier)
+        facts["codes, commitment, sparse"] = [groups, pull, sparsifier is not None]
+    handle = CodedTraining(source, groups, schedule, pull, sparsifier)
     try:
         with world.agreeing("quantize()"):
             handle.attach()
@@ -161,12 +147,11 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         groups: Mapping[str, int],
         schedule: Window,
         commitment: float,
-        order: Mapping[str, Lookup | None],
         sparsifier: BaseDataSparsifier | None,
     ) -> None:
         self.sparsifier = sparsifier
         self._source, self._groups = source, groups
-        self._schedule, self._commitment, self._order = schedule, commitment, order
+        self._schedule, self._commitment = schedule, commitment
         self._step, self._is_fitted = 0, False
         self._masks_version: int | None = None
         self._attached: Attached | None = None
@@ -191,8 +176,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             self._settle()
             for shard, weight in self._weights(attached):
                 # A row that was just removed decodes to zeros.
-                codes = shard.codes
-                codes *= weight.any(1, keepdim=True)
+                shard.codes.mul_(weight.any(1, keepdim=True))
         self._masks_version = version
         self._step += 1
 
@@ -273,8 +257,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             with torch.no_grad():
                 self._settle()
                 for shard, weight in self._weights(self._attached):
-                    books = self.books[shard.cut.name][shard.cut.groups]
-                    assign(weight, books, shard.codes)
+                    assign(weight, self.books[shard.name][shard.groups], shard.codes)
             self._attached.use(self.books)
 
     def coded(self) -> dict[str, ShardedData]:
@@ -302,7 +285,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """Yield this rank's shards with their weights."""
         held = {data.name: dict(data.shards) for data in self._located()}
         for shard in attached.shards:
-            yield shard, held[shard.cut.name][shard.cut.rect]
+            yield shard, held[shard.name][shard.rect]
 
     def _while_attached(self) -> Attached:
         if self._attached is None:
@@ -315,14 +298,15 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         return groups, ENTRIES, data.shape[1] // groups
 
     def _coded(self) -> dict[str, ShardedData]:
-        codes = self._while_attached().codes()
+        attached = self._while_attached()
         found = {}
         for data in self._located():
+            codes = attached.codes(data.name)
             groups, _, width = self._book_shape(data)
             tiling = [tuple(_in_groups(rect, width) for rect in held) for held in data.tiling]
             shards = []
             for rect, _ in data.shards:
-                shards.append(Shard(_in_groups(rect, width), codes[data.name][rect]))
+                shards.append(Shard(_in_groups(rect, width), codes[rect]))
             found[data.name] = replace(
                 data,
                 shape=(data.shape[0], groups),
@@ -348,15 +332,12 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             located = self._located()
             for data in located:
                 _refuse_not_finite(data)
-        codes = attached.codes()
         for data in located:
-            over = group_over(data.ranks)
+            over, groups = group_over(data.ranks), self._groups[data.name]
             if self._is_fitted:
-                books = refit(data, over, self.books[data.name], codes.get(data.name, {}))
+                books = refit(data, over, self.books[data.name], attached.codes(data.name))
             else:
-                if data.name in self._order:
-                    put_in_order(data, self._groups[data.name], self._order[data.name])
-                books = fit(data, over, self._groups[data.name])
+                books = fit(data, over, groups)
             self.books[data.name] = books
         self._is_fitted = True
         self.attach()
@@ -393,10 +374,6 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
 
 def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedData]) -> None:
     """Refuse masks that change what is left of a row."""
-    if sparsifier.masks.rotation is not None:
-        raise ValueError(
-            "sparse rotates tables away from their books: compact() the model, then quantize it."
-        )
     for name, config in sparsifier.data_groups.items():
         if name not in located:
             continue
@@ -413,11 +390,10 @@ def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedD
 
 def _refuse_not_finite(data: ShardedData) -> None:
     for rect, weight in data.shards:
-        largest = float(torch.stack(torch.aminmax(weight)).abs().max())
-        # Not ``>``, which is false for NaN.
-        if not largest <= torch.finfo(torch.float32).max:
+        if not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
             raise ValueError(
-                f"Table {data.name!r} has the value {largest} in {rect}: books can't be fitted."
+                f"Table {data.name!r} has weights in {rect} that are not finite: books can't be"
+                " fitted."
             )
 
 
@@ -440,12 +416,7 @@ def _chunked(data: ShardedData) -> ChunkedTensor:
 
 def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's codes of a table, each with the saved ones to be copied to it."""
-    pieces = {}
-    if isinstance(saved, ChunkedTensor):
-        pieces = dict(saved.writes)
-        if saved.loaded is not None:
-            offsets = [offset for offset, _ in saved.wants]
-            pieces = dict(zip(offsets, saved.loaded, strict=True))
+    pieces = saved.pieces() if isinstance(saved, ChunkedTensor) else {}
     found = []
     for rect, codes in data.shards:
         piece = pieces.get((rect.row, rect.col), codes[:0])

@@ -113,7 +113,6 @@ def _coded(
         begin=0,
         # 8 times an epoch.
         every=-(-steps // 8),
-        order=[["user", "item"]],
         # The loss has an L2 of what is looked up.
         commitment=settings.l2,
     )
