@@ -74,7 +74,8 @@ class Choices:
     def all(self) -> list[Choice]:
         """Return the candidates: with all columns in each dtype, fitting or not, and the widest
         that fits of each kind and dtype."""
-        found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
+        whole = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
+        found = [choice for choice in whole if self.is_as_named(choice)]
         found += self.without_untouched()
         # Columns are removed only where tables may be rotated.
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
@@ -83,7 +84,7 @@ class Choices:
                 # Where all columns fit, nothing narrower is needed.
                 if not self.choice("full", dtype, 1.0).fits:
                     found += self.widest(kind, dtype)
-        return [choice for choice in found if self.is_as_named(choice)]
+        return found
 
     def is_as_named(self, choice: Choice) -> bool:
         """Return whether some table has codes, where the candidate is named after them."""
@@ -127,7 +128,8 @@ class Choices:
     def widest(self, kind: Kind, dtype: str) -> list[Choice]:
         """Return the widest tables that fit, with fewer than all columns; none if none fit."""
         fractions, fitting = self.widths(kind, dtype)
-        return [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
+        found = [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
+        return [choice for choice in found if self.is_as_named(choice)]
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
         """Return a candidate with its ``prunable`` tables at the lowest common level at which all
@@ -368,13 +370,11 @@ def _narrower(choices: Choices, dtype: str, small: str, rotated: str) -> list[At
     found: list[Attempt] = []
     whole = choices.choice("full", dtype, 1.0)
     for choice in choices.widest("small", dtype):
-        if choices.is_as_named(choice):
-            # Served whole: another model is trained that narrow.
-            trained = choice.candidate.columns
-            found.append(Attempt(method=small, candidate=whole.candidate, trained=trained))
+        # Served whole: another model is trained that narrow.
+        trained = choice.candidate.columns
+        found.append(Attempt(method=small, candidate=whole.candidate, trained=trained))
     for choice in choices.widest("columns", dtype) if choices.groups else []:
-        if choices.is_as_named(choice):
-            found.append(Attempt(method=rotated, candidate=choice.candidate))
+        found.append(Attempt(method=rotated, candidate=choice.candidate))
     return found
 
 
