@@ -91,6 +91,12 @@ class Choices:
         candidate = choice.candidate
         return candidate.dtype not in CODED or any(map(candidate.codes, self.tables))
 
+    @property
+    def only_dots(self) -> bool:
+        """Whether only dot products read the tables that may be rotated: where a single table is
+        turned back, no gain was measured."""
+        return bool(self.groups) and all(len(group) > 1 for group in self.groups)
+
     def without_untouched(self) -> list[Choice]:
         """Return tables of all columns without untouched rows, in each dtype where removing these
         saves bytes."""
@@ -232,21 +238,17 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     int8, int4 = (_fitting(found, "full", dtype)[:1] for dtype in _FEW_BITS)
     if int8:
         return int8, _why_int8(int8[0])
-    # No gain was measured where a single table is turned back.
-    rotated = choices.groups and all(len(group) > 1 for group in choices.groups)
-    columns = _fitting(found, "columns", *_FEW_BITS) if rotated else ()
+    kind: Kind = "columns" if choices.only_dots else "small"
+    columns = _fitting(found, "columns", *_FEW_BITS) if choices.only_dots else ()
     small = _fitting(found, "small", *_FEW_BITS)
     if int4:
         # Narrower tables are in int8 alone: in int4 all columns fit.
         return int4 + (columns or small), _why_int4(int4[0], rotated=bool(columns))
-    more = _without_headers(choices, found, "columns" if rotated else "small")
-    reasons = []
-    if columns or small:
-        reasons.append(_COLUMNS_OR_SMALL if columns else _SMALL)
-    if more:
-        reasons.append(_HEADERS)
+    more = _without_headers(choices, found, kind)
+    reasons = {_HEADERS: more, _COLUMNS_OR_SMALL if columns else _SMALL: columns + small}
+    why = " ".join(text for text, some in reversed(reasons.items()) if some)
     nothing = f"Nothing fits: the least is {size(choices.least.served.total)}."
-    return columns + small + more, " ".join(reasons) or nothing
+    return columns + small + more, why or nothing
 
 
 def _without_headers(choices: Choices, found: Sequence[Choice], kind: Kind) -> tuple[Choice, ...]:
@@ -344,38 +346,38 @@ def attempts_of(
     # The gain of the other methods would not be theirs, were the untouched rows removed too.
     all_rows = replace(choices, untouched={})
     found: list[Attempt] = []
-    # fp16 costs nothing to try, so it is tried even where dtypes leaves it out.
-    for dtype in dict.fromkeys(("fp16", *dtypes)):
-        whole = all_rows.choice("full", dtype, 1.0)
-        if dtype != "fp32" and whole.fits:
-            found.append(Attempt(method="bits", candidate=whole.candidate))
+    for dtype in (*dtypes, *_OWN_METHOD):
+        found += _of_dtype(all_rows, dtype)
+    if "fp16" not in dtypes:
+        # It costs nothing to try.
+        found += [each for each in _of_dtype(all_rows, "fp16") if each.method == "bits"]
     for choice in choices.without_untouched():
         if choice.fits and choice.candidate.dtype in dtypes:
             found.append(Attempt(method="untouched", candidate=choice.candidate))
-    for dtype in dtypes:
-        if not all_rows.choice("full", dtype, 1.0).fits:
-            found += _narrower(all_rows, dtype, "small", "rotated") + _pruned(all_rows, dtype)
-    for dtype, method in {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}.items():
-        whole = all_rows.choice("full", dtype, 1.0)
-        if whole.fits and all_rows.is_as_named(whole):
-            found.append(Attempt(method=method, candidate=whole.candidate))
-        elif not whole.fits:
-            found += _narrower(all_rows, dtype, method, method)
     tried = [attempt for attempt in found if attempt.method in methods]
     return [attempt for attempt in tried if trains or attempt.trained is None]
 
 
-def _narrower(choices: Choices, dtype: str, small: str, rotated: str) -> list[Attempt]:
-    """Return the attempts with fewer columns, under the names of their methods."""
-    found: list[Attempt] = []
+_OWN_METHOD: Final = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
+"""The method of all attempts in a dtype, of any columns."""
+
+
+def _of_dtype(choices: Choices, dtype: str) -> list[Attempt]:
+    """Return the attempts in a dtype: with fewer columns or rows only where it is too large."""
+    own = _OWN_METHOD.get(dtype)
     whole = choices.choice("full", dtype, 1.0)
+    if whole.fits:
+        # The model as it is has been measured.
+        is_new = dtype != "fp32" and choices.is_as_named(whole)
+        return [Attempt(method=own or "bits", candidate=whole.candidate)] if is_new else []
+    found: list[Attempt] = []
     for choice in choices.widest("small", dtype):
         # Served whole: another model is trained that narrow.
         trained = choice.candidate.columns
-        found.append(Attempt(method=small, candidate=whole.candidate, trained=trained))
+        found.append(Attempt(method=own or "small", candidate=whole.candidate, trained=trained))
     for choice in choices.widest("columns", dtype) if choices.groups else []:
-        found.append(Attempt(method=rotated, candidate=choice.candidate))
-    return found
+        found.append(Attempt(method=own or "rotated", candidate=choice.candidate))
+    return found if own else found + _pruned(choices, dtype)
 
 
 def _pruned(choices: Choices, dtype: str) -> list[Attempt]:
