@@ -25,7 +25,6 @@ from dist_sparse.planning.candidates import (
     dense_bytes,
     kept_rows,
 )
-from dist_sparse.text import size
 
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
@@ -102,15 +101,6 @@ class Choices:
         saves bytes."""
         found = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         return [choice for choice in found if choice.candidate.levels]
-
-    @property
-    def least(self) -> Choice:
-        """The smallest dense tables of all dtypes, without untouched rows."""
-        found = []
-        for dtype in DTYPES:
-            fractions = column_fractions(self.tables, CODED.get(dtype, 4))
-            found.append(self.choice("small", dtype, min([*fractions, 1.0])))
-        return min(found, key=lambda choice: choice.served.total)
 
     def choice(self, kind: Kind, dtype: str, fraction: float) -> Choice:
         """Return tables with a fraction of their columns, without untouched rows."""
@@ -247,7 +237,7 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     more = _without_headers(choices, found, kind)
     reasons = {_HEADERS: more, _COLUMNS_OR_SMALL if columns else _SMALL: columns + small}
     why = " ".join(text for text, some in reversed(reasons.items()) if some)
-    nothing = f"Nothing fits: the least is {size(choices.least.served.total)}."
+    nothing = "Nothing fits: even the narrowest tables take more."
     return columns + small + more, why or nothing
 
 
