@@ -41,7 +41,8 @@ Row = dict[str, Any]
 BUDGETS = {"2.3%": 6.0, "4.7%": 12.0, "8.9%": 22.8, "9.4%": 24.0, "20%": 0.2 * FULL}
 """Bytes of a row."""
 
-PACKAGE = ("full", "small dense", "narrowed")
+_WAYS = ("", " by column", " codes")
+PACKAGE = ("full", *(f"{how}{way}" for how in ("small dense", "narrowed") for way in _WAYS))
 """Methods that the package's example trains."""
 
 L2 = (0.03, 0.05, 0.08, 0.15, 0.27)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from dist_sparse.codes.columns import dealt
 from two_tower.data import NEGATIVES, Interactions
 from two_tower.model import INIT
 
@@ -213,11 +212,8 @@ class Model:
         """Train on straight through codes of ``groups`` bytes a row: lookups return decoded rows,
         whose gradients update the float rows.
 
-        Columns, in descending order of what they hold, are dealt out to the groups. L2 stays that
-        of the float rows, as ``quantize(commitment=)`` makes it.
+        L2 stays that of the float rows, as ``quantize(commitment=)`` makes it.
         """
-        order = dealt(self.weights[0].shape[1], groups).numpy()
-        self.weights = [np.ascontiguousarray(weight[:, order]) for weight in self.weights]
         self.books = [Books(weight, groups, seed) for weight in self.weights]
 
     def served(self) -> list[Floats]:

@@ -26,7 +26,7 @@ from dist_sparse.serving.column_grid import ColumnSpread
 from two_tower.data import Interactions, Test, load
 from two_tower.quality import measure
 
-__all__ = ["CUT_METHODS", "DIM", "FULL", "METHODS", "forms", "read", "run"]
+__all__ = ["BY_COLUMN", "CUT_METHODS", "DIM", "FULL", "METHODS", "forms", "read", "run"]
 
 Case = dict[str, Any]
 

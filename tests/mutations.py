@@ -140,9 +140,9 @@ MUTATIONS = [
     # -- codes
     # -----------------------------------------------------------------------------------------------------------
     M("codes/lookups.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
-    M("codes/books.py", "torch.arange(sampled) * total // sampled", "torch.arange(sampled)", "tests/codes/test_quantize.py -k first_books"),
+    M("codes/books.py", "torch.arange(number) * total // number", "torch.arange(number)", "tests/codes/test_quantize.py -k first_books"),
     M("codes/books.py", "    entries[:, 0] = 0\n", "", "tests/codes/test_quantize.py -k loop"),
-    M("codes/quantize.py", "codes *= weight.any(1, keepdim=True)", "pass", "tests/codes/test_quantize.py -k removed_rows"),
+    M("codes/quantize.py", "shard.codes.mul_(weight.any(1, keepdim=True))", "pass", "tests/codes/test_quantize.py -k removed_rows"),
     M("codes/quantize.py", "codes.copy_(piece)", "pass", "tests/codes/test_quantize.py -k resumed"),
 ]
 # fmt: on

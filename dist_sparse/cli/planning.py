@@ -84,7 +84,7 @@ def add_frontier(commands: Commands) -> None:
     add(
         "--method",
         action="append",
-        help="bits, untouched, small, rotated, rows or mix; default: all",
+        help="bits, untouched, small, rotated, rows, mix, column or codes; default: all",
     )
     add("--metric", help="by which they are compared; default: the first that evaluate returns")
     add(

@@ -52,11 +52,11 @@ def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
         columns: of the table; the last group may have more.
     """
     starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
-    return entries_at(codes + starts, books.flatten(0, 1))[:, :columns]
+    return entries_at(codes + starts, books.flatten(0, 1))[:, :columns].float()
 
 
 def entries_at(places: Tensor, entries: Tensor) -> Tensor:
-    """Return the entries at ``places`` side by side: float32 ``(n, groups * width)``.
+    """Return the entries at ``places`` side by side: float16 ``(n, groups * width)``.
 
     Args:
         places: of any integer dtype, ``(n, groups)``.
@@ -69,7 +69,7 @@ def entries_at(places: Tensor, entries: Tensor) -> Tensor:
     else:
         whole = entries.view(kind).view(-1)
         found = whole.index_select(0, places.flatten()).view(torch.float16)
-    return found.view(-1, groups * width).float()
+    return found.view(-1, groups * width)
 
 
 def scales_of(books: Tensor) -> Tensor:
@@ -129,7 +129,11 @@ def fit(data: ShardedData, group: Group, groups: int) -> Tensor:
         groups: of the table's columns.
     """
     # The same on every rank from here on: nothing has to be sent.
-    rows = group.all_reduce(_sample(data, group.rank))
+    return learned(sampled(data, group), groups)
+
+
+def learned(rows: Tensor, groups: int) -> Tensor:
+    """Return books of some rows ``(n, columns)`` by k-means. Local."""
     parts = rows.view(len(rows), groups, -1).unbind(1)
     books = torch.stack([_spread(part) for part in parts])
     codes = torch.empty(len(rows), groups, dtype=torch.uint8)
@@ -155,18 +159,18 @@ def refit(data: ShardedData, group: Group, books: Tensor, codes: Mapping[Rect, T
     return _means(books, group.all_reduce(sums))
 
 
-def _sample(data: ShardedData, rank: int) -> Tensor:
-    """Return the sampled rows as far as a rank owns them, zeros elsewhere: float32."""
+def sampled(data: ShardedData, group: Group) -> Tensor:
+    """Return rows of a table at even distances, float32. Collective over its ``group``."""
     total, columns = data.shape
-    sampled = min(total, _SAMPLED)
-    ids = torch.arange(sampled) * total // sampled
-    rows = torch.zeros(sampled, columns)
+    number = min(total, _SAMPLED)
+    ids = torch.arange(number) * total // number
+    rows = torch.zeros(number, columns)
     held = dict(data.shards)
-    for rect in data.owned(rank):
+    for rect in data.owned(group.rank):
         here = ((ids >= rect.row) & (ids < rect.row_end)).nonzero().flatten()
         found = held[rect][(ids[here] - rect.row).to(held[rect].device)]
         rows[here, rect.col : rect.col_end] = found.float().cpu()
-    return rows
+    return group.all_reduce(rows)
 
 
 def _spread(vectors: Tensor) -> Tensor:

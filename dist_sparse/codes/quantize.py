@@ -7,7 +7,7 @@ checkpoint, so that it holds codes too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -17,13 +17,9 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import digest, integer, number
 from dist_sparse.codes.books import ENTRIES, assign, fit, refit
-from dist_sparse.codes.columns import put_in_order, tables_to_order
-from dist_sparse.codes.lookups import Attached
+from dist_sparse.codes.lookups import Attached, CodedShard
 from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.rotation.lookups import Lookup
-from dist_sparse.rotation.outputs import turn_back
-from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -46,9 +42,6 @@ def quantize(
     begin: int,
     end: int | None = None,
     every: int = 1000,
-    include: str | list[str] | None = None,
-    exclude: str | list[str] | None = None,
-    order: Rotate | None = None,
     commitment: float = 0.0,
     sparse: SparseTraining | BaseDataSparsifier | None = None,
 ) -> CodedTraining:
@@ -66,19 +59,15 @@ def quantize(
     Args:
         model: a DistributedModelParallel, a DDP module or any module, as it is trained: wrap it
             first.
-        optimizer: the optimizer that steps it, or a sequence of all of them.
-        codes: bytes of a row, a divisor of the table's columns; of all tables, or by table name.
+        optimizer: the optimizer that steps it, or a sequence of all of them, as of
+            :func:`~dist_sparse.sparsify`. It steps the floats as before.
+        codes: bytes of a row, a divisor of the table's columns: of all tables, or by the names of
+            the tables that have codes.
         begin: the first step at which books and codes change; steps count from 0.
         end: the last one. After it they stay as they are, so that other layers fit to them; None
             goes on for good.
         every: steps between two changes. An assignment costs some 3 us a row of 64 columns on one
             CPU thread: 8 times an epoch are enough.
-        include: globs over table names and fully qualified names; None is every table.
-        exclude: globs of what to leave out.
-        order: tables whose columns may change places, as of :func:`~dist_sparse.rotate`:
-            ``"table"`` turns the outputs of each table back, groups of names share an order, and
-            only dot products between them may read them. At the first fit their columns are dealt
-            out to the groups. Pass it after a rotation, whose first columns hold the most.
         commitment: factor of half the squared distance between the floats and the decoded rows that
             a lookup returns, in the loss. **If the loss has an L2 of lookups, pass its factor**:
             L2 acts on floats then, as it does without codes. Otherwise it shrinks the decoded rows
@@ -120,20 +109,15 @@ def quantize(
         schedule = Window(begin=begin, end=end, every=every)
         pull = number("commitment", commitment, least=0)
         sparsifier = None if sparse is None else sparsifier_of(sparse)
-        source = ModelTables(model, include=include, exclude=exclude)
+        source = ModelTables(model)
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
+        located = {name: located[name] for name in groups}
         if sparsifier is not None:
             _refuse_masks(sparsifier, located)
         facts["begin, end, every"] = asdict(schedule)
-        facts["codes, commitment, order"] = [groups, pull, repr(order), sparsifier is None]
-        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        ordered = tables_to_order(order, model, list(optimizers), located, groups)
-    for name, lookup in ordered.items():
-        if lookup is not None:
-            # Rows must be decoded before they are turned back: this hook comes first.
-            turn_back(*lookup, located[name])
-    handle = CodedTraining(source, groups, schedule, pull, ordered, sparsifier)
+        facts["codes, commitment, sparse"] = [groups, pull, sparsifier is not None]
+    handle = CodedTraining(source, groups, schedule, pull, sparsifier)
     try:
         with world.agreeing("quantize()"):
             handle.attach()
@@ -162,12 +146,11 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         groups: Mapping[str, int],
         schedule: Window,
         commitment: float,
-        order: Mapping[str, Lookup | None],
         sparsifier: BaseDataSparsifier | None,
     ) -> None:
         self.sparsifier = sparsifier
         self._source, self._groups = source, groups
-        self._schedule, self._commitment, self._order = schedule, commitment, order
+        self._schedule, self._commitment = schedule, commitment
         self._step, self._is_fitted = 0, False
         self._masks_version: int | None = None
         self._attached: Attached | None = None
@@ -190,9 +173,9 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             self._fit()
         elif version != self._masks_version:
             self._settle()
-            for _, codes, weight in attached.shards(self._located()):
+            for shard, weight in self._weights(attached):
                 # A row that was just removed decodes to zeros.
-                codes *= weight.any(1, keepdim=True)
+                shard.codes.mul_(weight.any(1, keepdim=True))
         self._masks_version = version
         self._step += 1
 
@@ -272,8 +255,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         if self._is_fitted:
             with torch.no_grad():
                 self._settle()
-                for cut, codes, weight in self._attached.shards(located):
-                    assign(weight, self.books[cut.name][cut.groups], codes)
+                for shard, weight in self._weights(self._attached):
+                    assign(weight, self.books[shard.name][shard.groups], shard.codes)
             self._attached.use(self.books)
 
     def coded(self) -> dict[str, ShardedData]:
@@ -297,6 +280,12 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     def _located(self) -> list[ShardedData]:
         return self._source.locate(self._groups)
 
+    def _weights(self, attached: Attached) -> Iterator[tuple[CodedShard, Tensor]]:
+        """Yield this rank's shards with their weights."""
+        held = {data.name: dict(data.shards) for data in self._located()}
+        for shard in attached.shards:
+            yield shard, held[shard.name][shard.rect]
+
     def _while_attached(self) -> Attached:
         if self._attached is None:
             raise RuntimeError("The codes are detached: call quantize() again.")
@@ -308,14 +297,15 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         return groups, ENTRIES, data.shape[1] // groups
 
     def _coded(self) -> dict[str, ShardedData]:
-        codes = self._while_attached().codes()
+        attached = self._while_attached()
         found = {}
         for data in self._located():
+            codes = attached.codes(data.name)
             groups, _, width = self._book_shape(data)
             tiling = [tuple(_in_groups(rect, width) for rect in held) for held in data.tiling]
             shards = []
             for rect, _ in data.shards:
-                shards.append(Shard(_in_groups(rect, width), codes[data.name][rect]))
+                shards.append(Shard(_in_groups(rect, width), codes[rect]))
             found[data.name] = replace(
                 data,
                 shape=(data.shape[0], groups),
@@ -340,15 +330,12 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             located = self._located()
             for data in located:
                 _refuse_not_finite(data)
-        codes = attached.codes()
         for data in located:
-            over = group_over(data.ranks)
+            over, groups = group_over(data.ranks), self._groups[data.name]
             if self._is_fitted:
-                books = refit(data, over, self.books[data.name], codes.get(data.name, {}))
+                books = refit(data, over, self.books[data.name], attached.codes(data.name))
             else:
-                if data.name in self._order:
-                    put_in_order(data, self._groups[data.name], self._order[data.name])
-                books = fit(data, over, self._groups[data.name])
+                books = fit(data, over, groups)
             self.books[data.name] = books
         self._is_fitted = True
         self.attach()
@@ -360,17 +347,19 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Return the codes of a row, by table."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
+    if unknown := sorted(set(by_name) - set(located)):
+        raise ValueError(f"Invalid {codes=}: {unknown} are none of the tables {sorted(located)}.")
     found = {}
     for name, data in located.items():
+        if name not in by_name:
+            continue
         rows, columns = data.shape
         if rows < LEAST_ROWS:
             raise ValueError(
                 f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
                 f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
-                f" exclude={name!r} leaves it as it is."
+                " codes= by name leaves other tables as they are."
             )
-        if name not in by_name:
-            raise ValueError(f"Invalid {codes=}: table {name!r} is missing; exclude it.")
         found[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
         if columns % found[name]:
             fits = [each for each in range(1, columns + 1) if columns % each == 0]
@@ -383,10 +372,6 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
 
 def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedData]) -> None:
     """Refuse masks that change what is left of a row."""
-    if sparsifier.masks.rotation is not None:
-        raise ValueError(
-            "sparse rotates tables away from their books: compact() the model, then quantize it."
-        )
     for name, config in sparsifier.data_groups.items():
         if name not in located:
             continue
@@ -403,11 +388,10 @@ def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedD
 
 def _refuse_not_finite(data: ShardedData) -> None:
     for rect, weight in data.shards:
-        largest = float(torch.stack(torch.aminmax(weight)).abs().max())
-        # Not ``>``, which is false for NaN.
-        if not largest <= torch.finfo(torch.float32).max:
+        if not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
             raise ValueError(
-                f"Table {data.name!r} has the value {largest} in {rect}: books can't be fitted."
+                f"Table {data.name!r} has weights in {rect} that are not finite: books can't be"
+                " fitted."
             )
 
 
@@ -430,12 +414,7 @@ def _chunked(data: ShardedData) -> ChunkedTensor:
 
 def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's codes of a table, each with the saved ones to be copied to it."""
-    pieces = {}
-    if isinstance(saved, ChunkedTensor):
-        pieces = dict(saved.writes)
-        if saved.loaded is not None:
-            offsets = [offset for offset, _ in saved.wants]
-            pieces = dict(zip(offsets, saved.loaded, strict=True))
+    pieces = saved.pieces() if isinstance(saved, ChunkedTensor) else {}
     found = []
     for rect, codes in data.shards:
         piece = pieces.get((rect.row, rect.col), codes[:0])

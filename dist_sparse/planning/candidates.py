@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Final
 
 import torch
 
 from dist_sparse import checks
+from dist_sparse.codes.books import ENTRIES
+from dist_sparse.codes.quantize import LEAST_ROWS
 from dist_sparse.serving.codes import BITS
-from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
+
+BY_COLUMN: Final = "int4 by column"
+"""4 bits on a grid for each column: ``export(dtype="int4", scale="column")``."""
+
+CODED: Final = {"codes of 4": 4, "codes of 8": 8}
+"""Columns of a code, by the name of these rows. Tables that can't have codes are in int4."""
+
+DTYPES: Final = (*BITS, BY_COLUMN, *CODED)
+"""How rows are stored: as of :func:`~dist_sparse.export`, or as above."""
+
+_BITS: Final = {str(name): bits for name, bits in BITS.items()} | {BY_COLUMN: 4}
+
+_PER_ROW: Final = {"int8": 4, "int4": 4}
+"""Bytes of a row's scale and bias, two numbers of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +61,26 @@ class ServedBytes:
 
     Args:
         weights: the kept weights, in the dtype that they are stored in.
-        scales: scale and bias of each row, of 8 and 4 bits.
+        scales: scale and bias of each row, of 8 and 4 bits, or the scale of each column.
+        books: entries that codes stand for.
         index: index of kept rows: a bit and a count for each 32, 0.25 byte for each original row.
         bases: matrices that turn the outputs of rotated tables back.
     """
 
     weights: int = 0
     scales: int = 0
+    books: int = 0
     index: int = 0
     bases: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.scales + self.index + self.bases
+        return sum(vars(self).values())
 
     def __add__(self, other: ServedBytes) -> ServedBytes:
-        return ServedBytes(
-            weights=self.weights + other.weights,
-            scales=self.scales + other.scales,
-            index=self.index + other.index,
-            bases=self.bases + other.bases,
-        )
+        parts = [part.name for part in fields(self)]
+        return ServedBytes(**{name: getattr(self, name) + getattr(other, name) for name in parts})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +91,7 @@ class Candidate:
     ``dataclasses.asdict()`` of it is JSON-able, and ``Candidate(**read)`` takes it back.
 
     Args:
-        dtype: of all tables when they are served, as in :func:`~dist_sparse.export`.
+        dtype: of all tables when they are served, of :data:`DTYPES`.
         columns: fraction of its columns that each table of ``groups`` keeps, in (0, 1], rounded
             as by ``sparsify(level=1 - columns, block="col", rotate=groups)`` and ``compact()``: to
             a multiple of 4.
@@ -95,7 +109,7 @@ class Candidate:
         >>> tables = [TableShape("user", (1000, 64)), TableShape("item", (4000, 64))]
         >>> narrow = Candidate(dtype="int8", columns=0.25, groups=(("user", "item"),))
         >>> narrow.shape(tables[0]), narrow.served_bytes(tables)
-        ((1000, 16), ServedBytes(weights=80000, scales=20000, index=0, bases=0))
+        ((1000, 16), ServedBytes(weights=80000, scales=20000, books=0, index=0, bases=0))
         >>> print(narrow)
         int8, 25.0% of the columns, rotated
         >>> rows = Candidate(dtype="int4", levels={"item": 0.75})
@@ -103,7 +117,7 @@ class Candidate:
         ((1000, 64), 1000)
     """
 
-    dtype: Dtype = "fp32"
+    dtype: str = "fp32"
     columns: float = 1.0
     groups: tuple[tuple[str, ...], ...] = ()
     levels: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -119,7 +133,7 @@ class Candidate:
             if level
         }
         # The dataclass is frozen.
-        object.__setattr__(self, "dtype", checks.choice("dtype", self.dtype, BITS))
+        object.__setattr__(self, "dtype", checks.choice("dtype", self.dtype, DTYPES))
         object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
         object.__setattr__(self, "levels", levels)
 
@@ -142,6 +156,19 @@ class Candidate:
         """Return the fraction of its rows that a table loses; below level 1 one of them stays."""
         return 1 - self.shape(table)[0] / max(table.shape[0], 1)
 
+    def codes(self, table: TableShape) -> int:
+        """Return the codes of a row of a table; 0 of a table without codes."""
+        size, width = CODED.get(self.dtype), self._width(table)
+        if size is None or table.shape[0] < LEAST_ROWS or width % size:
+            return 0
+        return width // size
+
+    def dtype_of(self, table: TableShape) -> str:
+        """Return the dtype of a table: ``"codes"``, or as of :data:`DTYPES`."""
+        if self.dtype not in CODED:
+            return self.dtype
+        return "codes" if self.codes(table) else "int4"
+
     def served_bytes(self, tables: Iterable[TableShape]) -> ServedBytes:
         """Return the bytes of tables in the memory of a server, exactly."""
         total = ServedBytes()
@@ -151,14 +178,14 @@ class Candidate:
 
     def table_bytes(self, table: TableShape, level: float) -> ServedBytes:
         """Return the served bytes of a table that loses the fraction ``level`` of its rows."""
-        rows, width = table.shape[0], self._width(table)
-        kept = kept_rows(rows, level)
-        has_scales = self.dtype in ("int8", "int4")
+        rows, width, dtype = table.shape[0], self._width(table), self.dtype_of(table)
+        kept, codes = kept_rows(rows, level), self.codes(table)
         return ServedBytes(
             # Two codes of 4 bits share a byte, within a row.
-            weights=kept * -(-width * BITS[self.dtype] // 8),
-            # Two numbers of 16 bits.
-            scales=kept * 4 if has_scales else 0,
+            weights=kept * (codes or -(-width * _BITS[dtype] // 8)),
+            # Numbers of 16 bits, as are the entries of books.
+            scales=2 * width if dtype == BY_COLUMN else kept * _PER_ROW.get(dtype, 0),
+            books=2 * ENTRIES * width if codes else 0,
             index=index_bytes(rows) if kept < rows else 0,
             bases=basis_bytes(table.shape[1], width) if self._turned_back(table) else 0,
         )
@@ -176,7 +203,7 @@ class Candidate:
         return self.columns < 1 and self._alone.get(table.name, False)
 
     def __str__(self) -> str:
-        parts: list[str] = [self.dtype]
+        parts = [self.dtype]
         if self.columns < 1:
             how = ", rotated" if self.groups else ", dense from the start"
             parts.append(f"{percent(self.columns)} of the columns{how}")

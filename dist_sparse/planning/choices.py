@@ -12,22 +12,23 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Final, Literal, TypeAlias
 
 from dist_sparse.planning.candidates import (
+    BY_COLUMN,
+    CODED,
+    DTYPES,
     Candidate,
     ServedBytes,
     TableShape,
     dense_bytes,
     kept_rows,
 )
-from dist_sparse.serving.manifest import Dtype
-from dist_sparse.text import size
 
 Kind: TypeAlias = Literal["full", "small", "columns", "rows"]
 
-DTYPES: Final[tuple[Dtype, ...]] = ("fp32", "fp16", "int8", "int4")
-_FEW_BITS: Final = DTYPES[2:]
+_FEW_BITS: Final = ("int8", "int4")
 
 _STEPS: Final = 1 << 20
 """Levels are searched in steps of ``1 / _STEPS``."""
@@ -72,7 +73,8 @@ class Choices:
     def all(self) -> list[Choice]:
         """Return the candidates: with all columns in each dtype, fitting or not, and the widest
         that fits of each kind and dtype."""
-        found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
+        whole = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
+        found = [choice for choice in whole if self.is_as_named(choice)]
         found += self.without_untouched()
         # Columns are removed only where tables may be rotated.
         kinds: tuple[Kind, ...] = ("small", "columns") if self.groups else ("small",)
@@ -83,18 +85,24 @@ class Choices:
                     found += self.widest(kind, dtype)
         return found
 
+    def is_as_named(self, choice: Choice) -> bool:
+        """Return whether some table has codes, where the candidate is named after them."""
+        candidate = choice.candidate
+        return candidate.dtype not in CODED or any(map(candidate.codes, self.tables))
+
+    @property
+    def only_dots(self) -> bool:
+        """Whether only dot products read the tables that may be rotated: where a single table is
+        turned back, no gain was measured."""
+        return bool(self.groups) and all(len(group) > 1 for group in self.groups)
+
     def without_untouched(self) -> list[Choice]:
         """Return tables of all columns without untouched rows, in each dtype where removing these
         saves bytes."""
         found = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         return [choice for choice in found if choice.candidate.levels]
 
-    @property
-    def least(self) -> Choice:
-        """Small dense tables of 4 columns in int4, without untouched rows."""
-        return self.choice("small", "int4", min([*column_fractions(self.tables), 1.0]))
-
-    def choice(self, kind: Kind, dtype: Dtype, fraction: float) -> Choice:
+    def choice(self, kind: Kind, dtype: str, fraction: float) -> Choice:
         """Return tables with a fraction of their columns, without untouched rows."""
         candidate = Candidate(dtype=dtype, columns=fraction)
         if fraction < 1 and kind == "columns":
@@ -103,20 +111,21 @@ class Choices:
             candidate = replace(candidate, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
 
-    def widths(self, kind: Kind, dtype: Dtype) -> tuple[list[float], int]:
+    def widths(self, kind: Kind, dtype: str) -> tuple[list[float], int]:
         """Return the fractions of columns that a kind may keep, ascending, and how many of them
         fit."""
-        fractions = column_fractions(self._tables_of(kind))
+        fractions = column_fractions(self._tables_of(kind), CODED.get(dtype, 4))
         # Bytes grow with the width: all that fit come first.
         fitting = bisect_right(
             fractions, False, key=lambda fraction: not self.choice(kind, dtype, fraction).fits
         )
         return fractions, fitting
 
-    def widest(self, kind: Kind, dtype: Dtype) -> list[Choice]:
+    def widest(self, kind: Kind, dtype: str) -> list[Choice]:
         """Return the widest tables that fit, with fewer than all columns; none if none fit."""
         fractions, fitting = self.widths(kind, dtype)
-        return [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
+        found = [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
+        return [choice for choice in found if self.is_as_named(choice)]
 
     def fewest_rows(self, candidate: Candidate) -> Choice:
         """Return a candidate with its ``prunable`` tables at the lowest common level at which all
@@ -169,6 +178,9 @@ class Choices:
         """Return the levels that remove untouched rows, where that saves more bytes than the index
         takes."""
         found: dict[str, float] = {}
+        if candidate.dtype in CODED:
+            # Books are fitted to all rows.
+            return found
         for table in self.tables:
             # A table that no batch has read keeps one row.
             rows = min(self.untouched.get(table.name, 0), table.shape[0] - 1)
@@ -180,11 +192,11 @@ class Choices:
         return found
 
 
-def column_fractions(tables: Sequence[TableShape]) -> list[float]:
-    """Return the fractions of columns that leave a multiple of 4 of the widest table, but not all
-    of it, ascending."""
+def column_fractions(tables: Sequence[TableShape], step: int = 4) -> list[float]:
+    """Return the fractions of columns that leave a multiple of ``step`` of the widest table, but
+    not all of it, ascending."""
     widest = max(table.shape[1] for table in tables)
-    return [width / widest for width in range(4, widest, 4)]
+    return [width / widest for width in range(step, widest, step)]
 
 
 _COLUMNS_OR_SMALL: Final = (
@@ -199,6 +211,15 @@ _SMALL: Final = (
 )
 
 
+_NO_GAIN_FROM: Final = 40
+"""Columns of int4 rows that were as good as codes of the same bytes, on Gowalla."""
+
+_HEADERS: Final = (
+    "Of such short rows 4 bytes of scale and bias are a large part; int4 by column and codes have "
+    "none. They gained on Gowalla, and on data that over-fits fewer columns win: measure them too."
+)
+
+
 def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
     """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
     measured; none means that the tables fit as they are, or that nothing fits."""
@@ -207,19 +228,40 @@ def recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, 
     int8, int4 = (_fitting(found, "full", dtype)[:1] for dtype in _FEW_BITS)
     if int8:
         return int8, _why_int8(int8[0])
-    # No gain was measured where a single table is turned back.
-    only_dots = all(len(group) > 1 for group in choices.groups)
-    columns = _fitting(found, "columns", *_FEW_BITS) if only_dots else ()
+    kind: Kind = "columns" if choices.only_dots else "small"
+    columns = _fitting(found, "columns", *_FEW_BITS) if choices.only_dots else ()
     small = _fitting(found, "small", *_FEW_BITS)
     if int4:
         # Narrower tables are in int8 alone: in int4 all columns fit.
         return int4 + (columns or small), _why_int4(int4[0], rotated=bool(columns))
-    if not columns + small:
-        return (), f"Nothing fits: the least is {size(choices.least.served.total)}."
-    return columns + small, _COLUMNS_OR_SMALL if columns else _SMALL
+    more = _without_headers(choices, found, kind)
+    reasons = {_HEADERS: more, _COLUMNS_OR_SMALL if columns else _SMALL: columns + small}
+    why = " ".join(text for text, some in reversed(reasons.items()) if some)
+    nothing = "Nothing fits: even the narrowest tables take more."
+    return columns + small + more, why or nothing
 
 
-def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: Dtype) -> tuple[Choice, ...]:
+def _without_headers(choices: Choices, found: Sequence[Choice], kind: Kind) -> tuple[Choice, ...]:
+    """Return the candidates by column and of codes that are worth a measurement beside int4 rows:
+    none where these have at least 24 bytes, which were as good."""
+    widest = max(choices.tables, key=lambda table: table.shape[1])
+    for narrow in _fitting(found, kind, "int4"):
+        if narrow.candidate.shape(widest)[1] >= _NO_GAIN_FROM:
+            return ()
+    by_column, *coded = (
+        (_fitting(found, "full", dtype) + _fitting(found, kind, dtype))[:1]
+        for dtype in (BY_COLUMN, *CODED)
+    )
+    # The finest codes that leave half of the columns.
+    wide = [
+        choice
+        for choice in chain.from_iterable(coded)
+        if 2 * choice.candidate.shape(widest)[1] >= widest.shape[1]
+    ]
+    return (*by_column, *wide[:1])
+
+
+def _fitting(found: Sequence[Choice], kind: Kind, *dtypes: str) -> tuple[Choice, ...]:
     """Return the candidates of a kind that fit, in the order of ``dtypes``."""
     fitting = []
     for dtype in dtypes:
@@ -257,6 +299,8 @@ METHODS: Final = {
     "rotated": "rotated columns",
     "rows": "rows",
     "mix": "rotated columns and rows",
+    "column": "int4 by column",
+    "codes": "codes",
 }
 """Name of each method in tables, the simplest first."""
 
@@ -277,45 +321,60 @@ class Attempt:
     trained: float | None = None
 
 
-def attempts_of(choices: Choices, methods: Sequence[str], dtypes: Sequence[Dtype]) -> list[Attempt]:
+def attempts_of(
+    choices: Choices, methods: Sequence[str], dtypes: Sequence[str], *, trains: bool = True
+) -> list[Attempt]:
     """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
 
     Args:
         choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
             removed; the untouched rows are removed by a method of their own alone.
         methods: of :data:`METHODS`.
-        dtypes: dtypes of the stored weights.
+        dtypes: dtypes of the stored weights, of methods that are not named after theirs.
+        trains: whether models with fewer columns can be trained.
     """
     # The gain of the other methods would not be theirs, were the untouched rows removed too.
     all_rows = replace(choices, untouched={})
     found: list[Attempt] = []
-    # fp16 costs nothing to try, so it is tried even where dtypes leaves it out.
-    for dtype in dict.fromkeys(("fp16", *dtypes)):
-        whole = all_rows.choice("full", dtype, 1.0)
-        if dtype != "fp32" and whole.fits:
-            found.append(Attempt(method="bits", candidate=whole.candidate))
+    for dtype in (*dtypes, *_OWN_METHOD):
+        found += _of_dtype(all_rows, dtype)
+    if "fp16" not in dtypes:
+        # It costs nothing to try.
+        found += [each for each in _of_dtype(all_rows, "fp16") if each.method == "bits"]
     for choice in choices.without_untouched():
         if choice.fits and choice.candidate.dtype in dtypes:
             found.append(Attempt(method="untouched", candidate=choice.candidate))
-    for dtype in dtypes:
-        found += _smaller(all_rows, dtype)
-    return [attempt for attempt in found if attempt.method in methods]
+    tried = [attempt for attempt in found if attempt.method in methods]
+    return [attempt for attempt in tried if trains or attempt.trained is None]
 
 
-def _smaller(choices: Choices, dtype: Dtype) -> list[Attempt]:
-    """Return the attempts in a dtype in which the whole tables are too large."""
+_OWN_METHOD: Final = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
+"""The method of all attempts in a dtype, of any columns."""
+
+
+def _of_dtype(choices: Choices, dtype: str) -> list[Attempt]:
+    """Return the attempts in a dtype: with fewer columns or rows only where it is too large."""
+    own = _OWN_METHOD.get(dtype)
     whole = choices.choice("full", dtype, 1.0)
     if whole.fits:
-        return []
+        # The model as it is has been measured.
+        is_new = dtype != "fp32" and choices.is_as_named(whole)
+        return [Attempt(method=own or "bits", candidate=whole.candidate)] if is_new else []
     found: list[Attempt] = []
-    for small in choices.widest("small", dtype):
+    for choice in choices.widest("small", dtype):
         # Served whole: another model is trained that narrow.
-        trained = small.candidate.columns
-        found.append(Attempt(method="small", candidate=whole.candidate, trained=trained))
-    pruned = [("rows", whole.candidate)]
+        trained = choice.candidate.columns
+        found.append(Attempt(method=own or "small", candidate=whole.candidate, trained=trained))
+    for choice in choices.widest("columns", dtype) if choices.groups else []:
+        found.append(Attempt(method=own or "rotated", candidate=choice.candidate))
+    return found if own else found + _pruned(choices, dtype)
+
+
+def _pruned(choices: Choices, dtype: str) -> list[Attempt]:
+    """Return the attempts with fewer rows."""
+    found: list[Attempt] = []
+    pruned = [("rows", choices.choice("full", dtype, 1.0).candidate)]
     if choices.groups:
-        for rotated in choices.widest("columns", dtype):
-            found.append(Attempt(method="rotated", candidate=rotated.candidate))
         # A little wider than fits, and the rest of the bytes out of rows.
         fractions, fitting = choices.widths("columns", dtype)
         for fraction in fractions[fitting : fitting + 2]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -21,7 +21,6 @@ from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.codes import BITS
-from dist_sparse.serving.manifest import Dtype
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import protected
@@ -40,7 +39,7 @@ def frontier(
     *,
     budgets: Sequence[float] = BUDGETS,
     methods: Sequence[str] | None = None,
-    dtypes: Sequence[Dtype] = ("fp32", "int8", "int4"),
+    dtypes: Sequence[str] = ("fp32", "int8", "int4"),
     rotate: Rotate = "table",
     protect: str | list[str] | None = None,
     metric: str | None = None,
@@ -65,9 +64,11 @@ def frontier(
             with that fraction of the columns of its tables. For the method ``"small"``.
         budgets: fractions of the tables' bytes.
         methods: of those in :data:`~dist_sparse.planning.choices.METHODS`: ``"bits"``,
-            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"`` and ``"mix"``. None is all of
-            them, without ``"small"`` if there is no ``train``.
-        dtypes: dtypes of the stored weights.
+            ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"``, ``"column"`` and
+            ``"codes"``. None is all of them, without ``"small"`` if there is no ``train``. Codes
+            are of all columns, or of as many as fit, 4 or 8 columns a code; they are fitted to the
+            present weights, and training through :func:`~dist_sparse.quantize` usually gains more.
+        dtypes: dtypes of the stored weights, of the other methods than the last two.
         rotate: as in :func:`~dist_sparse.rotate`: ``"table"``, or groups of tables that are read
             only by dot products between them.
         protect: globs of tables that keep all rows, as tables of fewer than 16 do.
@@ -105,7 +106,7 @@ def frontier(
         shares = sorted({checks.level("budgets", each) for each in budgets}, reverse=True)
         if not shares:
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
-        kinds: Any = [checks.choice("dtypes", each, BITS) for each in dtypes]
+        kinds = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
         located = model_source(model).locate()
         pruned = _prunable(located, checks.name_list("protect", protect))
@@ -126,7 +127,7 @@ def frontier(
             untouched=untouched,
             prunable=pruned,
         )
-        tried[share] = attempts_of(choices, chosen, kinds)
+        tried[share] = attempts_of(choices, chosen, kinds, trains=train is not None)
     whole = Frontier(
         table_bytes=measurements.table_bytes,
         full=measurements.full,

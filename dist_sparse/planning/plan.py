@@ -15,8 +15,8 @@ from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.planning.candidates import TableShape, dense_bytes, shape_of
-from dist_sparse.planning.choices import Choice, Choices, recommend
+from dist_sparse.planning.candidates import BY_COLUMN, CODED, TableShape, dense_bytes, shape_of
+from dist_sparse.planning.choices import METHODS, Choice, Choices, recommend
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.modules import model_source
@@ -24,11 +24,7 @@ from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
 from dist_sparse.training.budget import parse_budget
 
-_LABELS = {
-    "full": "all columns",
-    "small": "smaller dense table",
-    "columns": "fewer rotated columns",
-}
+_LABELS = {"full": "all columns", "small": METHODS["small"], "columns": METHODS["rotated"]}
 
 # What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
 UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
@@ -113,7 +109,7 @@ class Plan:
         use = "fits" if choice.fits else "too large"
         if choice in self.recommended:
             # The number of its code below the table.
-            use = f"recommended {self.recommended.index(choice) + 1}"
+            use = f"use {self.recommended.index(choice) + 1}"
         shapes = [choice.candidate.shape(table) for table in self.tables]
         widths = sorted({width for _, width in shapes})
         # One width, or the narrowest and the widest.
@@ -130,7 +126,7 @@ class Plan:
 
     def _label(self, choice: Choice) -> str:
         if choice.kind == "full" and choice.candidate.levels:
-            return "untouched rows removed"
+            return METHODS["untouched"]
         return _LABELS[choice.kind]
 
     def _never_touched(self) -> list[str]:
@@ -158,9 +154,10 @@ def plan(
     """Return candidates within a byte budget for a model's tables, and which one to use. The model
     does not change. Collective: every rank of the world must call it.
 
-    Dtypes of 32, 16, 8 and 4 bits are combined with widths that are multiples of 4 columns, and
-    with the removal of rows that training has never touched, which is lossless. Bytes are counted
-    as a server holds them: weights, scales, indexes of kept rows, and bases that rotate outputs
+    Dtypes of 32, 16, 8 and 4 bits, 4 bits with a scale for each column, and codes of 4 and 8
+    columns are combined with widths that are multiples of 4 columns, and, but for codes, with the
+    removal of rows that training has never touched, which is lossless. Bytes are counted as a
+    server holds them: weights, scales, books, indexes of kept rows, and bases that rotate outputs
     back. No weights are read, and no quality is predicted: recommendations follow rules that were
     measured on other models. Where a rule depends on the data, several candidates are recommended,
     to be measured.
@@ -295,7 +292,26 @@ def _code_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
         include = f"include={_code([*map(glob.escape, candidate.levels)])}"
         lines += _sparsify_lines('level="untouched"', include, 'block="row"', *ending)
         sparse = "sparse"
-    return [*lines, f'export(model, {sparse}, "served", dtype="{candidate.dtype}")']
+    how = f'dtype="{candidate.dtype}"'
+    if candidate.dtype == BY_COLUMN:
+        how = 'dtype="int4", scale="column"'
+    if candidate.dtype in CODED:
+        lines += _quantize_lines(choice, tables)
+        # The dtype of tables without codes.
+        sparse, how = "coded", 'dtype="int4"'
+    return [*lines, f'export(model, {sparse}, "served", {how})']
+
+
+def _quantize_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
+    """Return the code that gives the tables their codes."""
+    codes = {table.name: choice.candidate.codes(table) for table in tables}
+    codes = {name: each for name, each in codes.items() if each}
+    text = pprint.pformat(codes, width=66, compact=True, sort_dicts=False)
+    return [
+        "# better: from half of the training on, with coded.step() after each step",
+        *_call("coded = quantize", "model", "optimizer", f"codes={text}", "begin=0", "end=0"),
+        "coded.step()",
+    ]
 
 
 def _code(names: list[Any]) -> str:
@@ -303,9 +319,14 @@ def _code(names: list[Any]) -> str:
 
 
 def _sparsify_lines(*arguments: str) -> list[str]:
-    """Return a call of sparsify() that fits 79 columns, and the step that removes."""
-    lines = [f"sparse = sparsify(model, optimizer, {', '.join(arguments)})"]
-    if len(lines[0]) > 79:
-        parts = ",\n".join(["model", "optimizer", *arguments, ""])
-        lines = ["sparse = sparsify(", textwrap.indent(parts.rstrip(), "    "), ")"]
-    return [*lines, "sparse.step()"]
+    """Return a call of sparsify(), and the step that removes."""
+    return [*_call("sparse = sparsify", "model", "optimizer", *arguments), "sparse.step()"]
+
+
+def _call(what: str, *arguments: str) -> list[str]:
+    """Return a call in 79 columns."""
+    line = f"{what}({', '.join(arguments)})"
+    if len(line) <= 79:
+        return [line]
+    parts = ",\n".join([*arguments, ""])
+    return [f"{what}(", textwrap.indent(parts.rstrip(), "    "), ")"]

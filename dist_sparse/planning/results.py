@@ -16,6 +16,11 @@ NOTE = (
     "it trains, they lose less, rotated columns above all."
 )
 
+CODES_NOTE = (
+    "Codes were fitted to the trained weights: training through them with quantize() usually gains "
+    "more."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -121,8 +126,9 @@ class Frontier:
             )
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         order = f"Best first, by {self.metric}: {self._better} is better."
-        texts = [textwrap.fill(text, 79) for text in (order, NOTE, self.recommendation)]
-        return "\n\n".join(["\n".join(lines), *texts])
+        has_codes = any(point.method == "codes" for point in self.points)
+        notes = [order, NOTE, *[CODES_NOTE] * has_codes, self.recommendation]
+        return "\n\n".join(["\n".join(lines), *(textwrap.fill(note, 79) for note in notes)])
 
     @property
     def _better(self) -> str:

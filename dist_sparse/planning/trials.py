@@ -12,19 +12,24 @@ import glob
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from dist_sparse.codes.books import assign, decode_books, learned, sampled
 from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.planning.candidates import Candidate, shape_of
+from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
 from dist_sparse.rotation.bases import bases_of
 from dist_sparse.rotation.lookups import find_lookup
 from dist_sparse.rotation.rotate import check_group
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
-from dist_sparse.serving.codes import decode, encode
+from dist_sparse.serving.codes import chunks, decode, encode
+from dist_sparse.serving.column_grid import ColumnSpread
 from dist_sparse.serving.manifest import Dtype
 from dist_sparse.serving.sources import check_range, lookups_of
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
@@ -88,9 +93,11 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
             bases = _rotate(candidate, located)
             # A rotation may give weights that 16 bits can't hold.
             with world.agreeing("a trial"):
-                check_range(tables, candidate.dtype)
+                for data in tables:
+                    dtype: Any = candidate.dtype_of(shape_of(data))
+                    check_range([data], "int4" if dtype == BY_COLUMN else dtype)
             for data in tables:
-                _round(data, candidate.dtype, bases.get(data.name))
+                _round(data, candidate, bases.get(data.name))
         yield
     finally:
         for weight, before in zip(weights, saved, strict=True):
@@ -167,12 +174,50 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
     return turned_back
 
 
-def _round(data: ShardedData, dtype: Dtype, basis: Tensor | None) -> None:
-    """Round a table to a dtype, and turn it back. Collective over its ranks."""
-    over = group_over(data.ranks)
-    change_rows_(data, lambda rows: decode(encode(rows, dtype), rows.shape[1]), over)
+def _round(data: ShardedData, candidate: Candidate, basis: Tensor | None) -> None:
+    """Round a table to its dtype, and turn it back. Collective over its ranks."""
+    over, shape = group_over(data.ranks), shape_of(data)
+    dtype: Any = candidate.dtype_of(shape)
+    if dtype == "codes":
+        # Books are of the columns that stay; behind them are zeros.
+        width = candidate.shape(shape)[1]
+        books = learned(sampled(data, over)[:, :width], candidate.codes(shape))
+        change = partial(_through_codes, books, width)
+    elif dtype == BY_COLUMN:
+        change = partial(_rounded_by_column, _column_scales(data, over))
+    else:
+        change = partial(_rounded, dtype)
+    change_rows_(data, change, over)
     if basis is not None:
         turn_(data, basis.T, over)
+
+
+def _rounded(dtype: Dtype, rows: Tensor) -> Tensor:
+    return decode(encode(rows, dtype), rows.shape[1])
+
+
+def _rounded_by_column(scales: Tensor, rows: Tensor) -> Tensor:
+    return decode(encode(rows, "int4", scales.to(rows.device)), rows.shape[1])
+
+
+def _through_codes(books: Tensor, width: int, rows: Tensor) -> Tensor:
+    """Return rows as their nearest entries stand for them."""
+    codes = torch.empty(len(rows), len(books), dtype=torch.uint8, device=rows.device)
+    assign(rows[:, :width], books, codes)
+    found = decode_books(codes, books.to(rows.device), width)
+    return F.pad(found, (0, rows.shape[1] - width))
+
+
+def _column_scales(data: ShardedData, over: Group) -> Tensor:
+    """Return the scales that export() gives the columns of a table. Collective over its ranks."""
+    columns, held = data.shape[1], dict(data.shards)
+    spread = ColumnSpread(columns)
+    for rect in data.owned(over.rank):
+        for some in chunks(rect.rows, columns):
+            # Zeros do not count.
+            spread.add(F.pad(held[rect][some], (rect.col, columns - rect.col_end)))
+    spread.counts = over.all_reduce(spread.counts)
+    return spread.scales()
 
 
 class _Trained(ImportanceSparsifier):

@@ -37,17 +37,20 @@ class ColumnSpread:
 
     Args:
         columns: of the table.
+
+    Attributes:
+        counts: int64 ``(columns, bins)``; the sum over parts of a table is that of the table.
     """
 
     def __init__(self, columns: int) -> None:
-        self._counts = torch.zeros(columns, _BINS, dtype=torch.int64)
+        self.counts = torch.zeros(columns, _BINS, dtype=torch.int64)
 
     def add(self, rows: Tensor) -> None:
         """Count rows ``(n, columns)`` of any floating dtype."""
-        columns = len(self._counts)
+        columns = len(self.counts)
         bins = rows.detach().cpu().float().abs().contiguous().view(torch.int32) >> _SHIFT
         places = (bins + _BINS * torch.arange(columns)).flatten()
-        self._counts.view(-1).index_add_(0, places, torch.ones_like(places))
+        self.counts.view(-1).index_add_(0, places, torch.ones_like(places))
 
     def scales(self) -> Tensor:
         """Return the scale of each column with the smallest sum of squared errors: float16
@@ -57,7 +60,7 @@ class ColumnSpread:
         """
         magnitudes = (torch.arange(_BINS, dtype=torch.int32) << _SHIFT) + (1 << (_SHIFT - 1))
         centers = magnitudes.view(torch.float32).double()
-        found = [_best_scale(centers, counts) for counts in self._counts]
+        found = [_best_scale(centers, counts) for counts in self.counts]
         return torch.stack(found).half() if found else torch.zeros(0, dtype=torch.float16)
 
 

@@ -97,14 +97,14 @@ def export(
         model: as it was sparsified, or compacted: a DistributedModelParallel, a DDP module or any
             module.
         sparse: what :func:`~dist_sparse.sparsify` returned, or a sparsifier; None for a model whose
-            removed rows :func:`~dist_sparse.compact` took out, or that has none. With ``"codes"``
-            what :func:`~dist_sparse.quantize` returned.
+            removed rows :func:`~dist_sparse.compact` took out, or that has none. What
+            :func:`~dist_sparse.quantize` returned has its tables stored as codes.
         path: of the new folder, whose missing parents are made; the same on every rank. Only rank 0
             writes to it.
         dtype: of the stored weights. ``"fp32"`` serves them bit for bit (of float64 the nearest
             float32), ``"fp16"`` the nearest float16, ``"int8"`` and ``"int4"`` the nearest point of
-            each row's grid, which holds 0, and ``"codes"`` bit for bit what lookups return; tables
-            without codes are stored in ``"fp32"`` then.
+            each row's grid, which holds 0. Tables with codes serve bit for bit what lookups return,
+            and ``dtype`` is that of the others; of ``"codes"`` it is ``"fp32"``.
         scale: ``"column"`` (``"int4"`` only) gives each column a grid for the whole table, in the
             place of 4 bytes in every row: at 12 bytes a row 24 columns instead of 16. Tables are
             streamed once more, to choose the grids with the smallest squared errors; lookups are in
@@ -169,7 +169,7 @@ def export(
         check_range(located, chosen)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
-            dtype=chosen,
+            dtype=chosen if coded is None else "codes",
             collections=tuple(lookups.collections),
             tables={name: _planned(table, chosen, by) for name, table in tables.items()},
             bytes=0,
@@ -227,10 +227,10 @@ def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
 
 def _coded_training(sparse: Any, dtype: Dtype) -> CodedTraining | None:
     coded = sparse if isinstance(sparse, CodedTraining) else None
-    if (coded is None) == (dtype == "codes"):
+    if coded is None and dtype == "codes":
         raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__} with dtype={dtype!r}: what quantize()"
-            " returned is exported as 'codes', and nothing else is."
+            f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
+            " quantize() returned."
         )
     return coded
 
@@ -255,12 +255,16 @@ def _refuse_without_rank_0(data: ShardedData) -> None:
 def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
     """Describe the table as it will be stored."""
     rows, dim = len(source.kept), source.data.shape[1]
+    if source.codes is not None:
+        dtype, scale = "codes", "row"
+    elif dtype == "codes":
+        dtype = "fp32"
     return Table(
         rows=rows,
         kept=int(source.kept.count_nonzero()),
         dim=dim,
         pooling=source.pooling,
-        dtype="fp32" if dtype == "codes" and source.codes is None else dtype,
+        dtype=dtype,
         scale=scale,
         groups=None if source.codes is None else source.codes.shape[1],
         default_row=source.default_row,

@@ -325,7 +325,7 @@ class _Group(nn.Module):
         entries = rows + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
-        return entries_at(entries, self.books)[:, : self.width]
+        return entries_at(entries, self.books)[:, : self.width].float()
 
 
 def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:

@@ -183,7 +183,7 @@ class Manifest:
 
     Args:
         dist_sparse: version of the package that wrote it.
-        dtype: of all tables; beside ``"codes"`` some may be ``"fp32"``.
+        dtype: of all tables; beside ``"codes"`` others may have another.
         collections: by path.
         tables: by name.
         bytes: of ``tables.safetensors``.
@@ -241,8 +241,8 @@ def _manifest(entries: Mapping[str, Any]) -> Manifest:
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
     # Tables without codes may be beside those that have some.
-    dtypes = {entries["dtype"]} | ({"fp32"} if entries["dtype"] == "codes" else set())
-    if not dtypes.issuperset(table.dtype for table in tables.values()):
+    strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
+    if strange and entries["dtype"] != "codes":
         raise ValueError(f"not all of its tables are {entries['dtype']!r}")
     return Manifest(
         dist_sparse=str(entries["dist_sparse"]),

@@ -97,6 +97,12 @@ class ChunkedTensor(torch.Tensor):
             return self.loaded[at]
         return next(chunk for offset, chunk in self.writes if torch.Size(offset) == index.offset)
 
+    def pieces(self) -> dict[Offset, Tensor]:
+        """Return the chunks that DCP has loaded, or else those to be saved, by offset."""
+        if self.loaded is None:
+            return dict(self.writes)
+        return dict(zip([offset for offset, _ in self.wants], self.loaded, strict=True))
+
     def __repr__(self) -> str:  # type: ignore[override]
         chunks = f"writes {len(self.writes)} chunks, wants {len(self.wants)}"
         return f"{type(self).__name__}({list(self.size())}, {self.dtype}, {chunks})"

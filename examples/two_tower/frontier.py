@@ -56,7 +56,8 @@ def main(options: argparse.Namespace) -> None:
 
     def trained(columns: float = 1.0) -> tuple[nn.Module, object]:
         dim = round(columns * options.dim)
-        return train(f"{dim} columns", data, replace(wide, dim=dim, width=dim)), evaluate
+        model, _ = train(f"{dim} columns", data, replace(wide, dim=dim, width=dim))
+        return model, evaluate
 
     found = frontier(*trained(), trained, rotate=[["user", "item"]], out=options.out)
     if dist.get_rank() == 0:

@@ -1,5 +1,5 @@
 """Train a two-tower model wide, narrowed while it trains, and narrow from the start; serve each in
-32, 8 and 4 bits.
+32, 8 and 4 bits, and with --codes a narrowed one through codes.
 
 Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data
 gowalla.npz One process:     python examples/two_tower/main.py --data gowalla.npz
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dist_sparse import export, load_served
+from dist_sparse.codes.quantize import CodedTraining
 from dist_sparse.text import number_of, table_lines
 from dlrm.options import as_positive, as_seed, started_world
 from dlrm.process import run_and_leave
@@ -70,11 +71,15 @@ def main(options: argparse.Namespace) -> None:
         "narrowed": replace(wide, width=options.width),
         "narrow from the start": replace(wide, dim=options.width, width=options.width),
     }
+    if options.codes is not None:
+        runs["narrowed, codes"] = replace(runs["narrowed"], codes=options.codes)
     lines, whole = [], 0
     for name, settings in runs.items():
-        model = train(name, data, settings)
+        model, coded = train(name, data, settings)
         say(f"{name}: trained after {time.perf_counter() - started:.0f} s")
-        for dtype, size, quality in served(model, data, folder / name.replace(" ", "-")):
+        for dtype, size, quality in served(
+            model, coded, data, folder / name.replace(",", "").replace(" ", "-")
+        ):
             whole = whole or size
             figures = (f"{quality.auc:.4f}", f"{quality.auc_popular:.4f}", f"{quality.recall:.4f}")
             lines.append(
@@ -85,13 +90,14 @@ def main(options: argparse.Namespace) -> None:
 
 
 def served(
-    model: DistributedModelParallel, data: Interactions, folder: Path
+    model: DistributedModelParallel, coded: CodedTraining | None, data: Interactions, folder: Path
 ) -> Iterator[tuple[str, int, Quality]]:
-    """Export the tables to ``folder`` in each dtype, and measure what they serve on the test part:
-    ``(dtype, bytes, quality)``. Collective; rank 0 measures, and the others get its figures."""
+    """Export the tables to ``folder`` in each dtype, or as codes, and measure what they serve on
+    the test part: ``(dtype, bytes, quality)``. Collective; rank 0 measures, and the others get its
+    figures."""
     bias = model.module.bias.detach()
-    for dtype in DTYPES:
-        exported = export(model, None, folder.with_name(f"{folder.name}-{dtype}"), dtype=dtype)
+    for dtype in DTYPES if coded is None else ("codes",):
+        exported = export(model, coded, folder.with_name(f"{folder.name}-{dtype}"), dtype=dtype)
         found: list[Quality | None] = [None]
         if dist.get_rank() == 0:
             rows = rows_of(load_served(exported.path), (data.users, data.items))
@@ -132,6 +138,12 @@ def parse() -> argparse.Namespace:
         default=16,
         metavar="D",
         help="columns that are left (default: %(default)s)",
+    )
+    add(
+        "--codes",
+        type=as_positive,
+        metavar="G",
+        help="narrows to codes of G bytes a row too, for tables of at least 20,000 rows",
     )
     add(
         "--lr",
@@ -182,6 +194,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"argument --{name}: must be a multiple of 4, as FBGEMM wants")
     if options.width >= options.dim:
         parser.error(f"argument --width: must be less than --dim {options.dim}")
+    if options.codes is not None and options.width % options.codes:
+        parser.error(f"argument --codes: must divide --width {options.width}")
     if options.cut is not None and options.cut >= options.epochs:
         parser.error(f"argument --cut: must be less than --epochs {options.epochs}")
     if not (options.lr > 0 and options.l2 >= 0):

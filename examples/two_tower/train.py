@@ -1,4 +1,4 @@
-"""Training: wide, or narrowed at half time."""
+"""Training: wide, narrowed at half time, or through codes from then on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
-from dist_sparse import compact, sparsify
+from dist_sparse import compact, quantize, sparsify
+from dist_sparse.codes.quantize import CodedTraining
 from two_tower.data import Interactions
 from two_tower.model import Towers, build, keyed
 
@@ -27,7 +29,8 @@ class Settings:
         lr: the learning rate.
         l2: factor of half the squares of what an example looks up, in its loss.
         epochs: passes over the training part.
-        cut: epochs before the tables are cut to ``width``; None is half of them.
+        cut: epochs before the tables are cut to ``width``, and have codes; None is half of them.
+        codes: bytes of a row that is looked up through codes; None for tables of floats.
         batch_size: interactions in a step.
         seed: of weights, order and negatives.
         rank, world: of this process.
@@ -39,14 +42,17 @@ class Settings:
     l2: float
     epochs: int
     cut: int | None = None
+    codes: int | None = None
     batch_size: int
     seed: int
     rank: int
     world: int
 
 
-def train(name: str, data: Interactions, settings: Settings) -> DistributedModelParallel:
-    """Return the model, trained from the seed. Collective.
+def train(
+    name: str, data: Interactions, settings: Settings
+) -> tuple[DistributedModelParallel, CodedTraining | None]:
+    """Return the model, trained from the seed, and its codes if it has some. Collective.
 
     The learning rate is constant over the first half of the run, and falls linearly to 0 over the
     second. A narrowed model is returned with tables of ``width`` columns.
@@ -56,7 +62,7 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
     each = data.steps(settings.batch_size)
     steps = settings.epochs * each
     cut = steps // 2 if settings.cut is None else settings.cut * each
-    sparse = None
+    sparse = coded = None
     if settings.width < settings.dim:
         sparse = sparsify(
             model,
@@ -81,9 +87,35 @@ def train(name: str, data: Interactions, settings: Settings) -> DistributedModel
             optimizer.step()
             if sparse is not None:
                 sparse.step()
+            if settings.codes is not None and step == cut:
+                if sparse is not None:
+                    model, sparse = compact(model, sparse), None
+                    # The tables have another fused optimizer; the biases keep theirs.
+                    _, (_, biases) = optimizer.optimizers
+                    optimizer = CombinedOptimizer([model.fused_optimizer, biases])
+                coded = _coded(model, optimizer, settings, each)
+            if coded is not None:
+                coded.step()
             bar.update()
     bar.close()
-    return model if sparse is None else compact(model, sparse)
+    return model if sparse is None else compact(model, sparse), coded
+
+
+def _coded(
+    model: nn.Module, optimizer: CombinedOptimizer, settings: Settings, steps: int
+) -> CodedTraining:
+    """Return the codes of both tables, of epochs of so many ``steps``."""
+    assert settings.codes is not None
+    return quantize(
+        model,
+        optimizer,
+        codes=settings.codes,
+        begin=0,
+        # 8 times an epoch.
+        every=-(-steps // 8),
+        # The loss has an L2 of what is looked up.
+        commitment=settings.l2,
+    )
 
 
 def loss(model: nn.Module, ids: KeyedJaggedTensor, items: Tensor, l2: float) -> Tensor:

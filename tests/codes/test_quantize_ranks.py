@@ -32,19 +32,12 @@ EVERY = [
     for name in names
 ]
 
-# Columns that change places travel between column cuts.
-ORDERED = [
-    pytest.param(2, "row_wise", marks=pytest.mark.slow),
-    (2, "column_wise_uneven"),
-    pytest.param(4, "column_wise", marks=pytest.mark.slow),
-]
 
-
-def quantized(cell: Cell, model: torch.nn.Module, path: Path, order: Any = None) -> Any:
+def quantized(cell: Cell, model: torch.nn.Module, path: Path) -> Any:
     """A first fit, other weights, and a refit with the codes of before."""
     quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
     groups = {spec.name: spec.dim // 4 for spec in cell.tables}
-    handle = quantize(model, [], codes=groups, begin=0, every=1, order=order)
+    handle = quantize(model, [], codes=groups, begin=0, every=1)
     handle.step()
     set_weights(model, weights(cell, seed=1))
     handle.step()
@@ -65,18 +58,6 @@ def test_files_depend_on_the_model_alone(world: int, name: str, tmp_path: Path) 
     if cell.trains:
         check_served(cell, model, tmp_path / "sharded")
         handle.step()
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world", "name"), ORDERED)
-def test_files_of_tables_in_order(world: int, name: str, tmp_path: Path) -> None:
-    cell = cells(world)[name]
-    model = build(cell)
-    quantized(cell, model, tmp_path / "sharded", "table")
-    if dist.get_rank() == 0:
-        assert crcs(tmp_path / "sharded") == alone(cell, tmp_path / "alone", "table")
-    dist.barrier()
-    check_served(cell, model, tmp_path / "sharded")
 
 
 @on_ranks(2)
@@ -112,7 +93,7 @@ def test_hooks_and_codes_follow_a_reshard(tmp_path: Path) -> None:
     handle.step()
 
 
-def alone(cell: Cell, path: Path, order: Any = None) -> dict[str, Any]:
+def alone(cell: Cell, path: Path) -> dict[str, Any]:
     """What one process writes of the unsharded model."""
     import subprocess
     import sys
@@ -121,7 +102,7 @@ def alone(cell: Cell, path: Path, order: Any = None) -> dict[str, Any]:
         "import sys; from pathlib import Path; from tests.dist.cells import plain;"
         "from tests.codes.test_quantize_ranks import cells, quantized;"
         f"cell = cells({cell.world})[{cell.name!r}];"
-        f"quantized(cell, plain(cell), Path(sys.argv[1]), {order!r})"
+        f"quantized(cell, plain(cell), Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     return crcs(path)
@@ -151,4 +132,4 @@ def test_a_shard_that_cuts_a_group_is_refused() -> None:
     cell = cells(2)["two_shards"]
     model = build(cell)
     with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit 1 codes"):
-        quantize(model, [], codes=1, begin=0, include="user")
+        quantize(model, [], codes={"user": 1}, begin=0)

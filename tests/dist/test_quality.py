@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("torchrec")
 
-from benchmarks import quality
+import dist_sparse.codes.quantize as quantize_module
+from benchmarks import quality, quality_case
 from benchmarks.quality import BUDGETS
 from benchmarks.quality_kernel import Books, Model, rotated
 from benchmarks.quality_methods import METHODS, forms, run
 from benchmarks.quality_report import plot, report
-from dist_sparse.codes.columns import dealt
 from tests.dist.plugin import on_ranks
 from two_tower.data import Interactions, load
 from two_tower.model import Towers, build, keyed
@@ -112,9 +112,8 @@ def test_l2_of_codes_acts_on_floats(tmp_path: Path) -> None:
     plain.train(data, range(1), **settings)
     model.quantize(2, seed=0)
     model.train(data, range(1), **settings)
-    order = dealt(8, 2).numpy()
     for weight, expected in zip(model.weights, plain.weights, strict=True):
-        np.testing.assert_allclose(weight, expected[:, order], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(weight, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -216,6 +215,26 @@ def test_figures_are_those_of_the_data_the_split_and_the_settings(
     for seed in (0, 3):
         split = f"20% of the interactions, drawn with seed {seed}: the file holds no split"
         assert any(split in text for text in texts)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("method", ["narrowed codes", "small dense codes"])
+def test_the_package_trains_codes(method: str, tmp_path: Path) -> None:
+    """With all figures of a chosen row, which the table prints."""
+    quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
+    dim = 16 if method == "narrowed codes" else 8
+    case: dict[str, Any] = {"method": method, "dim": dim, "dtype": "codes", "kept": 8, "codes": 2}
+    case |= {"file": str(_npz(tmp_path)), "split_seed": 0, "epochs": 2, "batch_size": BATCH}
+    case |= {"seed": 0, "l2": 0.05, "lr": 0.2, "cut": 1, "budget": "4.7%", "trainer": "package"}
+    found = quality_case.run(case)
+    tables = 2 * (USERS + ITEMS) + 2 * 256 * 2 * 8
+    # Beside them is the head of the file.
+    assert tables < found["bytes"] * (USERS + ITEMS) < tables + 1000
+    figures = found["test"]
+    assert figures["auc"] > 0.4
+    line = report([{**case, **found}], "tiny.npz", "drawn").splitlines()[-1]
+    for name in ("auc", "auc_popular", "recall"):
+        assert f"{figures[name]:.4f}" in line
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ def test_wrong_options_are_refused(npz: Path, tmp_path: Path) -> None:
         (["--width", 64], "less than --dim 64"),
         (["--cut", 14], "less than --epochs 14"),
         (["--lr", "nan"], "above 0"),
+        (["--codes", 5], "must divide --width 16"),
         (["--out", npz.parent], "is not empty"),
     ):
         done = run_script(MAIN, ["--data", npz, *options], cwd=tmp_path)

@@ -12,14 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import DataNormSparsifier, compact, export, sparsify
-from dist_sparse.planning.candidates import Candidate, TableShape, dense_bytes
+from dist_sparse import DataNormSparsifier, compact, export, quantize, sparsify
+from dist_sparse.planning.candidates import (
+    BY_COLUMN,
+    CODED,
+    Candidate,
+    TableShape,
+    dense_bytes,
+    shape_of,
+)
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 
 pytest.importorskip("safetensors")
 
-DTYPES: Any = ("fp32", "fp16", "int8", "int4")
+DTYPES: Any = ("fp32", "fp16", "int8", "int4", BY_COLUMN)
 
 
 def two() -> tuple[nn.Module, list[ShardedData]]:
@@ -34,7 +41,12 @@ def two() -> tuple[nn.Module, list[ShardedData]]:
 def check(
     candidate: Candidate, model: nn.Module, tables: Any, path: Path, sparse: Any = None
 ) -> None:
-    manifest = export(model, sparse, path, dtype=candidate.dtype).manifest
+    form: Any = {"dtype": candidate.dtype}
+    if candidate.dtype == BY_COLUMN:
+        form = {"dtype": "int4", "scale": "column"}
+    elif candidate.dtype in CODED:
+        form = {"dtype": "int4"}
+    manifest = export(model, sparse, path, **form).manifest
     assert manifest.bytes == (path / "tables.safetensors").stat().st_size
     written = [table.bytes for table in manifest.tables.values()]
     served = candidate.served_bytes(tables)
@@ -42,6 +54,7 @@ def check(
         "in memory each word has a count"
     )
     assert served.scales == sum(each.scales for each in written)
+    assert served.books == sum(each.books for each in written)
     assert served.total == served.bases + served.index // 2 + sum(each.after for each in written)
 
 
@@ -68,6 +81,21 @@ def test_dense_and_rows_in_every_dtype(tmp_path: Path) -> None:
             sparsifier,
         )
     assert Candidate(levels=levels).shape(tables[0]) == (18, 24), "round(52.5) rows are removed"
+
+
+@pytest.mark.parametrize("dtype", CODED)
+def test_codes_of_large_tables_and_others_in_int4(dtype: str, tmp_path: Path) -> None:
+    model = nn.ModuleDict(
+        {"large": nn.Embedding(20_000, 16), "odd": nn.EmbeddingBag(20_001, 7)}
+        | {"small": nn.Embedding(19_999, 16)}
+    )
+    candidate = Candidate(dtype=dtype)
+    tables = [shape_of(table) for table in model_source(model).locate()]
+    codes = {table.name: candidate.codes(table) for table in tables}
+    assert codes == {"large": 16 // CODED[dtype], "odd": 0, "small": 0}
+    handle = quantize(model, [], codes={"large": codes["large"]}, begin=0, end=0)
+    handle.step()
+    check(candidate, model, tables, tmp_path / "served", handle)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,7 +52,7 @@ def test_each_method_uses_what_a_budget_holds() -> None:
     assert torch.equal(model.weight, before) and torch.equal(evaluated[0], before)
     assert result.table_bytes == 400 * 16 * 4 and result.full == {"error": 0.0, "fit": 1.0}
     assert {point.method for point in result.points if point.budget == 0.5} == {
-        "bits", "rotated", "rows", "mix"
+        "bits", "rotated", "rows", "mix", "column"
     }  # fmt: skip
     for point in result.points:
         bytes_ = point.measured.bytes
@@ -67,8 +67,8 @@ def test_each_method_uses_what_a_budget_holds() -> None:
             assert torch.equal(model.weight, served)
         if point.method == "rows":
             assert bytes_ > 0.99 * point.budget * result.table_bytes
-    assert [result.loss(point.measured) for point in result.points[:4]] == sorted(
-        result.loss(point.measured) for point in result.points[:4]
+    assert [result.loss(point.measured) for point in result.points[:5]] == sorted(
+        result.loss(point.measured) for point in result.points[:5]
     )
 
 

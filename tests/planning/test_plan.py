@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from dist_sparse import compact, export, plan, sparsify
-from dist_sparse.planning.candidates import Candidate, TableShape, dense_bytes
+from dist_sparse import compact, export, plan, quantize, sparsify
+from dist_sparse.planning.candidates import CODED, Candidate, TableShape, dense_bytes
 from dist_sparse.planning.plan import Plan
 from dist_sparse.serving.artifact import open_artifact
 
@@ -57,10 +57,22 @@ def used(answer: Plan) -> list[tuple[str, str, int]]:
                 ("columns", "int4", 16),
                 ("small", "int8", 8),
                 ("small", "int4", 16),
+                ("columns", "int4 by column", 24),
+                ("columns", "codes of 4", 44),
             ],
-            [("small", "int8", 8), ("small", "int4", 16)],
+            [
+                ("small", "int8", 8),
+                ("small", "int4", 16),
+                ("small", "int4 by column", 24),
+                ("small", "codes of 4", 44),
+            ],
         ),
-        ("1%", [], []),
+        (
+            "2.3%",
+            [("columns", "int4 by column", 8), ("columns", "codes of 8", 40)],
+            [("small", "int4 by column", 8), ("small", "codes of 8", 40)],
+        ),
+        ("0.2%", [], []),
     ],
 )
 def test_the_measured_rules(budget: str, towers: Any, others: Any) -> None:
@@ -77,10 +89,10 @@ def test_columns_or_small_tables_is_no_fixed_verdict(budget: str) -> None:
     """As frontier() does, at every budget: both are to be measured, and the reason says what
     decides."""
     answer = plan(TOWERS, budget, rotate=GROUPS)
-    assert {kind for kind, *_ in used(answer)} == {"columns", "small"}
+    assert {kind for kind, *_ in used(answer)} >= {"columns", "small"}
     for what in ("interactions per item", "passes over the data", "compute", "Measure both"):
         assert what in answer.why
-    assert answer.why == plan(TOWERS, "9.4%", rotate=GROUPS).why
+    assert answer.why.startswith(plan(TOWERS, "9.4%", rotate=GROUPS).why)
 
 
 def test_what_fits_is_the_most_that_fits() -> None:
@@ -90,7 +102,8 @@ def test_what_fits_is_the_most_that_fits() -> None:
         for choice in answer.choices:
             assert choice.fits == (choice.served.total <= answer.budget)
             if choice.kind in ("small", "columns"):
-                more = replace(choice.candidate, columns=choice.candidate.columns + 4 / 64)
+                step = CODED.get(choice.candidate.dtype, 4) / 64
+                more = replace(choice.candidate, columns=choice.candidate.columns + step)
             else:
                 continue
             assert more.served_bytes(answer.tables).total > answer.budget
@@ -106,8 +119,25 @@ def test_small_tables_are_not_turned_back() -> None:
 
 def test_nothing_fits() -> None:
     answer = plan(TOWERS, 1000)
-    assert answer.recommended == () and answer.why == "Nothing fits: the least is 410 KiB."
+    assert (
+        answer.recommended == ()
+        and answer.why == "Nothing fits: even the narrowest tables take more."
+    )
     assert plan(TOWERS, 420_000).recommended
+
+
+def test_small_tables_have_no_codes() -> None:
+    """Nor have tables whose columns the codes do not divide."""
+    for shape in ((19_999, 64), (30_000, 3)):
+        answer = plan({"user": shape}, "5%")
+        assert not any(choice.candidate.dtype in CODED for choice in answer.choices)
+
+
+def test_codes_where_only_they_fit_are_printed_and_make_what_was_planned(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"user": nn.EmbeddingBag(20_000, 32), "small": nn.EmbeddingBag(20, 32)})
+    answer = plan(model, "7%")
+    assert used(answer)[-1] == ("full", "codes of 4", 32)
+    paste(answer, len(answer.recommended), model, [], tmp_path)
 
 
 class Crossed(nn.Module):
@@ -166,6 +196,7 @@ def paste(
         "optimizer": optimizer,
         "sparsify": sparsify,
         "compact": compact,
+        "quantize": quantize,
         "export": export,
     }
     exec(code.replace('"served"', repr(str(folder / "served"))), names)
@@ -226,11 +257,11 @@ def test_for_people_and_for_programs() -> None:
     assert str(answer).splitlines()[0] == "budget 13.1 MiB, 9.4% of 139 MiB in 3 tables"
     table = str(answer).split("\n\n")[1].splitlines()
     assert max(map(len, table)) < 80 and {line.split("  ")[0] for line in table[2:]} <= {
-        *("fits", "too large", "recommended 1", "recommended 2", "recommended 3", "recommended 4")
+        *("fits", "too large", "use 1", "use 2", "use 3", "use 4")
     }
     assert max(map(len, str(answer).splitlines())) < 80
     assert str(answer).split("\n\n")[-3].splitlines()[:9] == [
-        "2. fewer rotated columns, int4:",
+        "2. rotated columns, int4:",
         "sparse = sparsify(",
         "    model,",
         "    optimizer,",

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from dist_sparse import DataNormSparsifier, MaskEnforcer, export, rotate
-from dist_sparse.planning.candidates import Candidate
+from dist_sparse import DataNormSparsifier, MaskEnforcer, export, load_served, quantize, rotate
+from dist_sparse.planning.candidates import BY_COLUMN, Candidate
 from dist_sparse.planning.frontier import frontier
 from dist_sparse.planning.trials import serving
 from dist_sparse.serving.codes import decode, encode
@@ -28,6 +28,8 @@ from tests.serving.stored import dense
 ROWS = Candidate(dtype="int8", levels={"user": 0.7, "word": 0.5})
 MORE = Candidate(dtype="int4", levels={"user": 0.8, "item": 0.9})
 HALVES = Candidate(dtype="fp16", levels={"word": 0.6})
+COLUMNS = Candidate(dtype=BY_COLUMN, levels={"user": 0.7})
+TRIED = (ROWS, MORE, HALVES, COLUMNS)
 NAMES = ("column_wise_uneven", "two_shards", "mixed", "row_wise_fp16")
 FEATURES = ["user_id", "item_id", "last_item_id", "genre", "query"]
 
@@ -39,7 +41,10 @@ def artifact(model: nn.Module, candidate: Candidate, path: Path) -> dict[str, Te
         model, config={name: {"sparsity_level": level} for name, level in candidate.levels.items()}
     )
     sparsifier.step()
-    export(model, sparsifier, path, candidate.dtype)
+    form: Any = {"dtype": candidate.dtype}
+    if candidate.dtype == BY_COLUMN:
+        form = {"dtype": "int4", "scale": "column"}
+    export(model, sparsifier, path, **form)
     return dense(path)
 
 
@@ -62,7 +67,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     for cell in (cells(2)[name] for name in NAMES):
         if tables_of(cell) not in found:
             path = tmp_path_factory.mktemp("served")
-            some = enumerate((ROWS, MORE, HALVES))
+            some = enumerate(TRIED)
             found[tables_of(cell)] = [
                 artifact(plain(cell), each, path / str(i)) for i, each in some
             ]
@@ -77,10 +82,40 @@ def test_what_an_artifact_serves(name: str, served: dict[str, list[dict[str, Ten
     before = gathered(model)
     # The table's own dtype rounds once more.
     half = torch.finfo(torch.float16).eps if "fp16" in name else 0.0
-    for candidate, expected in zip((ROWS, MORE, HALVES), served[tables_of(cell)], strict=True):
+    for candidate, expected in zip(TRIED, served[tables_of(cell)], strict=True):
         with serving(model, candidate):
             same(gathered(model), expected, rtol=half)
         same(gathered(model), before)
+
+
+@pytest.mark.parametrize("dtype", ["codes of 4", "codes of 8"])
+def test_codes_are_what_quantize_would_export(dtype: str, tmp_path: Path) -> None:
+    """Codes that nothing was trained through, and int4 of the table that is too small for them."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"large": nn.Embedding(20_000, 8), "small": nn.Embedding(30, 8)})
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with serving(model, Candidate(dtype=dtype)):
+        tried = {name: weight.clone() for name, weight in model.state_dict().items()}
+    handle = quantize(model, [], codes={"large": 8 // int(dtype[-1])}, begin=0, end=0)
+    handle.step()
+    export(model, handle, tmp_path / "served", dtype="int4")
+    served = load_served(tmp_path / "served")
+    for name in model:
+        ids = torch.arange(len(before[f"{name}.weight"]))
+        assert torch.equal(tried[f"{name}.weight"], served[name](ids)), name
+    same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("columns", [1.0, 0.5])
+def test_codes_of_rotated_columns_lose_no_more_than_codes_of_all(columns: float) -> None:
+    """Half of the columns hold everything, so that the same bytes stand for less."""
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag.from_pretrained(torch.randn(20_000, 4) @ torch.randn(4, 8))
+    before = model.weight.clone()
+    groups = () if columns == 1 else (("weight",),)
+    with serving(model, Candidate(dtype="codes of 4", columns=columns, groups=groups)):
+        error = (model.weight - before).square().mean() / before.square().mean()
+    assert 0 < error < 0.2
 
 
 @on_ranks(2)
