@@ -112,13 +112,14 @@ class CompactIds(nn.Module):
             RuntimeError: an id is out of range, and its table is one that raises then; names table,
                 id and rows.
         """
-        features = self.ordered(features)
+        given, features = features, self.ordered(features)
         rows = self.rows(features)
         # Rare, so that one comparison is all that it costs otherwise.
         if len(rows) and int(rows.min()) < REMOVED:
             flags = rows == UNKNOWN
             self._report(self._unknown.add(features.values(), flags, features.length_per_key()))
         kept, weights = rows >= 0, features.weights_or_none()
+        self._translated(given, features, kept)
         # The operator of the enforcer's drop: one pass over ids and lengths.
         rows, lengths = select_jagged(rows, features.lengths(), kept)
         return KeyedJaggedTensor(
@@ -127,6 +128,12 @@ class CompactIds(nn.Module):
             weights=None if weights is None else weights.masked_select(kept),
             lengths=lengths,
         )
+
+    def _translated(
+        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
+    ) -> None:
+        """Take note of a batch, whose ids have a row where ``kept``, in the order of
+        :meth:`ordered`."""
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features of the collection in the order of its tables, one that two tables

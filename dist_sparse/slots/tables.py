@@ -12,9 +12,10 @@ each on all ranks before the next:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,10 @@ from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
 from dist_sparse.compaction.moving import listed
 from dist_sparse.groups import Group, Parcels, group_over, world_ranks
-from dist_sparse.slots.collections import (
-    FollowingCollection,
-    FollowingIds,
-)
-from dist_sparse.slots.counts import LookupCounts, Weight
-from dist_sparse.slots.index import SlotIndex
+from dist_sparse.records import SlotChange, SlotUpdate
+from dist_sparse.slots.collections import Fates, FollowingCollection, FollowingIds
+from dist_sparse.slots.counts import CandidateCounts, LookupCounts, Weight
+from dist_sparse.slots.index import VACANT, SlotIndex
 from dist_sparse.slots.rows import Stored, stored_parts, write_rows
 from dist_sparse.slots.selection import PROTECTED, Contest, Holders, holders_here, winners
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -46,14 +45,18 @@ class _Table:
         starts: where the range of each rank's ids begins and, last, where the ids end.
         counts: of this rank's range.
         protected: ids that always hold a slot, ascending, int64.
+        candidates: how many ids have a count over all ranks, where there are too many ids.
+        totals: lookups of all ranks until the last update, as of :class:`Fates`: int64 ``(4,)``.
     """
 
     name: str
     collection: FollowingCollection
     bounds: tuple[float, float]
     starts: list[int]
-    counts: LookupCounts
+    counts: LookupCounts | CandidateCounts
     protected: Tensor
+    candidates: int
+    totals: Tensor
 
     @property
     def ids(self) -> FollowingIds:
@@ -69,9 +72,8 @@ class _Table:
         return stored_parts(self.collection.inner, self.name, optimizers)
 
     def held_here(self) -> Tensor:
-        """Return the ids of this rank's range that hold a slot, ascending, int64."""
-        ids, _ = self.index.holders()
-        ids = ids.cpu()
+        """Return the ids of this rank's range that hold a slot, int64."""
+        ids = self.index.held().cpu()
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
     def keys(self, ids: Tensor, holds: bool) -> Tensor:
@@ -83,15 +85,27 @@ class _Table:
         keys = 2 * self.counts.of(ids) + holds
         return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
 
-    def fates(self) -> list[int]:
-        """Return what this rank has counted: lookups, those without a slot and those out of range
-        in its batches; ids of its range that were looked up and hold no slot, and that never
-        were."""
-        counts, fates = self.counts, self.ids.fates[self.name]
-        seen = int(counts.counts.count_nonzero())
-        with_slot = int(counts.of(self.held_here()).count_nonzero())
-        found = [fates.lookups, fates.missed, fates.out_of_range]
-        return [*found, seen - with_slot, len(counts.counts) - seen]
+    def holds(self, ids: Tensor) -> Tensor:
+        """Return which ids hold slots: bool ``(n,)``, on the CPU."""
+        found: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
+        return found
+
+    def count(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
+        """Add lookups of this rank's ids: distinct ids and how often, from each rank."""
+        fates = self.ids.fates[self.name]
+        for ids, times in arrived:
+            # Of an id that several ranks bring, all lookups are the first.
+            new = (self.counts.of(ids.long()) == 0) & ~self.holds(ids)
+            fates.unseen += int(times[new].sum())
+        for ids, times in arrived:
+            self.counts.add(ids, times, weight)
+
+    def seen(self) -> tuple[int, int]:
+        """Return how many ids of this rank's range were looked up and hold no slot, and how many
+        never were."""
+        seen = int(self.counts.counts.count_nonzero())
+        with_slot = int(self.counts.of(self.held_here()).count_nonzero())
+        return seen - with_slot, self.counts.last - self.counts.first - seen
 
     def newcomers(self, holders: Holders, least: int) -> Tensor:
         """Return the ids of this rank's range without a slot that may win one, ascending, int64.
@@ -105,15 +119,16 @@ class _Table:
         mine = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
         both = torch.cat([self.counts.looked_up(least), self.protected[mine]])
         ids = torch.unique(both)
-        held: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
-        found: Tensor = ids[~held]
+        found: Tensor = ids[~self.holds(ids)]
         return found
 
 
 class FollowingTables:
     """The following tables of a sharded model, and the counts by which ids hold their slots.
 
-    Every id of a table is counted, by the rank that owns its range: an int32. Every ``every`` steps
+    Every id of a table is counted, by the rank that owns its range: an int32. Of a table with more
+    than 2,147,483,645 ids those with the highest counts are, then the smaller ids: any other id
+    starts from 0 when it is next looked up. Every ``every`` steps
     the hottest ids hold the slots: an id comes if it has ``admit_after`` lookups, and more than
     another id that holds a slot. It gets the table's initial weights, drawn by seed, table and id,
     and new optimizer state; a slot stays where it is stored. With equal counts, holders stay, then
@@ -133,11 +148,15 @@ class FollowingTables:
             weight.
         decay: what a lookup is worth after each update, in [0.01, 1].
         protect_ids: by table, ids that hold a slot from the first update on, whatever is looked up.
+        candidates: of a table with more than 2,147,483,645 ids, how many have a count for each
+            slot; 12 bytes each, over all ranks.
         seed: of initial weights.
 
     Attributes:
         steps: calls of :meth:`step`.
         moved: how many slots each table has handed over.
+        updates: a list to which each update appends what it changed, over all ranks; None without a
+            log.
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; the model has no following
@@ -160,6 +179,7 @@ class FollowingTables:
         admit_after: int = 1,
         decay: float = 1.0,
         protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
+        candidates: int = 4,
         seed: int = 0,
     ) -> None:
         self._group = group_over(world_ranks())
@@ -168,11 +188,12 @@ class FollowingTables:
             self.admit_after = checks.integer("admit_after", admit_after, least=1)
             checks.number("decay", decay, least=0.01, most=1)
             self.seed = checks.integer("seed", seed)
+            checks.integer("candidates", candidates, least=1)
             self._weight = Weight(decay)
             self._optimizers = listed(optimizer)
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
-            self._tables = _tables_of(collections, protect_ids or {}, self._group)
+            self._tables = _tables_of(collections, protect_ids or {}, candidates, self._group)
             for table in self._tables.values():
                 table.parts(self._optimizers)
             facts.update(
@@ -180,6 +201,7 @@ class FollowingTables:
             )
         self.steps = 0
         self.moved = dict.fromkeys(self._tables, 0)
+        self.updates: list[SlotUpdate] | None = None
         # The step after which reserved slots are held; None where none is reserved.
         self._admits_at: int | None = None
 
@@ -199,6 +221,7 @@ class FollowingTables:
 
     def _update(self) -> None:
         """Give the slots to the hottest ids. Collective."""
+        started = time.perf_counter()
         ahead = max([each.ids.ahead for each in self._tables.values()], default=0)
         with self._group.agreeing("step()") as facts:
             facts["steps"] = self.steps
@@ -223,6 +246,30 @@ class FollowingTables:
         self._admits_at = self.steps + ahead
         if not ahead:
             self._admit()
+        self._record(changes, started)
+
+    def _record(self, changes: Sequence[Sequence[Tensor]], started: float) -> None:
+        """Sum up the lookups since the update before over all ranks. Collective."""
+        tables, found = list(self._tables.values()), []
+        sums = self._group.all_reduce(_fates(tables))
+        for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
+            table.ids.fates[table.name] = Fates()
+            table.totals.add_(row)
+            lookups, missed, unseen, out_of_range = row.tolist()
+            found.append(
+                SlotChange(
+                    name=table.name,
+                    lookups=lookups,
+                    removed=missed - unseen,
+                    unseen=unseen,
+                    out_of_range=out_of_range,
+                    came=len(coming),
+                    went=len(leaving),
+                )
+            )
+        if self.updates is not None:
+            seconds = time.perf_counter() - started
+            self.updates.append(SlotUpdate(seconds=seconds, tables=tuple(found)))
 
     def _count(self) -> None:
         """Bring the noted lookups to the ranks that own the ids. Collective."""
@@ -230,7 +277,7 @@ class FollowingTables:
         noted = [table.ids.take_noted(table.name) for table in tables]
         # Ids ascend: those of a rank's range are together.
         cuts = [
-            torch.searchsorted(ids, torch.tensor(table.starts, dtype=torch.int32)).tolist()
+            torch.searchsorted(ids, torch.tensor(table.starts, dtype=ids.dtype)).tolist()
             for table, (ids, _) in zip(tables, noted, strict=True)
         ]
         lengths = group.all_gather(torch.tensor(cuts).view(len(tables), -1).diff(dim=1))
@@ -240,14 +287,33 @@ class FollowingTables:
                 mine = slice(edges[receiver], edges[receiver + 1])
                 parcels.send(receiver, ids[mine])
                 parcels.send(receiver, times[mine])
-        arriving = []
+        arriving: dict[str, list[Any]] = {table.name: [] for table in tables}
         for sender in range(group.size):
             for table, length in zip(tables, lengths[sender, :, group.rank].tolist(), strict=True):
-                read_ids = parcels.expect(sender, (length,), torch.int32)
-                arriving.append((table, read_ids, parcels.expect(sender, (length,), torch.int64)))
+                read_ids = parcels.expect(sender, (length,), table.index.id_of_slot.dtype)
+                read_times = parcels.expect(sender, (length,), torch.int64)
+                arriving[table.name].append((read_ids, read_times))
         parcels.exchange(torch.device("cpu"))
-        for table, read_ids, read_times in arriving:
-            table.counts.add(read_ids(), read_times(), self._weight.now)
+        for table in tables:
+            arrived = [(ids(), times()) for ids, times in arriving[table.name]]
+            table.count(arrived, self._weight.now)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep the counts of the hottest ids, of tables with too many to count each. Collective."""
+        bounded = [table for table in self._tables.values() if table.index.hashed]
+        if not bounded:
+            return
+        contests = []
+        for table in bounded:
+            keys = table.counts.counts.long()
+            contests.append(
+                Contest(table.candidates, cast(CandidateCounts, table.counts).ids, keys, keys > 0)
+            )
+        flags = winners(contests, self._group)
+        for table, contest, kept in zip(bounded, contests, flags, strict=True):
+            # Decay has brought some down to 0, which is that of any other id.
+            cast(CandidateCounts, table.counts).keep(kept & contest.holds)
 
     def _select(self) -> list[list[Tensor]]:
         """Return for each table the ids that lose their slots, and those that win one, over all
@@ -274,6 +340,8 @@ class FollowingTables:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = None
         for table in self._tables.values():
+            # Lookups so far found no row.
+            table.ids.sort_out()
             ids, slots = table.index.admit()
             parts = table.parts(self._optimizers)
             write_rows(parts, ids.cpu(), slots.cpu(), self.seed, table.name, table.bounds)
@@ -289,7 +357,7 @@ class FollowingTables:
             "age": self._weight.age,
             "seed": self.seed,
             "tables": self._described(),
-            "counts": {name: _chunked(table) for name, table in self._tables.items()},
+            "counts": {name: _saved(table, self._group) for name, table in self._tables.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -320,40 +388,47 @@ class FollowingTables:
         self._admits_at = None if steps["admits_at"] < 0 else steps["admits_at"]
         for name, table in self._tables.items():
             table.ids.take_noted(name)
-            table.counts.load(counts[name])
+            table.ids.fates[name] = Fates()
+            table.counts.load(*counts[name])
 
     def summary(self) -> str:
         """Return a text table of the slots, of the ids that hold none, and of what became of the
         lookups of training batches on all ranks. Collective."""
         self._count()
         tables = list(self._tables.values())
-        here = torch.tensor([table.fates() for table in tables], dtype=torch.int64)
-        totals = self._group.all_reduce(here).tolist()
+        here = torch.tensor([table.seen() for table in tables])
+        both = self._group.all_reduce(torch.cat([here, _fates(tables)], dim=1))
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "handed over"]
-        head += ["lookups", "without a row", "out of range"]
+        head += ["lookups", "of removed ids", "of new ids", "out of range"]
         lines = []
-        for table, (lookups, missed, out, waiting, never) in zip(tables, totals, strict=True):
+        for table, row in zip(tables, both, strict=True):
             index = table.index
+            waiting, never = row[:2].tolist()
+            lookups, missed, unseen, out = (row[2:] + table.totals).tolist()
             cells = [index.rows, index.stored, index.num_kept, waiting, never]
             cells += [self.moved[table.name], lookups]
-            share = percent(missed / lookups) if lookups else "-"
-            lines.append((table.name, *map(count, cells), share, count(out)))
-        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 10)))])
+            shares = [
+                percent(part / lookups if lookups else None) for part in (missed - unseen, unseen)
+            ]
+            lines.append((table.name, *map(count, cells), *shares, count(out)))
+        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
         names = ", ".join(self._tables)
         return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
 
     def _described(self) -> dict[str, list[int]]:
-        """Return the ids and the slots of each table."""
+        """Return the ids and the slots of each table, and how many ids have a count."""
         return {
-            name: [table.index.rows, table.index.stored] for name, table in self._tables.items()
+            name: [table.index.rows, table.index.stored, table.candidates]
+            for name, table in self._tables.items()
         }
 
 
 def _tables_of(
     collections: Sequence[FollowingCollection],
     protect_ids: Mapping[str, Sequence[int] | Tensor],
+    candidates: int,
     group: Group,
 ) -> dict[str, _Table]:
     """Return the following tables of collections, by name."""
@@ -364,13 +439,16 @@ def _tables_of(
                 raise ValueError(f"Two following tables have the name {name!r}.")
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
+            counts = CandidateCounts if index.hashed else LookupCounts
             found[name] = _Table(
                 name=name,
                 collection=collection,
                 bounds=initial_bounds(collection, name),
                 starts=starts,
-                counts=LookupCounts(starts[group.rank], starts[group.rank + 1]),
+                counts=counts(starts[group.rank], starts[group.rank + 1]),
                 protected=_protected(name, index, protect_ids.get(name, ())),
+                candidates=candidates * index.stored if index.hashed else index.rows,
+                totals=torch.zeros(4, dtype=torch.int64),
             )
     if not found:
         raise ValueError("The model has no following tables: following() makes them.")
@@ -409,31 +487,60 @@ def _gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
     return [torch.cat(each) for each in pieces]
 
 
-def _chunked(table: _Table) -> ChunkedTensor:
-    """Return the counts of a table as a state holds them."""
-    counts, first = table.counts.counts, table.counts.first
-    size = len(counts)
-    # A rank behind the last id has nothing to write.
-    writes = [((first,), counts)] if size else []
-    wants = [((first,), (size,))] if size else []
-    return ChunkedTensor((table.index.rows,), counts.dtype, writes, wants)
+def _fates(tables: Sequence[_Table]) -> Tensor:
+    """Return this rank's lookups since the last update: int64 ``(tables, 4)``."""
+    return torch.tensor([astuple(table.ids.fates[table.name]) for table in tables])
 
 
-def _loaded(table: _Table, saved: Any) -> Tensor:
-    """Return the counts of this rank's range from a state."""
-    wanted = table.counts.counts
-    pieces = [wanted[:0]]
-    if isinstance(saved, ChunkedTensor):
-        pieces += saved.loaded or [
-            piece for (first,), piece in saved.writes if first == table.counts.first
-        ]
-    found = torch.cat(pieces)
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+def _saved(table: _Table, group: Group) -> list[ChunkedTensor]:
+    """Return the counts of a table as a state holds them, and of some ids these ids. Collective for
+    them."""
+    owned = table.counts
+    if isinstance(owned, LookupCounts):
+        size = len(owned.counts)
+        # A rank behind the last id has nothing to write.
+        writes = [((owned.first,), owned.counts)] if size else []
+        wants = [((owned.first,), (size,))] if size else []
+        return [ChunkedTensor((table.index.rows,), owned.counts.dtype, writes, wants)]
+    sizes = group.all_gather(torch.tensor([len(owned.ids)])).view(-1).tolist()
+    start = sum(sizes[: group.rank])
+    # The last rank fills the state up: its size must not depend on the counts.
+    unused = table.candidates - sum(sizes) if group.rank == group.size - 1 else 0
+    found = []
+    for values in (owned.counts, owned.ids):
+        padded = torch.cat([values, values.new_full((unused,), VACANT)])
+        writes = [((start,), padded)] if len(padded) else []
+        # Ranks of another number have other ranges: each looks for its ids.
+        wants = [((0,), (table.candidates,))]
+        found.append(ChunkedTensor((table.candidates,), values.dtype, writes, wants))
+    return found
+
+
+def _loaded(table: _Table, saved: Sequence[ChunkedTensor]) -> list[Tensor]:
+    """Return the counts of this rank's range from a state, and of some ids these ids."""
+    owned, found = table.counts, []
+    for each in saved:
+        parts = each.loaded or [part for _, part in each.writes]
+        found.append(torch.cat([torch.empty(0, dtype=each.dtype), *parts]))
+    if isinstance(owned, LookupCounts):
+        fits = found[0].shape == owned.counts.shape and _begins(saved[0], owned.first)
+    else:
+        counts, ids = found
+        mine = (ids >= owned.first) & (ids < owned.last)
+        # All ranks' ids are loaded; a copy of the state has those of one.
+        fits = saved[0].loaded is not None or bool((mine | (ids == VACANT)).all())
+        found = [counts[mine], ids[mine]]
+        fits = fits and bool((found[1].diff() > 0).all())
+    if not fits:
         raise ValueError(
-            f"Table {table.name!r}: the state has no counts of the ids"
-            f" [{table.counts.first}, {table.counts.last}). Of other ranks, it must be loaded by"
-            " torch.distributed.checkpoint."
+            f"Table {table.name!r}: the state has no counts of the ids [{owned.first},"
+            f" {owned.last}). Of other ranks, it must be loaded by torch.distributed.checkpoint."
         )
-    if len(found) and int(found.min()) < 0:
+    if bool((found[0] < 0).any()):
         raise ValueError(f"Table {table.name!r}: the state has counts below 0.")
     return found
+
+
+def _begins(saved: ChunkedTensor, first: int) -> bool:
+    """Return whether what a state has of a table begins at an id."""
+    return saved.loaded is not None or all(start == first for (start,), _ in saved.writes)
