@@ -77,6 +77,15 @@ class StepRecord:
     tables: tuple[MaskChange, ...]
 
 
+FATES: Final = {
+    "kept": "found a row",
+    "removed": "hit removed rows",
+    "unseen": "were of ids never seen",
+    "out_of_range": "were out of range",
+}
+"""What becomes of a lookup of a following table: counts of :class:`SlotChange`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotChange:
     """Lookups of a following table since the update before, by what became of their ids, and the

@@ -18,6 +18,7 @@ from dist_sparse.report.comparison import (
     HEAD,
     baseline,
     compare,
+    fates_text,
     headline,
     known_text,
     row_cells,
@@ -167,6 +168,8 @@ def inspect_text(run: Run) -> str:
         lines.append(f"last: {', '.join(values)}")
     lines.append(f"mask updates: {len(run.due)}")
     lines.append(f"lookups of removed rows: {_lookups_text(run)}")
+    if run.slots:
+        lines.append(f"following tables: {fates_text(run)}")
     if run.config:
         lines.append("config:")
     lines += [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
