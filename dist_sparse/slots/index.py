@@ -119,17 +119,18 @@ class SlotIndex(nn.Module):
         ``ids`` (int32 or int64, any shape) is not changed.
         """
         buckets = self._current()
-        given = ids.long()
+        given = ids.reshape(-1).long()
         # Cut to int32, an id out of range could be another one.
         inside = given.clamp(0, self.rows - 1)
         wanted = inside.to(buckets.ids.dtype)
-        found = place = buckets.starts[self._bucket(inside)]
+        found = place = buckets.starts.index_select(0, self._bucket(inside))
         # At most one place has the id: all of a bucket are compared, and no branch is needed.
         for _ in range(1, buckets.longest):
             place = place + 1
-            found = torch.where(buckets.ids[place] == wanted, place, found)
-        slots = torch.where(buckets.ids[found] == wanted, buckets.slots[found], REMOVED)
-        return torch.where(inside == given, slots, UNKNOWN)
+            found = torch.where(buckets.ids.index_select(0, place) == wanted, place, found)
+        slots = buckets.slots.index_select(0, found)
+        slots = torch.where(buckets.ids.index_select(0, found) == wanted, slots, REMOVED)
+        return torch.where(inside == given, slots, UNKNOWN).view(ids.shape)
 
     def held(self) -> Tensor:
         """Return the ids that hold a slot, in the order of the slots: int64 ``(n,)``."""
