@@ -70,6 +70,7 @@ class FollowingIds(CompactIds):
         self.fates = {name: Fates() for name in indexes}
         # Training batches as they came: a step copies their ids, and leaves the rest to an update.
         self._batches: list[tuple[Tensor, list[int]]] = []
+        self._noted = 0
         # Distinct ids of batches before, and how often each was looked up.
         self._counted: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in indexes}
         # Which ids of a batch had a slot when it was translated, until its output is put together.
@@ -115,7 +116,7 @@ class FollowingIds(CompactIds):
     def sort_out(self) -> None:
         """Count the ids of training batches, and what became of their lookups. Call it before ids
         come into slots: those of earlier batches had none."""
-        batches, self._batches = self._batches, []
+        batches, self._batches, self._noted = self._batches, [], 0
         parts: dict[str, list[Tensor]] = {name: [] for name in self.indexes}
         for values, lengths in batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
@@ -162,7 +163,10 @@ class FollowingIds(CompactIds):
 
     def _rows_of(self, table: str, ids: Tensor) -> Tensor:
         # Without a map of all ids, which each update would make again.
-        return self.slots[table](ids) if table in self.indexes else super()._rows_of(table, ids)
+        if table not in self.indexes:
+            return super()._rows_of(table, ids)
+        found: Tensor = self.indexes[table](ids)
+        return found
 
     def _translated(
         self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
@@ -175,7 +179,8 @@ class FollowingIds(CompactIds):
         self.ahead += 1
         # A copy: the training loop may use its buffers again.
         self._batches.append((ordered.values().clone(), ordered.length_per_key()))
-        if sum(len(values) for values, _ in self._batches) > _NOTED:
+        self._noted += len(kept)
+        if self._noted > _NOTED:
             self.sort_out()
 
 

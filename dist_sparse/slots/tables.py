@@ -273,30 +273,19 @@ class FollowingTables:
 
     def _count(self) -> None:
         """Bring the noted lookups to the ranks that own the ids. Collective."""
-        tables, group = list(self._tables.values()), self._group
-        noted = [table.ids.take_noted(table.name) for table in tables]
-        # Ids ascend: those of a rank's range are together.
-        cuts = [
-            torch.searchsorted(ids, torch.tensor(table.starts, dtype=ids.dtype)).tolist()
-            for table, (ids, _) in zip(tables, noted, strict=True)
-        ]
-        lengths = group.all_gather(torch.tensor(cuts).view(len(tables), -1).diff(dim=1))
-        parcels = Parcels(group)
-        for receiver in range(group.size):
-            for (ids, times), edges in zip(noted, cuts, strict=True):
-                mine = slice(edges[receiver], edges[receiver + 1])
-                parcels.send(receiver, ids[mine])
-                parcels.send(receiver, times[mine])
-        arriving: dict[str, list[Any]] = {table.name: [] for table in tables}
-        for sender in range(group.size):
-            for table, length in zip(tables, lengths[sender, :, group.rank].tolist(), strict=True):
-                read_ids = parcels.expect(sender, (length,), table.index.id_of_slot.dtype)
-                read_times = parcels.expect(sender, (length,), torch.int64)
-                arriving[table.name].append((read_ids, read_times))
-        parcels.exchange(torch.device("cpu"))
+        tables, owners = list(self._tables.values()), range(self._group.size)
+        outgoing: list[list[Tensor]] = [[] for _ in owners]
         for table in tables:
-            arrived = [(ids(), times()) for ids, times in arriving[table.name]]
-            table.count(arrived, self._weight.now)
+            ids, times = table.ids.take_noted(table.name)
+            # Ids ascend: those of a rank's range are together.
+            cuts = torch.searchsorted(ids, torch.tensor(table.starts, dtype=ids.dtype)).tolist()
+            for owner in owners:
+                mine = slice(cuts[owner], cuts[owner + 1])
+                outgoing[owner] += [ids[mine].long(), times[mine]]
+        arrived = _exchanged(outgoing, self._group)
+        for number, table in enumerate(tables):
+            pairs = [(each[2 * number], each[2 * number + 1]) for each in arrived]
+            table.count(pairs, self._weight.now)
         self._forget()
 
     def _forget(self) -> None:
@@ -472,19 +461,28 @@ def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Ten
     return found
 
 
+def _exchanged(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]:
+    """Send each rank as many tensors, int64 ``(n,)``; return those of each rank. Collective."""
+    sizes = torch.tensor([list(map(len, parts)) for parts in outgoing])
+    lengths = group.all_gather(sizes)[:, group.rank].tolist()
+    parcels, arriving = Parcels(group), []
+    for receiver, parts in enumerate(outgoing):
+        for part in parts:
+            parcels.send(receiver, part)
+    for sender, of_sender in enumerate(lengths):
+        reads = [parcels.expect(sender, (size,), torch.int64) for size in of_sender]
+        arriving.append(reads)
+    parcels.exchange(torch.device("cpu"))
+    found = []
+    for reads in arriving:
+        found.append([read() for read in reads])
+    return found
+
+
 def _gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective: two
-    all-gathers."""
-    lengths = group.all_gather(torch.tensor([len(part) for part in parts]))
-    mine = torch.cat(list(parts))
-    padded = torch.zeros(int(lengths.sum(1).max()), dtype=torch.int64)
-    padded[: len(mine)] = mine
-    pieces: list[list[Tensor]] = [[] for _ in parts]
-    for row, sizes in zip(group.all_gather(padded), lengths, strict=True):
-        of_rank = row[: int(sizes.sum())].split(sizes.tolist())
-        for number, piece in enumerate(of_rank):
-            pieces[number].append(piece)
-    return [torch.cat(each) for each in pieces]
+    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective."""
+    arrived = _exchanged([parts] * group.size, group)
+    return [torch.cat(pieces) for pieces in zip(*arrived, strict=True)]
 
 
 def _fates(tables: Sequence[_Table]) -> Tensor:
@@ -492,45 +490,37 @@ def _fates(tables: Sequence[_Table]) -> Tensor:
     return torch.tensor([astuple(table.ids.fates[table.name]) for table in tables])
 
 
-def _saved(table: _Table, group: Group) -> list[ChunkedTensor]:
-    """Return the counts of a table as a state holds them, and of some ids these ids. Collective for
-    them."""
+def _saved(table: _Table, group: Group) -> Tensor:
+    """Return the counts of a table as a state holds them; of some ids these ids and their counts,
+    int64 ``(2, n)``, which every rank has. Collective for them."""
     owned = table.counts
-    if isinstance(owned, LookupCounts):
-        size = len(owned.counts)
-        # A rank behind the last id has nothing to write.
-        writes = [((owned.first,), owned.counts)] if size else []
-        wants = [((owned.first,), (size,))] if size else []
-        return [ChunkedTensor((table.index.rows,), owned.counts.dtype, writes, wants)]
-    sizes = group.all_gather(torch.tensor([len(owned.ids)])).view(-1).tolist()
-    start = sum(sizes[: group.rank])
-    # The last rank fills the state up: its size must not depend on the counts.
-    unused = table.candidates - sum(sizes) if group.rank == group.size - 1 else 0
-    found = []
-    for values in (owned.counts, owned.ids):
-        padded = torch.cat([values, values.new_full((unused,), VACANT)])
-        writes = [((start,), padded)] if len(padded) else []
-        # Ranks of another number have other ranges: each looks for its ids.
-        wants = [((0,), (table.candidates,))]
-        found.append(ChunkedTensor((table.candidates,), values.dtype, writes, wants))
-    return found
+    if isinstance(owned, CandidateCounts):
+        both = torch.stack(_gathered([owned.ids, owned.counts.long()], group))
+        # A size that does not depend on the counts, which a checkpoint loads into.
+        unused = table.candidates - both.shape[1]
+        return nn.functional.pad(both, (0, unused), value=VACANT)
+    size = len(owned.counts)
+    # A rank behind the last id has nothing to write.
+    writes = [((owned.first,), owned.counts)] if size else []
+    wants = [((owned.first,), (size,))] if size else []
+    return ChunkedTensor((table.index.rows,), owned.counts.dtype, writes, wants)
 
 
-def _loaded(table: _Table, saved: Sequence[ChunkedTensor]) -> list[Tensor]:
+def _loaded(table: _Table, saved: Any) -> list[Tensor]:
     """Return the counts of this rank's range from a state, and of some ids these ids."""
-    owned, found = table.counts, []
-    for each in saved:
-        parts = each.loaded or [part for _, part in each.writes]
-        found.append(torch.cat([torch.empty(0, dtype=each.dtype), *parts]))
-    if isinstance(owned, LookupCounts):
-        fits = found[0].shape == owned.counts.shape and _begins(saved[0], owned.first)
-    else:
-        counts, ids = found
+    owned = table.counts
+    if isinstance(owned, CandidateCounts):
+        ids, counts = saved
         mine = (ids >= owned.first) & (ids < owned.last)
-        # All ranks' ids are loaded; a copy of the state has those of one.
-        fits = saved[0].loaded is not None or bool((mine | (ids == VACANT)).all())
-        found = [counts[mine], ids[mine]]
-        fits = fits and bool((found[1].diff() > 0).all())
+        found = [counts[mine].int(), ids[mine]]
+        fits = bool((found[1].diff() > 0).all())
+    else:
+        pieces = [owned.counts[:0]]
+        if isinstance(saved, ChunkedTensor):
+            own = [piece for (first,), piece in saved.writes if first == owned.first]
+            pieces += saved.loaded or own
+        found = [torch.cat(pieces)]
+        fits = found[0].shape == owned.counts.shape and found[0].dtype == owned.counts.dtype
     if not fits:
         raise ValueError(
             f"Table {table.name!r}: the state has no counts of the ids [{owned.first},"
@@ -539,8 +529,3 @@ def _loaded(table: _Table, saved: Sequence[ChunkedTensor]) -> list[Tensor]:
     if bool((found[0] < 0).any()):
         raise ValueError(f"Table {table.name!r}: the state has counts below 0.")
     return found
-
-
-def _begins(saved: ChunkedTensor, first: int) -> bool:
-    """Return whether what a state has of a table begins at an id."""
-    return saved.loaded is not None or all(start == first for (start,), _ in saved.writes)

@@ -61,7 +61,12 @@ def test_fates(world: int, tmp_path: Path) -> None:
                 one["came"],
                 one["went"],
             )
-            assert (found, change.out_of_range) == (one["fates"], 0), (found, one, changes, expected)
+            assert (found, change.out_of_range) == (one["fates"], 0), (
+                found,
+                one,
+                changes,
+                expected,
+            )
         assert "% hit removed rows" in inspect_text(run)
         assert "hit removed rows" in write_report(run).read_text()
     assert slots.updates is None

@@ -154,7 +154,7 @@ def saving(root: Path, killed: bool) -> dict[str, Any]:
     for first in range(slots.steps, 12, 3):
         train(built, slots, range(first, first + 3), 2)
         checkpoints.save(first + 3, **parts)
-    counts = slots.state_dict()["counts"]["item"][0].writes[0][1]
+    counts = slots.state_dict()["counts"]["item"].writes[0][1]
     return {**result(built), "counts": counts.clone()}
 
 
