@@ -28,6 +28,7 @@ from dist_sparse.compaction.sites import replace_modules
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.slots.index import MOST_COUNTED, SlotIndex
 from dist_sparse.tables.port import collection_of, torchrec_port
+from dist_sparse.tables.protocols import Collection
 from dist_sparse.torchrec.collections import configs_of
 from dist_sparse.torchrec.types import KeyedJaggedTensor
 
@@ -214,14 +215,10 @@ class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
     most; the others read zeros and train nothing. Made by :func:`following`;
     :class:`~dist_sparse.FollowingTables` hands slots over."""
 
-    pooled: ClassVar = True
-
 
 class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
     """An EmbeddingCollection whose tables store slots; see
     :class:`FollowingEmbeddingBagCollection`."""
-
-    pooled: ClassVar = False
 
 
 FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
@@ -272,7 +269,7 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
     return _of_compact(model) if rows is None else _of_collection(model, rows)
 
 
-def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
+def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> Any:
     torchrec = torchrec_port()
     found = None if torchrec is None else torchrec.collection(collection)
     if torchrec is None or found is None or found.is_sharded:
@@ -295,16 +292,13 @@ def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> FollowingC
     for name, count in rows.items():
         checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
-    return _made(configs, indexes, found.pooled, found.weighted)
+    return _made(configs, indexes, found)
 
 
-def _made(
-    configs: list[Any], indexes: Mapping[str, Any], pooled: bool, weighted: bool
-) -> FollowingCollection:
-    meta = torch.device("meta")
-    if pooled:
-        return FollowingEmbeddingBagCollection(configs, indexes, weighted, meta)
-    return FollowingEmbeddingCollection(configs, indexes, meta)
+def _made(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
+    """Return a following collection in the place of one that was found."""
+    kind = FollowingEmbeddingBagCollection if found.pooled else FollowingEmbeddingCollection
+    return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
 def _of_compact(model: nn.Module) -> nn.Module:
@@ -322,7 +316,7 @@ def _of_compact(model: nn.Module) -> nn.Module:
     return replace_modules(model, replaced)
 
 
-def _around(old: Any, model: nn.Module) -> FollowingCollection:
+def _around(old: Any, model: nn.Module) -> Any:
     """Return a following collection that has the rows of a compact one."""
     inner = old.inner
     found = collection_of(inner)
@@ -337,6 +331,6 @@ def _around(old: Any, model: nn.Module) -> FollowingCollection:
         # Kept rows are stored in the order of their ids.
         ids = index.kept().nonzero().view(-1)
         indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
-    made = _made(configs_of(old), indexes, found.pooled, found.weighted)
+    made = _made(configs_of(old), indexes, found)
     made.inner = inner
     return made.train(old.training)
