@@ -50,12 +50,13 @@ DECAY = 0.5**0.125
 
 POLICIES = {"lfu": LFU_EvictionPolicy, "distance lfu": DistanceLFU_EvictionPolicy}
 
-ID_BYTES = {"frozen": 0.25, "following": 4.25}
-"""For each id: a bitmap with counts of kept rows; and an int32 count of lookups besides."""
+ID_BYTES = {"frozen": 0.25, "following": 4}
+"""For each id: a bitmap with counts of kept rows; an int32 count of lookups."""
 
-SLOT_BYTES = {"following": 8, "lfu": 24, "distance lfu": 32}
-"""For each row: its id, and where it is found, int32; the id, the row and a count, and the batch of
-the last lookup, int64 each. Lookups that wait for the next update are not counted in either."""
+SLOT_BYTES = {"following": 20, "lfu": 24, "distance lfu": 32}
+"""For each row: its id in the state, and in a hash table with its slot and at most two starts of
+buckets, int32; the id, the row and a count, and the batch of the last lookup, int64 each. Lookups
+that wait for the next update are not counted in either."""
 
 ZIPF = 1.05
 HOT = 0.01
@@ -65,6 +66,8 @@ IDS_A_BAG = 4
 BATCH = 256
 CHANGES = 8
 """How often hot ids are replaced in a run."""
+
+USERS = 943
 
 
 class Example(NamedTuple):
@@ -93,6 +96,18 @@ def drifting(ids: int, steps: int, share: float, seed: int) -> Iterator[Example]
         drawn = id_of_rank[torch.searchsorted(until, uniform).clamp_(max=ids - 1)]
         logits = effect[drawn].view(BATCH, IDS_A_BAG).sum(1) / IDS_A_BAG**0.5
         yield Example(drawn, torch.bernoulli(torch.sigmoid(1.5 * logits), generator=draw))
+
+
+def movielens(folder: Path) -> Iterator[Example]:
+    """Yield the ratings of MovieLens-100K in the order of time: a bag has the user and the item,
+    and the label is whether the rating is 4 or 5."""
+    lines = (folder / "ml-100k.inter").read_text().splitlines()[1:]
+    ratings = torch.tensor([[float(field) for field in line.split("\t")] for line in lines])
+    users, items, rating, _ = ratings.double()[ratings[:, 3].argsort(stable=True)].unbind(1)
+    ids = torch.stack([users - 1, USERS + items - 1], dim=1).long()
+    labels = (rating >= 4).float()
+    for some, truth in zip(ids.split(BATCH), labels.split(BATCH), strict=True):
+        yield Example(some.reshape(-1), truth)
 
 
 def rows_for(method: str, ids: int, dim: int, budget: float) -> int:
@@ -191,6 +206,7 @@ class Frozen(Method):
             level=1 - rows / case["ids"],
             score="frequency",
             include="*item*",
+            min_rows=1,
             dense=False,
             begin=warmup // 2,
             end=self.end,
@@ -202,6 +218,8 @@ class Frozen(Method):
             self.sparse.step()
         if step == self.end:
             self.sparse.step()
+            # The bytes of the index are those of any table; the map is of small ones alone.
+            collections.MAPPED_ROWS = 0
             self.model = compact(self.model, self.sparse)
 
 
@@ -236,8 +254,6 @@ class Following(Method):
     """Slots for the ids that are looked up most."""
 
     def __init__(self, case: dict[str, Any], rows: int) -> None:
-        # The bytes of the index are those of any table; the map is of small ones alone.
-        collections.MAPPED_ROWS = 0
         super().__init__(case, rows)
         every = case.get("every", EVERY)
         self.slots = FollowingTables(self.model, every=every, decay=DECAY, seed=case["seed"])
@@ -284,35 +300,45 @@ def bags(rows: int, dim: int) -> EmbeddingBagCollection:
 
 def stream(case: dict[str, Any]) -> dict[str, Any]:
     """Train with every method and budget through the same stream."""
-    batches = list(drifting(case["ids"], case["steps"], case["share"], case["seed"]))
-    runs = [through({**case, "method": "full", "budget": 1.0}, batches)]
+    if case["what"] == "movielens":
+        batches = list(movielens(Path(case["folder"])))
+    else:
+        batches = list(drifting(case["ids"], case["steps"], case["share"], case["seed"]))
+    runs = [{**case, "method": "full", "budget": 1.0}]
     for budget in case["budgets"]:
-        for method in case["methods"]:
-            runs.append(through({**case, "method": method, "budget": budget}, batches))
-    return {"runs": runs}
+        runs += [{**case, "method": method, "budget": budget} for method in case["methods"]]
+    return {"runs": through(runs, batches)}
 
 
-def through(case: dict[str, Any], batches: list[Example]) -> dict[str, Any]:
-    """Train through a stream; every batch is predicted before it is trained on."""
-    rows = rows_for(case["method"], case["ids"], case["dim"], case["budget"])
-    subject = METHODS[case["method"]](case, rows)
-    logits, times = [], []
+def through(cases: list[dict[str, Any]], batches: list[Example]) -> list[dict[str, Any]]:
+    """Train tables through a stream, batch by batch one after the other, so that their times
+    compare; every batch is predicted before it is trained on."""
+    rows = [rows_for(each["method"], each["ids"], each["dim"], each["budget"]) for each in cases]
+    made = zip(cases, rows, strict=True)
+    subjects = [METHODS[each["method"]](each, count) for each, count in made]
+    logits: list[list[Tensor]] = [[] for _ in cases]
+    times: list[list[float]] = [[] for _ in cases]
     for step, example in enumerate(batches):
-        start = time.process_time()
-        logits.append(subject.train(step, example))
-        times.append(time.process_time() - start)
+        for number, subject in enumerate(subjects):
+            start = time.process_time()
+            logits[number].append(subject.train(step, example))
+            times[number].append(time.process_time() - start)
     warmup = len(batches) // CHANGES
-    found = torch.cat(logits[warmup:])
     truth = torch.cat([example.labels for example in batches[warmup:]])
-    return {
-        "method": case["method"],
-        "budget": case["budget"],
-        "rows": rows,
-        "auc": auc(found, truth),
-        "ne": normalized_entropy(found, truth),
-        "ms": 1e3 * statistics.median(times[warmup:]),
-        "mean_ms": 1e3 * statistics.mean(times[warmup:]),
-    }
+    runs = []
+    for number, each in enumerate(cases):
+        found, spent = torch.cat(logits[number][warmup:]), times[number][warmup:]
+        run = {
+            "method": each["method"],
+            "budget": each["budget"],
+            "rows": rows[number],
+            "auc": auc(found, truth),
+            "ne": normalized_entropy(found, truth),
+            "ms": 1e3 * statistics.median(spent),
+            "mean_ms": 1e3 * statistics.mean(spent),
+        }
+        runs.append(run)
+    return runs
 
 
 def memory(case: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _MODULE_OF = {
     "TableStats": "records",
     "compact": "compaction.compact",
     "describe": "sparsifiers.stats",
-    "expand": "compaction.expand",
+    "expand": "compaction.compact",
     "export": "serving.export",
     "frontier": "planning.frontier",
     "load_served": "serving.served",

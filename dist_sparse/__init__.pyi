@@ -19,7 +19,7 @@ from dist_sparse import training as training
 from dist_sparse.checkpoint.checkpoints import Checkpoints as Checkpoints
 from dist_sparse.codes.quantize import quantize as quantize
 from dist_sparse.compaction.compact import compact as compact
-from dist_sparse.compaction.expand import expand as expand
+from dist_sparse.compaction.compact import expand as expand
 from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
 from dist_sparse.optim.scheduler import OptimScheduler as OptimScheduler
 from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr

@@ -77,6 +77,51 @@ class StepRecord:
     tables: tuple[MaskChange, ...]
 
 
+FATES: Final = {
+    "kept": "found a row",
+    "removed": "hit removed rows",
+    "unseen": "were of ids never seen",
+    "out_of_range": "were out of range",
+}
+"""What becomes of a lookup of a following table: counts of :class:`SlotChange`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotChange:
+    """Lookups of a following table since the update before, by what became of their ids, and the
+    rows that change hands; over all ranks.
+
+    Args:
+        name: of the table.
+        lookups: in training batches.
+        removed: of ids without a row that were looked up before.
+        unseen: of ids without a row that never were, or so long ago that their count is gone.
+        out_of_range: of ids that the table does not have.
+        came, went: ids that get a row in this update, and ids that lose theirs.
+    """
+
+    name: str
+    lookups: int
+    removed: int
+    unseen: int
+    out_of_range: int
+    came: int
+    went: int
+
+    @property
+    def kept(self) -> int:
+        """Lookups of ids with a row."""
+        return self.lookups - self.removed - self.unseen - self.out_of_range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotUpdate:
+    """One update of following tables, in ``seconds`` on this rank."""
+
+    seconds: float
+    tables: tuple[SlotChange, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardCheck:
     """One validation by :meth:`~dist_sparse.SparseTraining.guard`.

@@ -112,13 +112,14 @@ class CompactIds(nn.Module):
             RuntimeError: an id is out of range, and its table is one that raises then; names table,
                 id and rows.
         """
-        features = self.ordered(features)
+        given, features = features, self.ordered(features)
         rows = self.rows(features)
         # Rare, so that one comparison is all that it costs otherwise.
         if len(rows) and int(rows.min()) < REMOVED:
             flags = rows == UNKNOWN
             self._report(self._unknown.add(features.values(), flags, features.length_per_key()))
         kept, weights = rows >= 0, features.weights_or_none()
+        self._translated(given, features, kept)
         # The operator of the enforcer's drop: one pass over ids and lengths.
         rows, lengths = select_jagged(rows, features.lengths(), kept)
         return KeyedJaggedTensor(
@@ -127,6 +128,12 @@ class CompactIds(nn.Module):
             weights=None if weights is None else weights.masked_select(kept),
             lengths=lengths,
         )
+
+    def _translated(
+        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
+    ) -> None:
+        """Take note of a batch, whose ids have a row where ``kept``, in the order of
+        :meth:`ordered`."""
 
     def ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features of the collection in the order of its tables, one that two tables
@@ -206,30 +213,53 @@ class _Map(NamedTuple):
 
 
 class IndexedCollection(CompactCollection):
-    """A collection of TorchRec's, ``inner``, behind ``ids``."""
+    """A collection of TorchRec's, ``inner``, behind ``ids``.
 
+    Args:
+        tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
+        indexes: by table, of those that have removed rows.
+        is_weighted: as of an EmbeddingBagCollection.
+        device: of the stored rows, which are initialized as TorchRec does.
+        stored_rows: by table, the least number of rows to store; those behind the kept ones are
+            never read.
+
+    Attributes:
+        ids: the :class:`CompactIds`.
+        inner: the collection of kept rows; a sharded one in its place under
+            DistributedModelParallel.
+    """
+
+    pooled: ClassVar[bool]
     translation: ClassVar[type[CompactIds]] = CompactIds
 
     def __init__(
         self,
         tables: Sequence[Any],
-        indexes: Mapping[str, RowIndex],
-        stored_rows: Mapping[str, int] | None,
+        indexes: Mapping[str, Any],
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        stored_rows: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._configs = list(tables)
+        self.tables, self.weighted = table_configs(tables, self.pooled), is_weighted
         # On the device of the indexes: on the meta device they would lose their values.
         self.ids = self.translation(tables, indexes, self)
         # In a list: pipelines put another module in the place of the attribute.
         self._translation = [self.ids]
-        self._stored = []
+        stored = []
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True):
             index = indexes.get(table.name)
             rows = table.num_embeddings if index is None else index.stored
             # A table with nothing left stores a row that is never read: neither TorchRec's planners
             # nor FBGEMM's kernels expect tables without rows.
             rows = max(rows, 1, (stored_rows or {}).get(table.name, 0))
-            self._stored.append(replace(table, num_embeddings=rows, feature_names=names))
+            stored.append(replace(table, num_embeddings=rows, feature_names=names))
+        self.inner = self._stored(stored, device)
+
+    def _stored(self, tables: list[Any], device: torch.device | None) -> Any:
+        """Return the collection of kept rows."""
+        raise NotImplementedError
 
     def table_indexes(self) -> dict[str, RowIndex]:
         """Return the indexes of the tables that have removed rows."""
@@ -244,19 +274,6 @@ class CompactEmbeddingBagCollection(IndexedCollection):
     Sums and weighted sums are bit-equal. Means divide by all ids of a bag, those without a row too;
     they are computed as a sum times 1 / ids, so they may differ in the last bit from those of a
     sharding that divides. Ids out of range add nothing to a bag (see :class:`CompactIds`).
-
-    Args:
-        tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
-        indexes: by table, of those that have removed rows.
-        is_weighted: as of an EmbeddingBagCollection.
-        device: of the stored rows, which are initialized as TorchRec does.
-        stored_rows: by table, the least number of rows to store; those behind the kept ones are
-            never read.
-
-    Attributes:
-        ids: the :class:`CompactIds`.
-        inner: the collection of kept rows; a sharded one in its place under
-            DistributedModelParallel.
 
     Example::
 
@@ -278,24 +295,17 @@ class CompactEmbeddingBagCollection(IndexedCollection):
         tensor([0., 0.], grad_fn=<SelectBackward0>)
     """
 
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingBagConfig],
-        indexes: Mapping[str, RowIndex],
-        is_weighted: bool = False,
-        device: torch.device | None = None,
-        stored_rows: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(tables, indexes, stored_rows)
-        self.tables, self.weighted = table_configs(tables, pooled=True), is_weighted
+    pooled: ClassVar = True
+
+    def _stored(self, tables: list[Any], device: torch.device | None) -> Any:
         averaged: set[str] = set()
-        for config in self._stored:
+        for config in tables:
             if config.pooling is PoolingType.MEAN:
                 # From any bag ids may be dropped, so that the number of ids left is no divisor.
                 config.pooling = PoolingType.SUM
                 averaged.update(config.feature_names)
         self.mean = _Means(self.ids, averaged) if averaged else None
-        self.inner = EmbeddingBagCollection(self._stored, is_weighted, device)
+        return EmbeddingBagCollection(tables, self.weighted, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings, as an EmbeddingBagCollection does."""
@@ -342,18 +352,6 @@ class CompactEmbeddingCollection(IndexedCollection):
     """An EmbeddingCollection that stores kept rows only and returns zero vectors for ids without a
     row: removed ones, and ids out of range (see :class:`CompactIds`).
 
-    Args:
-        tables: configurations of the whole tables; ``num_embeddings`` counts original rows.
-        indexes: by table, of those that have removed rows.
-        device: of the stored rows, which are initialized as TorchRec does.
-        stored_rows: by table, the least number of rows to store; those behind the kept ones are
-            never read.
-
-    Attributes:
-        ids: the :class:`CompactIds`.
-        inner: the collection of kept rows; a sharded one in its place under
-            DistributedModelParallel.
-
     Example::
 
         >>> import torch
@@ -374,17 +372,11 @@ class CompactEmbeddingCollection(IndexedCollection):
         (tensor([0., 0.], grad_fn=<SelectBackward0>), tensor([2, 1]))
     """
 
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingConfig],
-        indexes: Mapping[str, RowIndex],
-        device: torch.device | None = None,
-        stored_rows: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(tables, indexes, stored_rows)
-        self.tables, self.weighted = table_configs(tables, pooled=False), False
+    pooled: ClassVar = False
+
+    def _stored(self, tables: list[Any], device: torch.device | None) -> Any:
         self.zeros = _Zeros(self.ids)
-        self.inner = EmbeddingCollection(self._stored, device)
+        return EmbeddingCollection(tables, device)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the embeddings of every id, as an EmbeddingCollection does."""
@@ -432,7 +424,7 @@ def compact_collection(
     device: torch.device,
     widths: Mapping[str, int],
     default_row: bool,
-) -> CompactEmbeddingBagCollection | CompactEmbeddingCollection:
+) -> IndexedCollection:
     """Return a compact collection in place of another. The rows of a sharded one are on the meta
     device, to be sharded and filled.
 
@@ -461,12 +453,8 @@ def compact_collection(
         replace(config, embedding_dim=widths.get(config.name, config.embedding_dim))
         for config in configs_of(outer or module)
     ]
-    meta = torch.device("meta")
-    made: CompactEmbeddingBagCollection | CompactEmbeddingCollection
-    if collection.pooled:
-        made = CompactEmbeddingBagCollection(configs, indexes, collection.weighted, meta, stored)
-    else:
-        made = CompactEmbeddingCollection(configs, indexes, meta, stored)
+    kind = CompactEmbeddingBagCollection if collection.pooled else CompactEmbeddingCollection
+    made = kind(configs, indexes, collection.weighted, torch.device("meta"), stored)
     made.ids.to(device)
     for name, whole in collection.embeddings().items():
         _fill(made.inner, name, whole, kept[name])

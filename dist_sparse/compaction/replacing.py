@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -64,7 +65,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def refuse_sites(
-    model: nn.Module, sites: Iterable[Site], action: str, *, optimizers_known: bool, narrowed: bool
+    model: nn.Module,
+    sites: Iterable[Site],
+    action: str,
+    *,
+    optimizers_known: bool,
+    narrowed: bool = False,
+    default_row: bool = False,
 ) -> None:
     """Refuse modules whose tables can't be replaced, or whose optimizers are unknown.
 
@@ -72,29 +79,43 @@ def refuse_sites(
         action: ``"compact"`` or ``"expand"``.
         optimizers_known: whether the caller knows all optimizers that are not fused.
         narrowed: whether any table loses columns.
+        default_row: whether removed ids share a row.
     """
     # Once, not for each site: a model has thousands of parameters.
     holders = _holders_of_parameters(model)
     for site in sites:
         _refuse_wrapper_inside(site, model, action)
-        if reason := site.refusal(model, narrowed):
-            raise ValueError(f"{site.label} {reason}")
-        if is_turned(site.module) and not narrowed:
-            raise ValueError(
-                f"{site.label} is rotated, and its output is turned back by a hook: it can't be"
-                f" {action}ed."
-            )
-        # What their ids share would be lost, and an id that is removed now would share it too.
-        if any(index.default_row for index in site.indexes().values()):
-            raise ValueError(f"{site.label} has default rows: it can't be {action}ed.")
-        for parameter in site.parameters().values():
-            _refuse_tied_weight(site, holders[parameter], action)
-            if parameter.requires_grad and not optimizers_known:
-                raise ValueError(
-                    f"{site.label} is stepped by a plain optimizer, "
-                    f"which must get the new parameters: pass {action}(optimizer=...), "
-                    "or optimizer=() if there is none. An attached enforcer knows them."
-                )
+        shared = {index.default_row for index in site.indexes().values()}
+        parameters = site.parameters().values()
+        unknown = not optimizers_known and any(each.requires_grad for each in parameters)
+        reasons = (
+            (True, site.refusal(model, narrowed)),
+            (
+                is_turned(site.module) and not narrowed,
+                f"is rotated, and its output is turned back by a hook: it can't be {action}ed.",
+            ),
+            # What their ids share would be lost, and an id that is removed now would share it too.
+            (True in shared, f"has default rows: it can't be {action}ed."),
+            (
+                default_row and site.padding_id is not None,
+                "has a padding_idx, whose id would get the default row if its row was removed.",
+            ),
+            # Ids removed before would still give zeros, ids removed now the default row.
+            (
+                default_row and False in shared,
+                "has already lost rows without a default row; it can't get one now.",
+            ),
+            (True, _tie(site, [holders[each] for each in parameters], action)),
+            (
+                unknown,
+                "is stepped by a plain optimizer, which must get the new parameters: pass"
+                f" {action}(optimizer=...), or optimizer=() if there is none. An attached enforcer"
+                " knows them.",
+            ),
+        )
+        for holds, reason in reasons:
+            if holds and reason:
+                raise ValueError(f"{site.label} {reason}")
 
 
 def _holders_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
@@ -122,15 +143,17 @@ def _refuse_wrapper_inside(site: Site, model: nn.Module, action: str) -> None:
             )
 
 
-def _refuse_tied_weight(site: Site, holders: Iterable[nn.Module], action: str) -> None:
-    """Refuse a table whose weight another layer holds too: that layer needs a row for each id."""
+def _tie(site: Site, holders: Iterable[Sequence[nn.Module]], action: str) -> str | None:
+    """Return why a table can't be replaced whose weight another layer holds too: that layer needs a
+    row for each id."""
     # An embedding inside a collection holds the parameter.
     own = set(site.module.modules())
-    others = [type(holder).__name__ for holder in holders if holder not in own]
-    if others:
-        raise ValueError(
-            f"{site.label} is the weight of other modules too ({others}): it can't be {action}ed."
-        )
+    others = [type(holder).__name__ for holder in chain(*holders) if holder not in own]
+    return (
+        f"is the weight of other modules too ({others}): it can't be {action}ed."
+        if others
+        else None
+    )
 
 
 def replace_tables(

@@ -14,8 +14,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from dist_sparse.records import MaskChange
-from dist_sparse.report.comparison import artifacts_of, baseline
+from dist_sparse.records import FATES, MaskChange
+from dist_sparse.report.comparison import artifacts_of, baseline, fates_text
 from dist_sparse.report.figures import Bar, BarChart, Chart, DotChart, Dots, Line, LineChart, Point
 from dist_sparse.report.run import RowTraffic, Run, Series, share_of, target_of, total
 from dist_sparse.text import count, number_of, percent, size
@@ -50,7 +50,7 @@ _NOTES = {
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
     # The answer first, what led to it below.
-    found: list[Chart] = [_auc_over_bytes(run), _sparsity(run), *_series_charts(run)]
+    found: list[Chart] = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
     found += [_bytes_kept(run), *_traffic_charts(run)]
     return [chart for chart in found if chart.is_drawn]
 
@@ -70,6 +70,19 @@ def _auc_over_bytes(run: Run) -> DotChart:
     )
     drawn = tuple(one for one in runs if one.dots)
     return DotChart(key="auc_bytes", title="AUC over bytes", note=note, runs=drawn)
+
+
+def _fates(run: Run) -> LineChart:
+    """Return what became of the lookups of following tables before each update."""
+    lines = []
+    for number, (fate, name) in enumerate(FATES.items()):
+        points: list[Point] = []
+        for one in run.slots:
+            share = share_of(total(one.update.tables, fate), total(one.update.tables, "lookups"))
+            points.append((one.step, share))
+        role = "main" if fate == "kept" else "other"
+        lines.append(Line(name=name, role=role, number=number, points=thinned(points)))
+    return _line_chart(run, "fates", "Lookups by fate", fates_text(run), lines, share=True)
 
 
 def _sparsity(run: Run) -> LineChart:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dist_sparse.records import MaskChange, TableStats
+from dist_sparse.records import FATES, MaskChange, TableStats
 from dist_sparse.report.artifacts import ArtifactBytes
 from dist_sparse.report.run import Run, flat, share_of, total
-from dist_sparse.text import percent, printable, shortened, size
+from dist_sparse.text import count, percent, printable, shortened, size
 
 TOLERANCE: Final = 0.002
 """Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
@@ -205,4 +205,19 @@ def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
         delta=difference(one, base, key),
         ms_per_step=one.ms_per_step,
         changed={key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
+    )
+
+
+def fates_text(run: Run) -> str:
+    """Return a sentence about the lookups of following tables before their last update; empty
+    without one."""
+    if not run.slots:
+        return ""
+    changes = run.slots[-1].update.tables
+    lookups, came, went = (count(total(changes, name)) for name in ("lookups", "came", "went"))
+    whole = total(changes, "lookups")
+    shares = [f"{percent(share_of(total(changes, f), whole))} {text}" for f, text in FATES.items()]
+    return (
+        f"Of {lookups} lookups before the last update {', '.join(shares)}; {came} rows came,"
+        f" {went} went."
     )

@@ -41,6 +41,7 @@ _REPORT: Final = "report.html"
 _SECTIONS: Final = {
     "auc": "Quality and bytes",
     "sparsity": "Over steps",
+    "fates": "Over steps",
     "value": "Over steps",
     "bytes": "Tables",
     "traffic": "Tables",

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_sparse.records import GuardCheck, MaskChange, StepRecord, TableStats
+from dist_sparse.records import (
+    GuardCheck,
+    MaskChange,
+    SlotChange,
+    SlotUpdate,
+    StepRecord,
+    TableStats,
+)
 from dist_sparse.report.artifacts import ArtifactBytes, read_artifacts
 from dist_sparse.report.folder import LATEST, LINES, RUN, read_about, read_lines
 from dist_sparse.text import shortened
@@ -33,6 +40,14 @@ class DueStep:
 
     step: int
     record: StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handover:
+    """Update of following tables at training step ``step``."""
+
+    step: int
+    update: SlotUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +111,7 @@ class Run:
         values: a series for each name passed to ``RunLog.step``.
         due: mask updates in ascending order.
         validations: of the guard, in order.
+        slots: updates of following tables in ascending order.
         tables: statistics at the last end; empty before.
         dead_rows: rows without a kept element, at the last end.
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
@@ -123,6 +139,7 @@ class Run:
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
     validations: tuple[Validation, ...] = ()
+    slots: tuple[Handover, ...] = ()
     model_tables: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, RowTraffic] = field(default_factory=dict)
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -369,8 +386,9 @@ class _Reader:
         self._last: int | None = None
         self._series: dict[str, list[tuple[int, float | None]]] = {}
         self._due: list[DueStep] = []
-        self._repeats = False
-        """The next mask update is the first of a resumed session."""
+        self._slots: list[Handover] = []
+        # Of what the next line is the first in a resumed session.
+        self._repeats: set[str] = set()
         self._masks = 0.0
         self._validations: list[Validation] = []
         self._at_end: dict[str, Any] = {"tables": ()}
@@ -379,6 +397,7 @@ class _Reader:
         kinds = {
             "values": self._take_values,
             "masks": self._take_masks,
+            "slots": self._take_slots,
             "validation": self._take_validation,
             "resumed": self._begin_session,
             "end": self._take_end,
@@ -399,6 +418,7 @@ class _Reader:
             "values": {name: tuple(series) for name, series in self._series.items()},
             "due": tuple(self._due),
             "validations": tuple(self._validations),
+            "slots": tuple(self._slots),
             "spent": spent,
             **self._at_end,
         }
@@ -414,7 +434,7 @@ class _Reader:
 
     def _begin_session(self, line: Mapping[str, Any]) -> None:
         self._sessions.append(_Session())
-        self._repeats = True
+        self._repeats = {"masks", "slots"}
 
     def _take_values(self, line: Mapping[str, Any]) -> None:
         self._sessions[-1].total = line["seconds"]
@@ -431,11 +451,19 @@ class _Reader:
         # Written one update late, so its step says nothing about how far the run is.
         due = DueStep(step=line["step"], record=_mask_update(line))
         # Only the first: updates of one session may share a step, and all of them count.
-        if self._repeats:
+        if "masks" in self._repeats:
             self._due = [known for known in self._due if known.step < due.step]
-            self._repeats = False
+            self._repeats.discard("masks")
         self._due.append(due)
         self._masks += due.record.seconds
+
+    def _take_slots(self, line: Mapping[str, Any]) -> None:
+        step, tables = line["step"], tuple(SlotChange(**table) for table in line["tables"])
+        if "slots" in self._repeats:
+            self._slots = [known for known in self._slots if known.step < step]
+            self._repeats.discard("slots")
+        update = SlotUpdate(seconds=line["seconds"], tables=tables)
+        self._slots.append(Handover(step=step, update=update))
 
     def _take_validation(self, line: Mapping[str, Any]) -> None:
         new = Validation(step=line["step"], check=GuardCheck(**line["check"]))

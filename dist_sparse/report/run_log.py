@@ -12,6 +12,8 @@ Every line of ``log.jsonl`` has a ``kind``:
 - ``masks``: the mask update at ``step``: its ``number``, ``seconds``, ``collectives``, ``bytes``
   (of rank 0), and for each of ``tables`` the fields of
   :class:`~dist_sparse.records.MaskChange`;
+- ``slots``: the update of following tables at ``step``: its ``seconds``, and for each of
+  ``tables`` the fields of :class:`~dist_sparse.records.SlotChange`;
 - ``validation``: the ``step`` and the ``check`` of a guard
   (:class:`~dist_sparse.records.GuardCheck`);
 - ``resumed``: first line of another session, with the time that it ``started``;
@@ -39,7 +41,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import integer
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.records import GuardCheck, StepRecord
+from dist_sparse.records import FATES, GuardCheck, SlotUpdate, StepRecord
 from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
@@ -103,6 +105,8 @@ class RunLog:
             updates from now on. A recorder is attached to it until the log is closed; one log at a
             time.
         enforcer: log its time at the end. By default that of what ``sparsify`` returned.
+        slots: a :class:`~dist_sparse.FollowingTables`: log its updates until the log is closed; one
+            log at a time.
         model: count the bytes of all its tables, those that are not sparsified too, so that bytes
             of runs compare.
         name: of the run in reports; that of the folder by default.
@@ -143,6 +147,7 @@ class RunLog:
         sparsifier: SparseTraining | BaseDataSparsifier | None = None,
         *,
         enforcer: MaskEnforcer | None = None,
+        slots: Any = None,
         model: nn.Module | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
@@ -160,6 +165,7 @@ class RunLog:
         with world.agreeing("RunLog()"):
             # Whatever is wrong on one rank is raised on all: none is left waiting.
             _refuse_kinds(sparsifier, enforcer)
+            _refuse_slots(slots)
             self.folder, listed = Path(folder), tuple(sinks)
             if self._writes:
                 check_log(self.folder, resume)
@@ -171,7 +177,9 @@ class RunLog:
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
-        self._enforcer = enforcer
+        self._enforcer, self._slots = enforcer, slots
+        if slots is not None:
+            slots.updates = []
         self._started = time.perf_counter()
         self._sparsifier, self._mask_seconds = sparsifier, 0.0
         self._recorder = None if sparsifier is None else sparsifier.record()
@@ -204,6 +212,7 @@ class RunLog:
         self._last = step
         self._write_masks(step)
         self._write_validations(step)
+        self._write_slots(step)
         if self._writes and given:
             # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
@@ -229,6 +238,7 @@ class RunLog:
 
     def _write_end(self) -> None:
         seconds, tables = {}, []
+        self._write_slots(self._last)
         if self._sparsifier is not None:
             self._write_masks(self._last)
             self._write_validations(self._last)
@@ -258,6 +268,8 @@ class RunLog:
         self._closed = True
         if self._sparsifier is not None:
             self._sparsifier.stop_recording()
+        if self._slots is not None:
+            self._slots.updates = None
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -301,6 +313,16 @@ class RunLog:
             self._write({"kind": "validation", "step": step, "check": dataclasses.asdict(check)})
         self._validated = len(self._validations)
 
+    def _write_slots(self, step: int) -> None:
+        """Write the updates of following tables since the last call."""
+        if self._slots is None:
+            return
+        updates, self._slots.updates = self._slots.updates, []
+        for update in updates:
+            self._write({"kind": "slots", "step": step, **dataclasses.asdict(update)})
+            if self._sinks:
+                self._tell(step, _fates(update))
+
 
 def _scalars(record: StepRecord) -> dict[str, float]:
     """Return the known numbers of a mask update for sinks, by name and table."""
@@ -312,8 +334,17 @@ def _scalars(record: StepRecord) -> dict[str, float]:
     return found
 
 
+def _fates(update: SlotUpdate) -> dict[str, float]:
+    """Return the shares of lookups of an update for sinks, by fate and table."""
+    found = {}
+    for change in update.tables:
+        for fate in FATES:
+            found[f"{fate}/{change.name}"] = getattr(change, fate) / max(change.lookups, 1)
+    return found
+
+
 def _table_bytes(model: nn.Module) -> dict[str, int]:
-    located = ModelTables(model).locate()
+    located = ModelTables(model, slots=True).locate()
     return {data.name: math.prod(data.shape) * data.dtype.itemsize for data in located}
 
 
@@ -383,6 +414,16 @@ def _refuse_kinds(sparsifier: object, enforcer: object) -> None:
             "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
             " stop_recording(), first."
         )
+
+
+def _refuse_slots(slots: Any) -> None:
+    # Not by class: it needs torchrec.
+    if slots is not None and not hasattr(slots, "updates"):
+        raise ValueError(
+            f"Invalid slots of type {type(slots).__name__}: must be a FollowingTables."
+        )
+    if slots is not None and slots.updates is not None:
+        raise ValueError("Another RunLog logs these following tables: close that log first.")
 
 
 def _refuse_non_number(name: str, value: object) -> None:

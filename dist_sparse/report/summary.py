@@ -18,6 +18,7 @@ from dist_sparse.report.comparison import (
     HEAD,
     baseline,
     compare,
+    fates_text,
     headline,
     known_text,
     row_cells,
@@ -163,6 +164,7 @@ def inspect_text(run: Run) -> str:
         f"last: {values}" if values else "",
         f"mask updates: {len(run.due)}",
         f"lookups of removed rows: {_lookups_text(run)}",
+        f"following tables: {fates_text(run)}" if run.slots else "",
         "config:" if run.config else "",
     ]
     config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]

@@ -26,51 +26,31 @@ from dist_sparse.compaction.collections import (
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import replace_modules
 from dist_sparse.enforcer.enforcer import refuse_masked
-from dist_sparse.slots.index import SlotIndex
+from dist_sparse.slots.index import MOST_COUNTED, SlotIndex
 from dist_sparse.tables.modules import collection_of, torchrec_port
+from dist_sparse.tables.protocols import Collection
 from dist_sparse.torchrec.collections import configs_of
 from dist_sparse.torchrec.types import KeyedJaggedTensor
 
 _NOTED: Final = 1 << 22
-"""Ids of a table that are noted one by one; then they are counted, id by id."""
+"""Ids of batches that are copied; then they are counted, id by id."""
 
 
 @dataclass
 class Fates:
-    """Lookups of a table in training, on this rank.
+    """Lookups of a table in training, on this rank, since the last update.
 
     Args:
         lookups: of all ids.
-        missed: of ids of the table without a slot: removed ones, and ones that have none yet.
+        missed: of ids of the table without a slot.
+        unseen: of them, of ids that were never looked up before; known to the owners of the ids.
         out_of_range: of ids that the table does not have.
     """
 
     lookups: int = 0
     missed: int = 0
+    unseen: int = 0
     out_of_range: int = 0
-
-
-class _Noted:
-    """Ids of one table that training has looked up, and that their owners have not counted yet."""
-
-    def __init__(self) -> None:
-        # Ids, and how often each was looked up.
-        self._parts: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, ids: Tensor) -> None:
-        self._parts.append((ids.int(), torch.ones((), dtype=torch.int64).expand(len(ids))))
-        if sum(len(ids) for ids, _ in self._parts[1:]) > _NOTED:
-            self._parts = [self.take()]
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the distinct ids, ascending, int32 ``(n,)``, and how often each was looked up,
-        int64, and forget them."""
-        none = (torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
-        parts, times = zip(none, *self._parts, strict=True)
-        self._parts = []
-        every = torch.cat([each.cpu() for each in parts])
-        ids, places = torch.unique(every, return_inverse=True)
-        return ids, torch.zeros(len(ids), dtype=torch.int64).index_add_(0, places, torch.cat(times))
 
 
 class FollowingIds(CompactIds):
@@ -82,14 +62,18 @@ class FollowingIds(CompactIds):
         collection: the collection whose ids these are.
 
     Attributes:
-        fates: what has become of the lookups of each of them.
+        fates: what has become of the lookups of each of them, once batches are sorted out.
         ahead: how many training batches are translated, and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
         self.fates = {name: Fates() for name in indexes}
-        self._noted = {name: _Noted() for name in indexes}
+        # Training batches as they came: a step copies their ids, and leaves the rest to an update.
+        self._batches: list[tuple[Tensor, list[int]]] = []
+        self._noted = 0
+        # Distinct ids of batches before, and how often each was looked up.
+        self._counted: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in indexes}
         # Which ids of a batch had a slot when it was translated, until its output is put together.
         self._kept: Any = WeakIdKeyDictionary()
         self.ahead = 0
@@ -98,22 +82,6 @@ class FollowingIds(CompactIds):
     def slots(self) -> dict[str, SlotIndex]:
         """The index of each table that follows."""
         found: dict[str, Any] = dict(self.indexes.items())
-        return found
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the slots of the ids that have one, under the keys :attr:`names`.
-
-        Raises:
-            RuntimeError: an id is out of range, and its table is one that raises then.
-        """
-        ordered = self.ordered(features)
-        found = super().forward(ordered)
-        if not self._collection.pooled:
-            # The index may have changed when the output of this batch is put together.
-            self._kept[features] = self.rows(ordered) >= 0
-        if self._trains():
-            self.ahead += 1
-            self._note(ordered, found)
         return found
 
     def consumed(self, features: object) -> None:
@@ -129,13 +97,61 @@ class FollowingIds(CompactIds):
         return super().kept(features) if flags is None else flags
 
     def table_indexes(self) -> dict[str, RowIndex]:
-        """Return which ids hold slots. Their rows are at :meth:`_Follows.table_slots`."""
-        return {name: RowIndex.of(index.kept()) for name, index in self.slots.items()}
+        """Return which ids hold slots. Their rows are at :meth:`_Follows.table_slots`.
+
+        Raises:
+            ValueError: a table has more ids than a bitmap.
+        """
+        found = {}
+        for name, index in self.slots.items():
+            if index.hashed:
+                raise ValueError(
+                    f"Table {name!r} has {index.rows} ids: the bitmap of kept ids, which compact"
+                    f" tables and artifacts have, is of at most {MOST_COUNTED}."
+                )
+            ids, _ = index.holders()
+            kept = torch.zeros(index.rows, dtype=torch.bool, device=ids.device)
+            found[name] = RowIndex.of(kept.index_fill_(0, ids, True))
+        return found
+
+    def sort_out(self) -> None:
+        """Count the ids of training batches, and what became of their lookups. Call it before ids
+        come into slots: those of earlier batches had none."""
+        batches, self._batches, self._noted = self._batches, [], 0
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.indexes}
+        for values, lengths in batches:
+            for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
+                if table in parts:
+                    parts[table].append(ids)
+        for table, looked_up in parts.items():
+            if looked_up:
+                self._counted[table].append(self._distinct(table, torch.cat(looked_up)))
 
     def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
-        last call, ascending, int32 ``(n,)``, and how often, int64 ``(n,)``, both on the CPU."""
-        return self._noted[table].take()
+        last call, ascending, of the dtype of its state, ``(n,)``, and how often, int64 ``(n,)``,
+        both on the CPU."""
+        self.sort_out()
+        counted, self._counted[table] = self._counted[table], []
+        if len(counted) == 1:
+            return counted[0]
+        none = torch.empty(0, dtype=self.slots[table].id_of_slot.dtype)
+        both = torch.cat([none, *(some for some, _ in counted)])
+        ids, places = torch.unique(both, return_inverse=True)
+        sums = torch.zeros(len(ids), dtype=torch.int64)
+        return ids, sums.index_add_(
+            0, places, torch.cat([sums[:0], *(each for _, each in counted)])
+        )
+
+    def _distinct(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct ids of lookups that are in range, and how often each occurs."""
+        index, fates = self.slots[table], self.fates[table]
+        inside = ids[(ids >= 0) & (ids < index.rows)].to(index.id_of_slot.dtype)
+        found, times = torch.unique(inside, return_counts=True)
+        fates.lookups += len(ids)
+        fates.out_of_range += len(ids) - len(inside)
+        fates.missed += int(times[index(found) < 0].sum())
+        return found.cpu(), times.cpu()
 
     @property
     def _collection(self) -> Any:
@@ -146,22 +162,27 @@ class FollowingIds(CompactIds):
         training: bool = self._collection.training
         return training and torch.is_grad_enabled()
 
-    def _note(self, ordered: KeyedJaggedTensor, found: KeyedJaggedTensor) -> None:
-        """Note the ids of a training batch, and what became of them.
+    def _rows_of(self, table: str, ids: Tensor) -> Tensor:
+        # Without a map of all ids, which each update would make again.
+        if table not in self.indexes:
+            return super()._rows_of(table, ids)
+        found: Tensor = self.indexes[table](ids)
+        return found
 
-        Args:
-            found: the slots of those that have one.
-        """
-        parts = torch.split(ordered.values(), ordered.length_per_key())
-        for table, ids, kept in zip(self._tables, parts, found.length_per_key(), strict=True):
-            if table not in self.indexes:
-                continue
-            inside = ids[(ids >= 0) & (ids < self._rows[table])]
-            fates = self.fates[table]
-            fates.lookups += len(ids)
-            fates.missed += len(inside) - kept
-            fates.out_of_range += len(ids) - len(inside)
-            self._noted[table].add(inside)
+    def _translated(
+        self, features: KeyedJaggedTensor, ordered: KeyedJaggedTensor, kept: Tensor
+    ) -> None:
+        if not self._collection.pooled:
+            # The index may have changed when the output of this batch is put together.
+            self._kept[features] = kept
+        if not self._trains():
+            return
+        self.ahead += 1
+        # A copy: the training loop may use its buffers again.
+        self._batches.append((ordered.values().clone(), ordered.length_per_key()))
+        self._noted += len(kept)
+        if self._noted > _NOTED:
+            self.sort_out()
 
 
 class _Follows(IndexedCollection):
@@ -194,14 +215,10 @@ class FollowingEmbeddingBagCollection(_Follows, CompactEmbeddingBagCollection):
     most; the others read zeros and train nothing. Made by :func:`following`;
     :class:`~dist_sparse.FollowingTables` hands slots over."""
 
-    pooled: ClassVar = True
-
 
 class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
     """An EmbeddingCollection whose tables store slots; see
     :class:`FollowingEmbeddingBagCollection`."""
-
-    pooled: ClassVar = False
 
 
 FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
@@ -252,7 +269,7 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
     return _of_compact(model) if rows is None else _of_collection(model, rows)
 
 
-def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> FollowingCollection:
+def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> Any:
     torchrec = torchrec_port()
     found = None if torchrec is None else torchrec.collection(collection)
     if torchrec is None or found is None or found.is_sharded:
@@ -275,16 +292,13 @@ def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> FollowingC
     for name, count in rows.items():
         checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
-    return _made(configs, indexes, found.pooled, found.weighted)
+    return _made(configs, indexes, found)
 
 
-def _made(
-    configs: list[Any], indexes: Mapping[str, Any], pooled: bool, weighted: bool
-) -> FollowingCollection:
-    meta = torch.device("meta")
-    if pooled:
-        return FollowingEmbeddingBagCollection(configs, indexes, weighted, meta)
-    return FollowingEmbeddingCollection(configs, indexes, meta)
+def _made(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
+    """Return a following collection in the place of one that was found."""
+    kind = FollowingEmbeddingBagCollection if found.pooled else FollowingEmbeddingCollection
+    return kind(configs, indexes, found.weighted, torch.device("meta"))
 
 
 def _of_compact(model: nn.Module) -> nn.Module:
@@ -302,7 +316,7 @@ def _of_compact(model: nn.Module) -> nn.Module:
     return replace_modules(model, replaced)
 
 
-def _around(old: Any, model: nn.Module) -> FollowingCollection:
+def _around(old: Any, model: nn.Module) -> Any:
     """Return a following collection that has the rows of a compact one."""
     inner = old.inner
     found = collection_of(inner)
@@ -317,6 +331,6 @@ def _around(old: Any, model: nn.Module) -> FollowingCollection:
         # Kept rows are stored in the order of their ids.
         ids = index.kept().nonzero().view(-1)
         indexes[name] = SlotIndex(index.rows, stored[name], ids).to(ids.device)
-    made = _made(configs_of(old), indexes, found.pooled, found.weighted)
+    made = _made(configs_of(old), indexes, found)
     made.inner = inner
     return made.train(old.training)

@@ -1,4 +1,7 @@
-"""Lookup counts of all ids of a table: the ids are cut into one range a rank, which counts them.
+"""Lookup counts of the ids of a table, which are cut into one range a rank: that rank counts them.
+
+:class:`LookupCounts` has a count for each id of its range, :class:`CandidateCounts` for some: of a
+table with too many ids, the most looked-up ones have a count, and the others none.
 
 A count is an int32. With a decay, old lookups weigh less: rather than multiply all counts at every
 update, a new lookup weighs more. When its weight has grown :data:`_GROWTH`-fold, all counts are
@@ -125,3 +128,63 @@ class LookupCounts:
         """Bring counts down after lookups have weighed ``weight``, rounding down."""
         for part in torch.split(self.counts, _SPAN):
             part.copy_(part.long().mul_(_UNIT).floor_divide_(weight))
+
+
+class CandidateCounts:
+    """Counts of some ids of a range, on the rank that owns it; all others count 0.
+
+    Args:
+        first, last: the range.
+
+    Attributes:
+        ids: that have a count, int64 ``(n,)``, ascending.
+        counts: int32 ``(n,)``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.slots.counts import CandidateCounts
+        >>> owned = CandidateCounts(0, 2**40)
+        >>> owned.add(torch.tensor([7, 2**39]), torch.tensor([3, 1]), weight=1)
+        >>> owned.add(torch.tensor([7, 8]), torch.tensor([1, 1]), weight=1)
+        >>> owned.keep(torch.tensor([True, False, True]))
+        >>> owned.of(torch.tensor([7, 8, 2**39]))
+        tensor([4, 0, 1])
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.load(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+
+    def add(self, ids: Tensor, times: Tensor, weight: int) -> None:
+        """Add lookups; as of :class:`LookupCounts`. New ids get a count."""
+        both, places = torch.unique(torch.cat([self.ids, ids.long()]), return_inverse=True)
+        added = torch.cat([self.counts.long(), times.long() * weight])
+        counts = torch.zeros(len(both), dtype=torch.int64).index_add_(0, places, added)
+        self.load(counts.clamp_(max=MOST).int(), both)
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Return the counts of ids of the range: int64 ``(n,)``."""
+        if not len(self.ids):
+            return torch.zeros(ids.shape, dtype=torch.int64)
+        places = torch.searchsorted(self.ids, ids.long()).clamp_(max=len(self.ids) - 1)
+        return torch.where(self.ids[places] == ids, self.counts[places].long(), 0)
+
+    def looked_up(self, least: int) -> Tensor:
+        """Return the ids whose count is at least ``least``: ascending, int64 ``(n,)``."""
+        return self.ids[self.counts >= least]
+
+    def seen_all(self) -> None:
+        """Do nothing: all candidates are compared in each update."""
+
+    def load(self, counts: Tensor, ids: Tensor) -> None:
+        """Take other counts, of ids in ascending order."""
+        self.counts, self.ids = counts, ids
+
+    def keep(self, flags: Tensor) -> None:
+        """Forget the counts of all ids but some: bool ``(n,)``."""
+        self.load(self.counts[flags], self.ids[flags])
+
+    def divide(self, weight: int) -> None:
+        """Bring counts down after lookups have weighed ``weight``, rounding down."""
+        self.counts = (self.counts.long() * _UNIT // weight).int()

@@ -12,9 +12,10 @@ each on all ranks before the next:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,10 @@ from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
 from dist_sparse.compaction.moving import listed
 from dist_sparse.groups import Group, Parcels, group_over, world_ranks
-from dist_sparse.slots.collections import (
-    FollowingCollection,
-    FollowingIds,
-)
-from dist_sparse.slots.counts import LookupCounts, Weight
-from dist_sparse.slots.index import SlotIndex
+from dist_sparse.records import SlotChange, SlotUpdate
+from dist_sparse.slots.collections import Fates, FollowingCollection, FollowingIds
+from dist_sparse.slots.counts import CandidateCounts, LookupCounts, Weight
+from dist_sparse.slots.index import VACANT, SlotIndex
 from dist_sparse.slots.rows import Stored, stored_parts, write_rows
 from dist_sparse.slots.selection import PROTECTED, Contest, Holders, holders_here, winners
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -46,14 +45,18 @@ class _Table:
         starts: where the range of each rank's ids begins and, last, where the ids end.
         counts: of this rank's range.
         protected: ids that always hold a slot, ascending, int64.
+        candidates: how many ids have a count over all ranks, where there are too many ids.
+        totals: lookups of all ranks until the last update, as of :class:`Fates`: int64 ``(4,)``.
     """
 
     name: str
     collection: FollowingCollection
     bounds: tuple[float, float]
     starts: list[int]
-    counts: LookupCounts
+    counts: LookupCounts | CandidateCounts
     protected: Tensor
+    candidates: int
+    totals: Tensor
 
     @property
     def ids(self) -> FollowingIds:
@@ -69,9 +72,8 @@ class _Table:
         return stored_parts(self.collection.inner, self.name, optimizers)
 
     def held_here(self) -> Tensor:
-        """Return the ids of this rank's range that hold a slot, ascending, int64."""
-        ids, _ = self.index.holders()
-        ids = ids.cpu()
+        """Return the ids of this rank's range that hold a slot, int64."""
+        ids = self.index.held().cpu()
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
     def keys(self, ids: Tensor, holds: bool) -> Tensor:
@@ -83,15 +85,27 @@ class _Table:
         keys = 2 * self.counts.of(ids) + holds
         return keys.masked_fill_(torch.isin(ids, self.protected), PROTECTED)
 
-    def fates(self) -> list[int]:
-        """Return what this rank has counted: lookups, those without a slot and those out of range
-        in its batches; ids of its range that were looked up and hold no slot, and that never
-        were."""
-        counts, fates = self.counts, self.ids.fates[self.name]
-        seen = int(counts.counts.count_nonzero())
-        with_slot = int(counts.of(self.held_here()).count_nonzero())
-        found = [fates.lookups, fates.missed, fates.out_of_range]
-        return [*found, seen - with_slot, len(counts.counts) - seen]
+    def holds(self, ids: Tensor) -> Tensor:
+        """Return which ids hold slots: bool ``(n,)``, on the CPU."""
+        found: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
+        return found
+
+    def count(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
+        """Add lookups of this rank's ids: distinct ids and how often, from each rank."""
+        fates = self.ids.fates[self.name]
+        for ids, times in arrived:
+            # Of an id that several ranks bring, all lookups are the first.
+            new = (self.counts.of(ids.long()) == 0) & ~self.holds(ids)
+            fates.unseen += int(times[new].sum())
+        for ids, times in arrived:
+            self.counts.add(ids, times, weight)
+
+    def seen(self) -> tuple[int, int]:
+        """Return how many ids of this rank's range were looked up and hold no slot, and how many
+        never were."""
+        seen = int(self.counts.counts.count_nonzero())
+        with_slot = int(self.counts.of(self.held_here()).count_nonzero())
+        return seen - with_slot, self.counts.last - self.counts.first - seen
 
     def newcomers(self, holders: Holders, least: int) -> Tensor:
         """Return the ids of this rank's range without a slot that may win one, ascending, int64.
@@ -105,15 +119,16 @@ class _Table:
         mine = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
         both = torch.cat([self.counts.looked_up(least), self.protected[mine]])
         ids = torch.unique(both)
-        held: Tensor = self.index(ids.to(self.index.id_of_slot.device)).cpu() >= 0
-        found: Tensor = ids[~held]
+        found: Tensor = ids[~self.holds(ids)]
         return found
 
 
 class FollowingTables:
     """The following tables of a sharded model, and the counts by which ids hold their slots.
 
-    Every id of a table is counted, by the rank that owns its range: an int32. Every ``every`` steps
+    Every id of a table is counted, by the rank that owns its range: an int32. Of a table with more
+    than 2,147,483,645 ids those with the highest counts are, then the smaller ids: any other id
+    starts from 0 when it is next looked up. Every ``every`` steps
     the hottest ids hold the slots: an id comes if it has ``admit_after`` lookups, and more than
     another id that holds a slot. It gets the table's initial weights, drawn by seed, table and id,
     and new optimizer state; a slot stays where it is stored. With equal counts, holders stay, then
@@ -133,11 +148,15 @@ class FollowingTables:
             weight.
         decay: what a lookup is worth after each update, in [0.01, 1].
         protect_ids: by table, ids that hold a slot from the first update on, whatever is looked up.
+        candidates: of a table with more than 2,147,483,645 ids, how many have a count for each
+            slot; 12 bytes each, over all ranks.
         seed: of initial weights.
 
     Attributes:
         steps: calls of :meth:`step`.
         moved: how many slots each table has handed over.
+        updates: a list to which each update appends what it changed, over all ranks; None without a
+            log.
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; the model has no following
@@ -160,6 +179,7 @@ class FollowingTables:
         admit_after: int = 1,
         decay: float = 1.0,
         protect_ids: Mapping[str, Sequence[int] | Tensor] | None = None,
+        candidates: int = 4,
         seed: int = 0,
     ) -> None:
         self._group = group_over(world_ranks())
@@ -168,11 +188,12 @@ class FollowingTables:
             self.admit_after = checks.integer("admit_after", admit_after, least=1)
             checks.number("decay", decay, least=0.01, most=1)
             self.seed = checks.integer("seed", seed)
+            checks.integer("candidates", candidates, least=1)
             self._weight = Weight(decay)
             self._optimizers = listed(optimizer)
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
-            self._tables = _tables_of(collections, protect_ids or {}, self._group)
+            self._tables = _tables_of(collections, protect_ids or {}, candidates, self._group)
             for table in self._tables.values():
                 table.parts(self._optimizers)
             facts.update(
@@ -180,6 +201,7 @@ class FollowingTables:
             )
         self.steps = 0
         self.moved = dict.fromkeys(self._tables, 0)
+        self.updates: list[SlotUpdate] | None = None
         # The step after which reserved slots are held; None where none is reserved.
         self._admits_at: int | None = None
 
@@ -199,6 +221,7 @@ class FollowingTables:
 
     def _update(self) -> None:
         """Give the slots to the hottest ids. Collective."""
+        started = time.perf_counter()
         ahead = max([each.ids.ahead for each in self._tables.values()], default=0)
         with self._group.agreeing("step()") as facts:
             facts["steps"] = self.steps
@@ -223,31 +246,63 @@ class FollowingTables:
         self._admits_at = self.steps + ahead
         if not ahead:
             self._admit()
+        self._record(changes, started)
+
+    def _record(self, changes: Sequence[Sequence[Tensor]], started: float) -> None:
+        """Sum up the lookups since the update before over all ranks. Collective."""
+        tables, found = list(self._tables.values()), []
+        sums = self._group.all_reduce(_fates(tables))
+        for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
+            table.ids.fates[table.name] = Fates()
+            table.totals.add_(row)
+            lookups, missed, unseen, out_of_range = row.tolist()
+            found.append(
+                SlotChange(
+                    name=table.name,
+                    lookups=lookups,
+                    removed=missed - unseen,
+                    unseen=unseen,
+                    out_of_range=out_of_range,
+                    came=len(coming),
+                    went=len(leaving),
+                )
+            )
+        if self.updates is not None:
+            seconds = time.perf_counter() - started
+            self.updates.append(SlotUpdate(seconds=seconds, tables=tuple(found)))
 
     def _count(self) -> None:
         """Bring the noted lookups to the ranks that own the ids. Collective."""
-        tables, group = list(self._tables.values()), self._group
-        noted = [table.ids.take_noted(table.name) for table in tables]
-        # Ids ascend: those of a rank's range are together.
-        cuts = [
-            torch.searchsorted(ids, torch.tensor(table.starts, dtype=torch.int32)).tolist()
-            for table, (ids, _) in zip(tables, noted, strict=True)
-        ]
-        lengths = group.all_gather(torch.tensor(cuts).view(len(tables), -1).diff(dim=1))
-        parcels = Parcels(group)
-        for receiver in range(group.size):
-            for (ids, times), edges in zip(noted, cuts, strict=True):
-                mine = slice(edges[receiver], edges[receiver + 1])
-                parcels.send(receiver, ids[mine])
-                parcels.send(receiver, times[mine])
-        arriving = []
-        for sender in range(group.size):
-            for table, length in zip(tables, lengths[sender, :, group.rank].tolist(), strict=True):
-                read_ids = parcels.expect(sender, (length,), torch.int32)
-                arriving.append((table, read_ids, parcels.expect(sender, (length,), torch.int64)))
-        parcels.exchange(torch.device("cpu"))
-        for table, read_ids, read_times in arriving:
-            table.counts.add(read_ids(), read_times(), self._weight.now)
+        tables, owners = list(self._tables.values()), range(self._group.size)
+        outgoing: list[list[Tensor]] = [[] for _ in owners]
+        for table in tables:
+            ids, times = table.ids.take_noted(table.name)
+            # Ids ascend: those of a rank's range are together.
+            cuts = torch.searchsorted(ids, torch.tensor(table.starts, dtype=ids.dtype)).tolist()
+            for owner in owners:
+                mine = slice(cuts[owner], cuts[owner + 1])
+                outgoing[owner] += [ids[mine].long(), times[mine]]
+        arrived = _exchanged(outgoing, self._group)
+        for number, table in enumerate(tables):
+            pairs = [(each[2 * number], each[2 * number + 1]) for each in arrived]
+            table.count(pairs, self._weight.now)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep the counts of the hottest ids, of tables with too many to count each. Collective."""
+        bounded = [table for table in self._tables.values() if table.index.hashed]
+        if not bounded:
+            return
+        contests = []
+        for table in bounded:
+            keys = table.counts.counts.long()
+            contests.append(
+                Contest(table.candidates, cast(CandidateCounts, table.counts).ids, keys, keys > 0)
+            )
+        flags = winners(contests, self._group)
+        for table, contest, kept in zip(bounded, contests, flags, strict=True):
+            # Decay has brought some down to 0, which is that of any other id.
+            cast(CandidateCounts, table.counts).keep(kept & contest.holds)
 
     def _select(self) -> list[list[Tensor]]:
         """Return for each table the ids that lose their slots, and those that win one, over all
@@ -274,6 +329,8 @@ class FollowingTables:
         """Write the reserved rows, and let their ids be found. Local."""
         self._admits_at = None
         for table in self._tables.values():
+            # Lookups so far found no row.
+            table.ids.sort_out()
             ids, slots = table.index.admit()
             parts = table.parts(self._optimizers)
             write_rows(parts, ids.cpu(), slots.cpu(), self.seed, table.name, table.bounds)
@@ -289,7 +346,7 @@ class FollowingTables:
             "age": self._weight.age,
             "seed": self.seed,
             "tables": self._described(),
-            "counts": {name: _chunked(table) for name, table in self._tables.items()},
+            "counts": {name: _saved(table, self._group) for name, table in self._tables.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -320,40 +377,47 @@ class FollowingTables:
         self._admits_at = None if steps["admits_at"] < 0 else steps["admits_at"]
         for name, table in self._tables.items():
             table.ids.take_noted(name)
-            table.counts.load(counts[name])
+            table.ids.fates[name] = Fates()
+            table.counts.load(*counts[name])
 
     def summary(self) -> str:
         """Return a text table of the slots, of the ids that hold none, and of what became of the
         lookups of training batches on all ranks. Collective."""
         self._count()
         tables = list(self._tables.values())
-        here = torch.tensor([table.fates() for table in tables], dtype=torch.int64)
-        totals = self._group.all_reduce(here).tolist()
+        here = torch.tensor([table.seen() for table in tables])
+        both = self._group.all_reduce(torch.cat([here, _fates(tables)], dim=1))
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "handed over"]
-        head += ["lookups", "without a row", "out of range"]
+        head += ["lookups", "of removed ids", "of new ids", "out of range"]
         lines = []
-        for table, (lookups, missed, out, waiting, never) in zip(tables, totals, strict=True):
+        for table, row in zip(tables, both, strict=True):
             index = table.index
+            waiting, never = row[:2].tolist()
+            lookups, missed, unseen, out = (row[2:] + table.totals).tolist()
             cells = [index.rows, index.stored, index.num_kept, waiting, never]
             cells += [self.moved[table.name], lookups]
-            share = percent(missed / lookups) if lookups else "-"
-            lines.append((table.name, *map(count, cells), share, count(out)))
-        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 10)))])
+            shares = [
+                percent(part / lookups if lookups else None) for part in (missed - unseen, unseen)
+            ]
+            lines.append((table.name, *map(count, cells), *shares, count(out)))
+        return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
         names = ", ".join(self._tables)
         return f"{type(self).__name__}(step {self.steps}, every {self.every}: {names})"
 
     def _described(self) -> dict[str, list[int]]:
-        """Return the ids and the slots of each table."""
+        """Return the ids and the slots of each table, and how many ids have a count."""
         return {
-            name: [table.index.rows, table.index.stored] for name, table in self._tables.items()
+            name: [table.index.rows, table.index.stored, table.candidates]
+            for name, table in self._tables.items()
         }
 
 
 def _tables_of(
     collections: Sequence[FollowingCollection],
     protect_ids: Mapping[str, Sequence[int] | Tensor],
+    candidates: int,
     group: Group,
 ) -> dict[str, _Table]:
     """Return the following tables of collections, by name."""
@@ -364,13 +428,16 @@ def _tables_of(
                 raise ValueError(f"Two following tables have the name {name!r}.")
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
+            counts = CandidateCounts if index.hashed else LookupCounts
             found[name] = _Table(
                 name=name,
                 collection=collection,
                 bounds=initial_bounds(collection, name),
                 starts=starts,
-                counts=LookupCounts(starts[group.rank], starts[group.rank + 1]),
+                counts=counts(starts[group.rank], starts[group.rank + 1]),
                 protected=_protected(name, index, protect_ids.get(name, ())),
+                candidates=candidates * index.stored if index.hashed else index.rows,
+                totals=torch.zeros(4, dtype=torch.int64),
             )
     if not found:
         raise ValueError("The model has no following tables: following() makes them.")
@@ -394,46 +461,71 @@ def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Ten
     return found
 
 
+def _exchanged(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]:
+    """Send each rank as many tensors, int64 ``(n,)``; return those of each rank. Collective."""
+    sizes = torch.tensor([list(map(len, parts)) for parts in outgoing])
+    lengths = group.all_gather(sizes)[:, group.rank].tolist()
+    parcels, arriving = Parcels(group), []
+    for receiver, parts in enumerate(outgoing):
+        for part in parts:
+            parcels.send(receiver, part)
+    for sender, of_sender in enumerate(lengths):
+        reads = [parcels.expect(sender, (size,), torch.int64) for size in of_sender]
+        arriving.append(reads)
+    parcels.exchange(torch.device("cpu"))
+    found = []
+    for reads in arriving:
+        found.append([read() for read in reads])
+    return found
+
+
 def _gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective: two
-    all-gathers."""
-    lengths = group.all_gather(torch.tensor([len(part) for part in parts]))
-    mine = torch.cat(list(parts))
-    padded = torch.zeros(int(lengths.sum(1).max()), dtype=torch.int64)
-    padded[: len(mine)] = mine
-    pieces: list[list[Tensor]] = [[] for _ in parts]
-    for row, sizes in zip(group.all_gather(padded), lengths, strict=True):
-        of_rank = row[: int(sizes.sum())].split(sizes.tolist())
-        for number, piece in enumerate(of_rank):
-            pieces[number].append(piece)
-    return [torch.cat(each) for each in pieces]
+    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective."""
+    arrived = _exchanged([parts] * group.size, group)
+    return [torch.cat(pieces) for pieces in zip(*arrived, strict=True)]
 
 
-def _chunked(table: _Table) -> ChunkedTensor:
-    """Return the counts of a table as a state holds them."""
-    counts, first = table.counts.counts, table.counts.first
-    size = len(counts)
+def _fates(tables: Sequence[_Table]) -> Tensor:
+    """Return this rank's lookups since the last update: int64 ``(tables, 4)``."""
+    return torch.tensor([astuple(table.ids.fates[table.name]) for table in tables])
+
+
+def _saved(table: _Table, group: Group) -> Tensor:
+    """Return the counts of a table as a state holds them; of some ids these ids and their counts,
+    int64 ``(2, n)``, which every rank has. Collective for them."""
+    owned = table.counts
+    if isinstance(owned, CandidateCounts):
+        both = torch.stack(_gathered([owned.ids, owned.counts.long()], group))
+        # A size that does not depend on the counts, which a checkpoint loads into.
+        unused = table.candidates - both.shape[1]
+        return nn.functional.pad(both, (0, unused), value=VACANT)
+    size = len(owned.counts)
     # A rank behind the last id has nothing to write.
-    writes = [((first,), counts)] if size else []
-    wants = [((first,), (size,))] if size else []
-    return ChunkedTensor((table.index.rows,), counts.dtype, writes, wants)
+    writes = [((owned.first,), owned.counts)] if size else []
+    wants = [((owned.first,), (size,))] if size else []
+    return ChunkedTensor((table.index.rows,), owned.counts.dtype, writes, wants)
 
 
-def _loaded(table: _Table, saved: Any) -> Tensor:
-    """Return the counts of this rank's range from a state."""
-    wanted = table.counts.counts
-    pieces = [wanted[:0]]
-    if isinstance(saved, ChunkedTensor):
-        pieces += saved.loaded or [
-            piece for (first,), piece in saved.writes if first == table.counts.first
-        ]
-    found = torch.cat(pieces)
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+def _loaded(table: _Table, saved: Any) -> list[Tensor]:
+    """Return the counts of this rank's range from a state, and of some ids these ids."""
+    owned = table.counts
+    if isinstance(owned, CandidateCounts):
+        ids, counts = saved
+        mine = (ids >= owned.first) & (ids < owned.last)
+        found = [counts[mine].int(), ids[mine]]
+        fits = bool((found[1].diff() > 0).all())
+    else:
+        pieces = [owned.counts[:0]]
+        if isinstance(saved, ChunkedTensor):
+            own = [piece for (first,), piece in saved.writes if first == owned.first]
+            pieces += saved.loaded or own
+        found = [torch.cat(pieces)]
+        fits = found[0].shape == owned.counts.shape and found[0].dtype == owned.counts.dtype
+    if not fits:
         raise ValueError(
-            f"Table {table.name!r}: the state has no counts of the ids"
-            f" [{table.counts.first}, {table.counts.last}). Of other ranks, it must be loaded by"
-            " torch.distributed.checkpoint."
+            f"Table {table.name!r}: the state has no counts of the ids [{owned.first},"
+            f" {owned.last}). Of other ranks, it must be loaded by torch.distributed.checkpoint."
         )
-    if len(found) and int(found.min()) < 0:
+    if bool((found[0] < 0).any()):
         raise ValueError(f"Table {table.name!r}: the state has counts below 0.")
     return found

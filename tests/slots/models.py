@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -49,13 +48,13 @@ FEATURES: Final = {"item": ("item_id", "last_id"), "user": ("user_id",), "word":
 class Net(nn.Module):
     """Bags or sequences, and the sum of all that they give."""
 
-    def __init__(self, bags: bool, mean: bool, dim: int) -> None:
+    def __init__(self, bags: bool, mean: bool, dim: int, spread: int) -> None:
         super().__init__()
         meta = torch.device("meta")
         common = [
             {
                 "name": name,
-                "num_embeddings": ids,
+                "num_embeddings": ids * (spread if name in SLOTS else 1),
                 "embedding_dim": dim,
                 "feature_names": list(FEATURES[name]),
             }
@@ -108,12 +107,14 @@ class Built:
     dim: int
 
 
-def build(world: int, kind: str, *, bags: bool = True, mean: bool = False) -> Built:
-    """Shard a model over all ranks. Collective."""
+def build(
+    world: int, kind: str, *, bags: bool = True, mean: bool = False, spread: int = 1
+) -> Built:
+    """Shard a model over all ranks; following tables have so many times the ids. Collective."""
     torch.manual_seed(0)
     # TorchRec cuts a grid into shards of at least 128 columns.
     dim = 256 if kind == "grid" else DIM
-    net = Net(bags, mean, dim)
+    net = Net(bags, mean, dim, spread)
     inner: Any = net.tables.inner
     tables = inner.embedding_bags if bags else inner.embeddings
     if kind != "data_parallel":
@@ -139,11 +140,10 @@ def build(world: int, kind: str, *, bags: bool = True, mean: bool = False) -> Bu
     return Built(model, torch.optim.Adagrad(plain, lr=0.1), dim)
 
 
-def batch(
-    step: int, world: int, hot: Mapping[str, Sequence[int]] | None = None
-) -> KeyedJaggedTensor:
+def batch(step: int, world: int, *, spread: int = 1) -> KeyedJaggedTensor:
     """This rank's part of a batch of 12 samples with 0 to 2 ids a feature; all ranks together have
-    the same batch, whatever the world. Hot ids drift with the step."""
+    the same batch, whatever the world. Hot ids drift with the step; those of following tables are
+    multiples of ``spread``."""
     generator = torch.Generator().manual_seed(step)
     mine = slice(dist.get_rank() * 12 // world, (dist.get_rank() + 1) * 12 // world)
     values, lengths = [], []
@@ -151,7 +151,7 @@ def batch(
         for _ in features:
             sizes = torch.randint(0, 3, (12,), generator=generator)
             drawn = torch.rand(int(sizes.sum()), generator=generator) ** 3 * IDS[table]
-            ids = (drawn.long() + step) % IDS[table]
+            ids = (drawn.long() + step) % IDS[table] * (spread if table in SLOTS else 1)
             parts = ids.split(sizes.tolist())
             values += parts[mine]
             lengths.append(sizes[mine])

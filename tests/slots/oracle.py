@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ class Oracle:
 
     Args:
         ahead: batches that a pipeline has translated when an update comes.
+        candidates: ids that have a count after an update; None: all.
     """
 
     def __init__(
@@ -32,11 +34,13 @@ class Oracle:
         decay: float = 1.0,
         protected: Sequence[int] = (),
         ahead: int = 0,
+        candidates: int | None = None,
     ) -> None:
         self.rows, self.slots, self.every = rows, slots, every
         self.admit_after, self.decay, self.protected = admit_after, decay, set(protected)
         self.ahead, self.steps, self.age, self.moved = ahead, 0, 0, 0
-        self.counts = [0] * rows
+        self.candidates = candidates
+        self.counts: defaultdict[int, int] = defaultdict(int)
         self.id_of_slot = [-1] * slots
         self.written: list[tuple[int, int]] = []
         self.admits_at: int | None = None
@@ -61,10 +65,12 @@ class Oracle:
             self.admit()
         if self.steps % self.every:
             return
+        hottest = sorted(self.counts.items(), key=lambda each: (-each[1], each[0]))
+        self.counts = defaultdict(int, hottest[: self.candidates])
         holders = {number for number in self.id_of_slot if number >= 0}
         able = [
             number
-            for number in range(self.rows)
+            for number in sorted({*self.counts, *holders, *self.protected})
             if number in holders
             or number in self.protected
             or self.counts[number] >= self.admit_after * self.weight
@@ -87,7 +93,8 @@ class Oracle:
             self.id_of_slot[slot] = -2 - number
         self.moved += len(coming)
         if self.decay < 1 and self.weight >= 256:
-            self.counts = [count * 16 // self.weight for count in self.counts]
+            for number, count in self.counts.items():
+                self.counts[number] = count * 16 // self.weight
             self.age = 1
         else:
             self.age += 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from dist_sparse import FollowingTables
+from dist_sparse import FollowingTables, export
 from dist_sparse.slots.rows import stored_parts
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
@@ -45,13 +45,18 @@ def states(model: Any, optimizer: Any, table: str) -> list[tuple[Any, Tensor, li
 
 
 def check_step(
-    before: Any, after: Any, table: str, dim: int, written: list[tuple[int, int]]
+    before: Any,
+    after: Any,
+    table: str,
+    dim: int,
+    written: list[tuple[int, int]],
+    spread: int = 1,
 ) -> None:
     """Only rows that change hands are written: the initial row, and new optimizer state."""
     for (rect, weight, old), (_, now, new) in zip(before, after, strict=True):
         for slot, number in written:
             if rect.row <= slot < rect.row_end:
-                row = initial(table, number, dim, IDS[table])
+                row = initial(table, number, dim, IDS[table] * spread)
                 weight[slot - rect.row] = row[rect.col : rect.col_end]
                 for state in old:
                     state[slot - rect.row] = 0
@@ -65,7 +70,7 @@ def check_summary(text: str, oracles: dict[str, Oracle]) -> None:
         [line] = [line for line in text.splitlines() if line.startswith(table)]
         ids, slots, held, waiting, never = map(int, line.split()[1:6])
         holders = {number for number in oracle.id_of_slot if number >= 0}
-        seen = {number for number, times in enumerate(oracle.counts) if times}
+        seen = {number for number, times in oracle.counts.items() if times}
         assert (ids, slots, held) == (oracle.rows, oracle.slots, len(holders))
         assert (waiting, never) == (len(seen - holders), ids - len(seen))
 
@@ -114,3 +119,49 @@ def test_slots_rows_and_lookups(world: int, kind: str) -> None:
             assert slots.moved[table] == oracle.moved
     assert min(slots.moved.values()) > 10
     check_summary(slots.summary(), oracles)
+
+
+SPREAD = 2**36 + 12_345
+"""Ids of following tables are its multiples: above 2**40."""
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "kind"), [(1, "table_wise"), (2, "row_wise"), (4, "grid")])
+def test_hashed_ids(world: int, kind: str) -> None:
+    """Fewer candidates than ids: which of them have counts is the same on every number of ranks."""
+    built = build(world, kind, spread=SPREAD)
+    protected = {"item": [7 * SPREAD, 3 * SPREAD + 1]}
+    slots = FollowingTables(
+        built.model, built.optimizer, candidates=2, protect_ids=protected, **HOW
+    )
+    oracles = {
+        table: Oracle(
+            IDS[table] * SPREAD,
+            SLOTS[table],
+            protected=protected.get(table, ()),
+            candidates=2 * SLOTS[table],
+            **HOW,
+        )
+        for table in SLOTS
+    }
+    for step in range(14):
+        features = batch(step, world, spread=SPREAD)
+        for bags in everywhere(features):
+            for table, oracle in oracles.items():
+                for key in FEATURES[table]:
+                    for bag in bags[key]:
+                        oracle.look_up(bag)
+        built.optimizer.zero_grad()
+        loss, _ = built.model(features)
+        loss.backward()
+        built.optimizer.step()
+        before = {table: states(built.model, built.optimizer, table) for table in SLOTS}
+        slots.step()
+        for table, oracle in oracles.items():
+            oracle.step()
+            assert holders(built.model.state_dict(), table) == oracle.id_of_slot
+            after = states(built.model, built.optimizer, table)
+            check_step(before[table], after, table, built.dim, oracle.written, spread=SPREAD)
+    assert min(slots.moved.values()) > 10
+    with pytest.raises(ValueError, match=r"Table 'item' has \d+ ids: the bitmap"):
+        export(built.model, None, "never")

@@ -18,7 +18,7 @@ from tests.dist.harness import RanksFailed, run_ranks
 from tests.dist.plugin import on_ranks
 from tests.slots.models import FEATURES, IDS, SLOTS, Built, batch, build
 from tests.slots.oracle import Oracle, holders
-from tests.slots.test_sharded import HOW, everywhere
+from tests.slots.test_sharded import HOW, SPREAD, everywhere
 
 
 def count(oracles: dict[str, Oracle], features: Any) -> None:
@@ -84,10 +84,10 @@ def test_evaluation_counts_nothing() -> None:
     assert min(slots.moved.values()) > 2
 
 
-def train(built: Built, slots: FollowingTables, steps: range, world: int) -> None:
+def train(built: Built, slots: FollowingTables, steps: range, world: int, spread: int = 1) -> None:
     for step in steps:
         built.optimizer.zero_grad()
-        loss, _ = built.model(batch(step, world))
+        loss, _ = built.model(batch(step, world, spread=spread))
         loss.backward()
         built.optimizer.step()
         slots.step()
@@ -108,20 +108,22 @@ KINDS = {1: "table_wise", 2: "row_wise", 4: "column_wise"}
 
 
 @on_ranks(2)
-def test_saves_for_other_ranks(tmp_path: Path) -> None:
-    built = build(2, "row_wise")
-    slots = FollowingTables(built.model, built.optimizer, **HOW)
-    train(built, slots, range(7), 2)
+@pytest.mark.parametrize("spread", [1, SPREAD])
+def test_saves_for_other_ranks(spread: int, tmp_path: Path) -> None:
+    how = {**HOW, "candidates": 2}
+    built = build(2, "row_wise", spread=spread)
+    slots = FollowingTables(built.model, built.optimizer, **how)
+    train(built, slots, range(7), 2, spread)
     state = {"model": built.model.state_dict(), "slots": slots.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     Checkpoints(tmp_path / "own").save(
         7, model=built.model, optimizer=built.optimizer, sparse=slots
     )
-    train(built, slots, range(7, 14), 2)
+    train(built, slots, range(7, 14), 2, spread)
     expected = result(built)
     for own in (True, False):
-        again = build(2, "column_wise" if own else "row_wise")
-        resumed = FollowingTables(again.model, again.optimizer, **HOW)
+        again = build(2, "column_wise" if own else "row_wise", spread=spread)
+        resumed = FollowingTables(again.model, again.optimizer, **how)
         if own:
             Checkpoints(tmp_path / "own").resume_latest(
                 model=again.model, optimizer=again.optimizer, sparse=resumed
@@ -132,7 +134,7 @@ def test_saves_for_other_ranks(tmp_path: Path) -> None:
             again.model.load_state_dict(held["model"])
             resumed.load_state_dict(held["slots"])
         assert resumed.steps == 7
-        train(again, resumed, range(7, 14), 2)
+        train(again, resumed, range(7, 14), 2, spread)
         found = result(again)
         for table in SLOTS:
             assert found[table][0] == expected[table][0]
