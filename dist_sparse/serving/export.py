@@ -34,9 +34,9 @@ from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
 from dist_sparse.serving.noted import note_delta, refuse_replaced, with_changes
 from dist_sparse.serving.sources import (
     ServedTable,
-    check_range,
     check_zero,
     lookups_of,
+    refuse_range,
     registered_tables,
     served_tables,
 )
@@ -160,13 +160,13 @@ def export(
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
-            chain = open_chain(*before) if before else None
+            # Of tables whose changes are noted nothing else of it is read: see DeltaWriter.
+            chain = open_chain(*before, verify=False) if before else None
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
         _settle(sparsifier)
         if coded is not None:
             tables = _with_codes(tables, coded)
-        check_range(located, chosen)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
             dtype=chosen,
@@ -295,7 +295,7 @@ def _write(
             if table.scale == "column":
                 # Scales are chosen from all rows, which are streamed once more for them.
                 spread = ColumnSpread(table.dim)
-                _stream(world, source, partial(_count, spread))
+                _stream(world, source, partial(_count, spread, name, table.dtype))
                 whole["scales"] = spread.scales()
             _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
         with world.agreeing("export()"):
@@ -322,8 +322,9 @@ def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
             raise error
 
 
-def _count(spread: ColumnSpread, chunks: Iterator[Tensor]) -> None:
+def _count(spread: ColumnSpread, name: str, dtype: Dtype, chunks: Iterator[Tensor]) -> None:
     for rows in chunks:
+        refuse_range(name, rows, dtype)
         spread.add(rows)
 
 
@@ -339,6 +340,7 @@ def _write_table(
     writer.start(name, whole)
     ids, first = source.ids(), 0
     for rows in chunks:
+        refuse_range(name, rows, table.dtype)
         stored = encode(rows, table.dtype, whole.get("scales"))
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)

@@ -20,8 +20,8 @@ from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import books_of
-from dist_sparse.serving.delta import PER_ROW
 from dist_sparse.serving.manifest import Pooling, Table
+from dist_sparse.serving.rows import PER_ROW
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.

@@ -21,7 +21,7 @@ from dist_sparse.files import sealed, unsealed
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 3
+VERSION: Final = 4
 TABLES: Final = "tables.safetensors"
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
@@ -115,7 +115,8 @@ class Table:
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
-        crc32: of each of its tensors, named as in :meth:`layout`.
+        checksums: of each of its tensors, named as in :meth:`layout`: CRC32s, and of rows what
+            :func:`~dist_sparse.serving.rows.sum_of_rows` returns.
     """
 
     rows: int
@@ -128,7 +129,7 @@ class Table:
     default_row: bool = False
     turned: int | None = None
     before: int = 0
-    crc32: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> int:
@@ -264,7 +265,7 @@ def _table(entry: Mapping[str, Any]) -> Table:
         "dtype": choice("dtype", entry["dtype"], ROW_DTYPES),
         "scale": choice("scale", entry["scale"], get_args(Scale)),
         "before": integer("before", entry["before"], least=0),
-        "crc32": dict(entry["crc32"]),
+        "checksums": dict(entry["checksums"]),
     }
     groups = entry["groups"]
     if groups is not None:

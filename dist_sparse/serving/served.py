@@ -25,11 +25,9 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import (
-    VerifiedDelta,
-)
-from dist_sparse.serving.check import Chain, index_of, move_of, open_chain, open_next
-from dist_sparse.serving.delta import hash_of
+from dist_sparse.serving.artifact import Opened
+from dist_sparse.serving.check import Chain, move_of, open_chain, open_next
+from dist_sparse.serving.delta import Delta, hash_of
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -39,6 +37,7 @@ from dist_sparse.serving.lookup import (
     TurnedLookup,
 )
 from dist_sparse.serving.manifest import Collection, Table
+from dist_sparse.serving.rows import all_kept
 from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
@@ -94,7 +93,7 @@ class _Lookup(nn.Module):
             return rows
         return TurnedLookup(rows, tables, self._names)
 
-    def changed(self, delta: VerifiedDelta) -> Callable[[], None]:
+    def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
         """Return a function that makes the tables the ones that a delta leads to. Nothing changes
         before it is called.
 
@@ -107,7 +106,8 @@ class _Lookup(nn.Module):
         before, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
             change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            index = before.get(at) or index_of(table.entry, None)
+            entry = table.entry
+            index = before.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
             moves[name] = move_of(delta, name, index.cpu())
             whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
             # The table may be pooled in another way in another collection.
@@ -496,8 +496,8 @@ def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        rows = table.stored(0, entry.stored)
-        tables[name] = StoredTable(entry, rows, table.whole, _needed(table.index, entry))
+        index = _needed(table.index(), entry)
+        tables[name] = StoredTable(entry, table.stored(), table.whole, index)
     return tables
 
 
