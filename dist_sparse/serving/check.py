@@ -28,7 +28,7 @@ from dist_sparse.serving.artifact import (
     open_artifact,
 )
 from dist_sparse.serving.codes import BITS, Rows, chunks, decode, encode
-from dist_sparse.serving.delta import Delta, hash_of
+from dist_sparse.serving.delta import Delta
 from dist_sparse.serving.in_place import Move
 from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.serving.rows import PER_ROW, all_kept, changed_words, ids_of, rows_of
@@ -262,7 +262,7 @@ def open_chain(
         OSError: a file can't be read.
     """
     chain = Chain(open_artifact(base, verify=verify))
-    root = hash_of(chain.manifest)
+    root = chain.manifest.hash
     for path in deltas:
         delta = open_next(path, chain.manifest, root, verify=verify)
         chain = Chain(chain.artifact, (*chain.deltas, delta))

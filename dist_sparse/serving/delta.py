@@ -9,7 +9,6 @@ to, and an artifact merged from a chain goes on with the deltas that follow the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -121,7 +120,7 @@ class Delta:
         Raises:
             ValueError: names both by the first digits of their hashes.
         """
-        found = hash_of(before)
+        found = before.hash
         if self.previous != found:
             kind = "out of order" if self.base == base else "of another base"
             raise ValueError(
@@ -130,12 +129,6 @@ class Delta:
             )
         # Written by export(), the two differ in rows alone.
         refuse_changed(before, self.artifact)
-
-
-def hash_of(manifest: Manifest) -> str:
-    """Return the SHA-256 of a manifest, which covers the checksum of every tensor: the name of an
-    artifact in deltas."""
-    return hashlib.sha256(manifest.to_text().encode()).hexdigest()
 
 
 def refuse_changed(before: Manifest, after: Manifest) -> None:

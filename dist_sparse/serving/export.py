@@ -29,7 +29,7 @@ from dist_sparse.serving.artifact import check_new
 from dist_sparse.serving.check import compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
+from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
 from dist_sparse.serving.noted import note_delta, refuse_replaced, with_changes
 from dist_sparse.serving.sources import (
@@ -176,7 +176,7 @@ def export(
         )
         if chain is not None:
             refuse_changed(chain.manifest, manifest)
-            refuse_replaced(sparsifier, before, hash_of(chain.manifest))
+            refuse_replaced(sparsifier, before, chain.manifest.hash)
     tables = with_changes(tables, sparsifier, registered, before)
     check_zero(sparsifier, tables, registered)
     # The working directory may change later.
@@ -192,7 +192,7 @@ def export(
     delta = Delta.from_text(text)
     # New codes and new scales of columns change rows that training has not written.
     if coded is None and by == "row":
-        note_delta((*before, target), hash_of(delta.artifact), tables, sparsifier)
+        note_delta((*before, target), delta.artifact.hash, tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
 
 

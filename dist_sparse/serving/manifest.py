@@ -7,10 +7,12 @@ refused.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -202,6 +204,12 @@ class Manifest:
         fields = asdict(self)
         files = {TABLES: {"bytes": fields.pop("bytes")}}
         return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
+
+    @cached_property
+    def hash(self) -> str:
+        """The SHA-256 of its text, which covers the checksum of every tensor: the name of an
+        artifact in deltas."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     @staticmethod
     def from_text(text: str) -> Manifest:

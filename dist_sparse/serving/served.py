@@ -27,7 +27,7 @@ from dist_sparse.compaction.row_index import (
 )
 from dist_sparse.serving.artifact import Opened
 from dist_sparse.serving.check import Chain, move_of, open_chain, open_next
-from dist_sparse.serving.delta import Delta, hash_of
+from dist_sparse.serving.delta import Delta
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -257,7 +257,7 @@ class Served(nn.Module):
         super().__init__()
         self._collection = collection
         self._folders, self._manifest = list(chain.paths), chain.manifest
-        self._root = hash_of(chain.manifest)
+        self._root = chain.manifest.hash
         self._gate = Gate()
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted

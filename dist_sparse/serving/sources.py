@@ -198,11 +198,6 @@ class ServedTable:
         """Whether ids are its rows, and rows are stored as they are."""
         return self.kept is self.stored and self.rotation is None and self.slots is None
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether rows that did not change are known, without a look at them."""
-        return self.changed is not None and not bool(self.changed.all())
-
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
         int64."""
@@ -351,7 +346,7 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    if all(table.is_noted for table in tables.values()):
+    if all(table.changed is not None for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
     revived = count_revived(sparsifier.masks, registered)

@@ -18,7 +18,7 @@ from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.files import hex_of
 from dist_sparse.serving.artifact import ArtifactWriter, Opened, added, bytes_of, memory_of
 from dist_sparse.serving.check import Chain, MappedTable
-from dist_sparse.serving.delta import Delta, TableDelta, hash_of
+from dist_sparse.serving.delta import Delta, TableDelta
 from dist_sparse.serving.manifest import Manifest, Table
 from dist_sparse.serving.rows import PER_ROW, has_row, ids_of, sum_of_rows
 from dist_sparse.serving.sources import ServedTable
@@ -79,7 +79,7 @@ class DeltaWriter(ArtifactWriter):
     def __init__(
         self, path: Path, manifest: Manifest, sources: Mapping[str, ServedTable], chain: Chain
     ) -> None:
-        chain.verify(name for name, source in sources.items() if not source.is_noted)
+        chain.verify(name for name, source in sources.items() if source.changed is None)
         super().__init__(path)
         self._manifest, self._sources, self._chain = manifest, sources, chain
         self._tables: dict[str, _Changes] = {}
@@ -104,7 +104,7 @@ class DeltaWriter(ArtifactWriter):
         for name, changes in self._tables.items():
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
-        base, previous = hash_of(self._chain.artifact.manifest), hash_of(self._chain.manifest)
+        base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
         delta = self.seal(Delta(base=base, previous=previous, artifact=artifact, tables=found))
         Opened(self.folder, delta).verify()
         self.publish(delta)
