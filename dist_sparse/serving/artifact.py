@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -157,11 +159,14 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self, path: str | os.PathLike[str], tables: Mapping[str, Any] | None = None
     ) -> None:
         self._path = check_new(path)
+        _remove_left(self._path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
         try:
             self.folder.mkdir(parents=True)
             # Chunks of rows and of scales alternate, so it is written at several places.
-            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
+            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (locked until published)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_EX)
             if tables is not None:
                 self.begin(tables)
         except BaseException:
@@ -199,7 +204,6 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         assert self._at == self._ends, f"not written whole: {self._at}, {self._ends}"
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         tables = {}
         for name, table in manifest.tables.items():
             found = {key: hex_of(self._checksums[f"{name}.{key}"]) for key in table.layout()}
@@ -247,6 +251,15 @@ def check_new(path: str | os.PathLike[str]) -> Path:
             " exports."
         )
     return found
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed exports to the same path have left: one that lives holds a lock."""
+    name = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}{PARTIAL}"
+    for left in path.parent.glob(name):
+        with contextlib.suppress(OSError), open(left / TABLES, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
 
 
 def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:

@@ -188,7 +188,7 @@ class Guard:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the pending update, if any, is kept here: a state that was loaded has none."""
+        """Whether the pending update, if any, is kept here: no load came between."""
         return self.state.pending is None or bool(self._last.before)
 
     def _stop(self) -> None:

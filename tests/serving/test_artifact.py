@@ -300,6 +300,14 @@ def test_a_killed_writer_leaves_no_artifact(tmp_path: Path) -> None:
     assert left.name.endswith(".partial")
     with pytest.raises(ValueError, match="unfinished export"):
         open_artifact(left)
-    left.rename(tmp_path / "artifact")
+    named = left.rename(tmp_path / "artifact")
     with pytest.raises(ValueError, match=r"no manifest\.json"):
-        open_artifact(tmp_path / "artifact")
+        open_artifact(named)
+    named.rename(left)
+    # The next one to the same path removes it, and nothing of one that lives.
+    with (
+        ArtifactWriter(tmp_path / "other", TABLES) as other,
+        ArtifactWriter(named, TABLES) as living,
+        ArtifactWriter(named, TABLES) as second,
+    ):
+        assert {*tmp_path.iterdir()} == {living.folder, second.folder, other.folder}

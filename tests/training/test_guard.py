@@ -193,6 +193,22 @@ def test_resumed_is_as_not_interrupted(stop: int) -> None:
     assert one[1:] == other[1:]
 
 
+def test_weights_that_are_loaded_between_update_and_validation_stay() -> None:
+    model, optimizer, sparse = made(every=1, end=8)
+    sparse.guard(0.75)
+    for step in range(2):
+        learn(model, optimizer, step)
+        sparse.step()
+    other = {name: torch.full_like(weight, 2.0) for name, weight in model.state_dict().items()}
+    model.load_state_dict(other)
+    assert vars(sparse)["_guard"].kept_bytes == 0
+    with pytest.warns(UserWarning, match="can't be undone: weights or a state"):
+        assert not sparse.guard(0.7)
+    weight = next(iter(model.state_dict().values()))
+    assert weight.unique().tolist() == [0.0, 2.0] and sparse.finished
+    sparse.detach()
+
+
 def test_what_is_kept_is_the_removed_weights_and_is_released() -> None:
     model, optimizer, sparse = made("sgd", block="row", end=2, every=2)
     sparse.guard(0.75)
