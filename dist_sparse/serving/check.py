@@ -111,8 +111,8 @@ class MappedTable:
         """Return all stored rows: of an artifact without deltas where they are mapped."""
         if not self._layers:
             return self._base
-        parts = [rows for _, rows in self.chunks()]
-        return {key: torch.cat([part[key] for part in parts]) for key in self._base}
+        every = [ids for _, ids in ids_of(self.words, self.entry.rows, self.entry.default_row)]
+        return self.gather(torch.cat(every))
 
     def rows(self, parts: Mapping[str, Tensor]) -> Rows:
         """Return stored rows with what decodes them."""

@@ -164,7 +164,9 @@ def export(
             chain = open_chain(*before, verify=False) if before else None
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
-        _settle(sparsifier)
+        if sparsifier.masks.enforcer is not None:
+            # It may owe zeros to rows that no forward has read since a step.
+            sparsifier.masks.enforcer.settle()
         if coded is not None:
             tables = _with_codes(tables, coded)
         manifest = Manifest(
@@ -200,12 +202,6 @@ def _sparsifier(sparse: Any) -> BaseDataSparsifier:
     """The sparsifier of the rows; of None one that removes nothing."""
     rows = sparse.sparsifier if isinstance(sparse, CodedTraining) else sparse
     return DataNormSparsifier() if rows is None else sparsifier_of(rows)
-
-
-def _settle(sparsifier: BaseDataSparsifier) -> None:
-    if sparsifier.masks.enforcer is not None:
-        # It may owe zeros to rows that no forward has read since a step.
-        sparsifier.masks.enforcer.settle()
 
 
 def _folders(since: Any) -> tuple[Path, ...]:

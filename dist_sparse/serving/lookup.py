@@ -207,10 +207,6 @@ class LibtorchLookup(RowLookup):
             return found[0].transpose(0, 1).flatten(1)
         return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
 
-    def _group(self, table: str) -> _Group:
-        groups = cast(Iterable[_Group], self.groups)
-        return next(group for group in groups if table in group.places)
-
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the rows, and their scales and biases."""
         groups = cast(Iterable[_Group], self.groups)

@@ -219,7 +219,25 @@ class Manifest:
             ValueError: the text is not exactly that, or of another version.
             LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
-        return _manifest(unsealed(text, FORMAT, VERSION))
+        entries = unsealed(text, FORMAT, VERSION)
+        tables = {}
+        for name, entry in entries["tables"].items():
+            try:
+                tables[name] = _table(entry)
+            except ValueError as error:
+                raise ValueError(f"table {name!r}: {error}") from None
+        # Tables without codes may be beside those that have some.
+        dtypes = {entries["dtype"]} | ({"fp32"} if entries["dtype"] == "codes" else set())
+        if not dtypes.issuperset(table.dtype for table in tables.values()):
+            raise ValueError(f"not all of its tables are {entries['dtype']!r}")
+        return Manifest(
+            dist_sparse=str(entries["dist_sparse"]),
+            dtype=entries["dtype"],
+            collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
+            tables=tables,
+            # No other name in a manifest is used as a path.
+            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+        )
 
 
 def layout_of(tables: Mapping[str, Any]) -> Layout:
@@ -240,27 +258,6 @@ def layout_of(tables: Mapping[str, Any]) -> Layout:
 def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize
-
-
-def _manifest(entries: Mapping[str, Any]) -> Manifest:
-    tables = {}
-    for name, entry in entries["tables"].items():
-        try:
-            tables[name] = _table(entry)
-        except ValueError as error:
-            raise ValueError(f"table {name!r}: {error}") from None
-    # Tables without codes may be beside those that have some.
-    dtypes = {entries["dtype"]} | ({"fp32"} if entries["dtype"] == "codes" else set())
-    if not dtypes.issuperset(table.dtype for table in tables.values()):
-        raise ValueError(f"not all of its tables are {entries['dtype']!r}")
-    return Manifest(
-        dist_sparse=str(entries["dist_sparse"]),
-        dtype=entries["dtype"],
-        collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
-        tables=tables,
-        # No other name in a manifest is used as a path.
-        bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
-    )
 
 
 def _table(entry: Mapping[str, Any]) -> Table:

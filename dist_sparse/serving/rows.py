@@ -31,17 +31,22 @@ def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
     old rows out and puts the ones of new rows in. A row is hashed by its words of 32 bits times
     factors of 64 (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
     """
-    raw = rows.contiguous().view(torch.uint8)
-    # Rows of a mapped file need not begin at a word.
-    if raw.shape[1] % 4 or raw.storage_offset() % 4:
-        raw = F.pad(raw, (0, -raw.shape[1] % 4)).clone()
-    words, total = raw.view(torch.int32), 0
+    words, total = words_of(rows), 0
     factors = _factors(words.shape[1] + 1)
     for some in chunks(*words.shape):
         # Overflow is meant: sums and products are those of integers modulo 2**64.
         hashes = torch.mv(words[some].long(), factors[1:]) + ids[some].long() * factors[0]
         total += int(_mixed(hashes).sum())
     return total % 2**64
+
+
+def words_of(rows: Tensor) -> Tensor:
+    """Return the bytes of rows as int32, the last ones with zeros behind: -0.0 is not 0.0."""
+    raw = rows.contiguous().view(torch.uint8)
+    # Rows of a mapped file need not begin at a word.
+    if raw.shape[1] % 4 or raw.storage_offset() % 4:
+        raw = F.pad(raw, (0, -raw.shape[1] % 4)).clone()
+    return raw.view(torch.int32)
 
 
 @cache

@@ -20,7 +20,7 @@ from dist_sparse.serving.artifact import ArtifactWriter, Opened, added, bytes_of
 from dist_sparse.serving.check import Chain, MappedTable
 from dist_sparse.serving.delta import Delta, TableDelta
 from dist_sparse.serving.manifest import Manifest, Table
-from dist_sparse.serving.rows import PER_ROW, has_row, ids_of, sum_of_rows
+from dist_sparse.serving.rows import PER_ROW, has_row, ids_of, sum_of_rows, words_of
 from dist_sparse.serving.sources import ServedTable
 
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
@@ -155,7 +155,7 @@ class _Changes:
         had_one = has_row(self._before.words, ids, self._after.rows)
         old, changed = self._before.gather(ids[had_one]), ~had_one
         for key, part in parts.items():
-            differs = _words(part[had_one]) != _words(old[key])
+            differs = words_of(part[had_one]) != words_of(old[key])
             changed[had_one] |= differs.any(1)
         still = changed[had_one]
         self._take_out(ids[had_one & changed], {key: part[still] for key, part in old.items()})
@@ -189,12 +189,3 @@ class _Changes:
                 spool.seek(0)
                 while raw := spool.read(_PIECE):
                     yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def _words(rows: Tensor) -> Tensor:
-    """The bytes of rows as few integers: -0.0 is not 0.0."""
-    raw = rows.contiguous().view(torch.uint8)
-    for dtype in (torch.int64, torch.int32):
-        if raw.shape[1] % dtype.itemsize == 0:
-            return raw.view(dtype)
-    return raw

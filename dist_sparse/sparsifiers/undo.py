@@ -49,17 +49,6 @@ class LastUpdate:
         self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that are kept on this rank."""
-        total = 0
-        for shards in self._removed.values():
-            for shard in shards:
-                states = [state for state in shard.states if state is not None]
-                kept = (shard.mask.bits, shard.rows, shard.weights, *states)
-                total += sum(each.nbytes for each in kept)
-        return total
-
     def keep(
         self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
     ) -> None:

@@ -107,11 +107,6 @@ class Guard:
         assert self.state.best is not None
         return self.state.best
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are kept of the last update on this rank."""
-        return self._last.bytes
-
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
         state, sparsifier = self.state, self._sparsifier
