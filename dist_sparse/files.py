@@ -15,7 +15,7 @@ _CLOSED: Final = f'"{_END}\n'
 
 
 def hex_of(crc: int) -> str:
-    """Return a CRC32 as files hold it: 8 hexadecimal digits."""
+    """Return a checksum as files hold it: of a CRC32 8 hexadecimal digits."""
     return f"{crc:08x}"
 
 

@@ -134,7 +134,10 @@ MUTATIONS = [
     M("serving/in_place.py", "[self._gone[low:high] - first] = False", "[:0] = False", "tests/serving/test_delta.py -k full_export"),
     M("serving/in_place.py", "for first in reversed(spans)", "for first in spans[:0]", "tests/serving/test_delta.py -k full_export"),
     M("serving/delta.py", "if self.previous != found:", "if self.base != base:", "tests/serving/test_delta.py -k refusals"),
-    M("serving/noted.py", "changed=rows | ~note.kept[name]", "changed=rows", "tests/serving/test_delta.py -k writes_that"),
+    M("serving/writers.py", "self._take_out(self._gone, before.gather(self._gone))", "pass", "tests/serving/test_delta.py -k full_export"),
+    M("serving/check.py", "in reversed(self._layers)", "in self._layers", "tests/serving/test_delta.py -k full_export"),
+    M("serving/rows.py", " + ids[some].long() * factors[0]", "", "tests/serving/test_artifact.py -k checksum"),
+    M("serving/noted.py", "rows |= ~note.kept[name]", "pass", "tests/serving/test_delta.py -k writes_that"),
     M("serving/check.py", " | ((weight == 0) & (found != 0))", "", "tests/serving/test_check.py -k exact"),
     M("serving/codes.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
     # -- codes

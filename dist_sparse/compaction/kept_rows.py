@@ -276,7 +276,8 @@ def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
     """Yield consecutive chunks of at most ``most`` kept rows each; none where nothing is kept."""
     span = min(_SPAN, most)
     # Kept rows up to the end of each span: a chunk ends where the next span would not fit.
-    ends = nn.functional.pad(kept, (0, -len(kept) % span)).view(-1, span).sum(1).cumsum(0)
+    flags = nn.functional.pad(kept, (0, -len(kept) % span)).view(torch.uint8)
+    ends = flags.view(-1, span).sum(1, dtype=torch.int32).cumsum(0)
     at = start = 0
     while at < len(ends):
         # At least one span fits: it has no more rows than a chunk may.

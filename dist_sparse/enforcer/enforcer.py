@@ -527,6 +527,9 @@ class MaskEnforcer(Enforcer):
         return done
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        if self._sparsifier.masks.undo is not None:
+            # What was kept belongs to the weights of before.
+            self._sparsifier.masks.undo.forget()
         self._loaded = True
         # Masks may be loaded after weights, so that nothing is zeroed before the next read.
         for batch in self._batches:

@@ -6,23 +6,24 @@
 - A folder appears whole or not at all: it is written under a temporary name beside its final one,
   and renamed once everything is on disk. The manifest is the last file, so that a leftover of a
   killed export is no artifact.
-- Every byte is covered: the manifest and each tensor by a CRC32, and the header of
-  ``tables.safetensors`` follows from the manifest. All of it is verified before a tensor is
-  returned.
+- Every byte is covered: the manifest and each tensor by a checksum, and the header of
+  ``tables.safetensors`` follows from the manifest. All of it is verified before it is served.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import glob
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from torch import Tensor
 from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.manifest import TABLES, Layout, Manifest, layout_of, size_of
+from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of
+from dist_sparse.serving.rows import PER_ROW, all_kept, ids_of, sum_of_rows
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -43,36 +45,54 @@ _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100
 Written = TypeVar("Written", Manifest, Delta)
 
 
-class Verified(Generic[Written]):
-    """The manifest and the tensors of an artifact or a delta, all verified. Whether a delta fits an
-    artifact is not known yet: see :meth:`Delta.refuse_other`.
+class Opened(Generic[Written]):
+    """The manifest and the mapped tensors of an artifact or a delta, in a file of the size and
+    with the header that follow from the manifest. Whether a delta fits an artifact is not known
+    yet: see :meth:`Delta.refuse_other`.
 
     Args:
         path: the folder.
         manifest: of it.
 
     Raises:
-        ValueError: the file of the tables is not what the manifest describes; names file and
-            tensor.
+        ValueError: the file of the tables is missing, or another one.
         OSError: it can't be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Written) -> None:
         self.path = Path(path)
         self.manifest: Written = manifest
-        file = self.path / TABLES
-        self._tensors = _mapped(file, manifest)
-        for name, table in manifest.tables.items():
-            for key, tensor in self.tensors(name).items():
-                if hex_of(zlib.crc32(memory_of(tensor))) != table.crc32.get(key):
-                    raise ValueError(
-                        f"{file} is damaged: the CRC32 of {name + '.' + key!r} does not fit."
-                    )
-                # A crafted artifact has CRC32s that fit, and its lookups must stay in the table.
-                if key == "kept" and not _fits(tensor, table):
-                    raise ValueError(
-                        f"{file} is refused: {name + '.kept'!r} does not keep the table's rows."
-                    )
+        self._tensors = _mapped(self.path / TABLES, manifest)
+
+    def verify(self, tables: Iterable[str] | None = None) -> Opened[Written]:
+        """Verify every byte of these tables; None of all.
+
+        Raises:
+            ValueError: they are not what the manifest describes; names file and tensor.
+        """
+        for name in self.manifest.tables if tables is None else tables:
+            self._verify(name)
+        return self
+
+    def _verify(self, name: str) -> None:
+        file, table, tensors = self.path / TABLES, self.manifest.tables[name], self.tensors(name)
+        # The bitmap comes first, and says which ids the rows belong to.
+        for key, tensor in tensors.items():
+            if isinstance(table, Table) and key in PER_ROW:
+                words = tensors.get("kept", all_kept(table.rows))
+                parts = ids_of(words, table.rows, table.default_row)
+                found = sum(sum_of_rows(ids, tensor[some]) for some, ids in parts) % 2**64
+            else:
+                found = added(0, tensor, None)
+            if hex_of(found) != table.checksums.get(key):
+                raise ValueError(
+                    f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
+                )
+            # A crafted artifact has checksums that fit, and its lookups must stay in the table.
+            if key == "kept" and not _fits(tensor, table):
+                raise ValueError(
+                    f"{file} is refused: {name + '.kept'!r} does not keep the table's rows."
+                )
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         """Return the tensors of a table, named as in its ``layout()``: views of the mapped file, to
@@ -81,28 +101,23 @@ class Verified(Generic[Written]):
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-VerifiedArtifact: TypeAlias = Verified[Manifest]
-VerifiedDelta: TypeAlias = Verified[Delta]
+def open_artifact(
+    path: str | os.PathLike[str], kind: Any = Manifest, *, verify: bool = True
+) -> Opened[Any]:
+    """Open the folder that :func:`dist_sparse.export` wrote.
 
-
-def open_artifact(path: str | os.PathLike[str]) -> VerifiedArtifact:
-    """Open the folder that :func:`dist_sparse.export` wrote, and verify all of it.
-
-    Raises:
-        ValueError: it is no artifact, unfinished, damaged, or of another version; names the file.
-        OSError: a file can't be read.
-    """
-    return Verified(path, _read(Path(path), Manifest))
-
-
-def open_delta(path: str | os.PathLike[str]) -> VerifiedDelta:
-    """Open the delta that ``export(since=)`` wrote, and verify all of it.
+    Args:
+        path: of it.
+        kind: :class:`Manifest`, or :class:`Delta` of what ``export(since=)`` wrote.
+        verify: all of its bytes; otherwise its manifest and sizes alone.
 
     Raises:
-        ValueError: it is no delta, unfinished, damaged, or of another version; names the file.
+        ValueError: it is no such folder, unfinished, damaged, or of another version; names the
+            file.
         OSError: a file can't be read.
     """
-    return Verified(path, _read(Path(path), Delta))
+    opened = Opened(path, _read(Path(path), kind))
+    return opened.verify() if verify else opened
 
 
 def _read(folder: Path, kind: type[Written]) -> Written:
@@ -133,7 +148,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
 
     Args:
         path: the final name. Missing parent folders are made.
-        tables: by name; their CRC32 and checks are not known yet. None: :meth:`begin` gets them.
+        tables: by name; their checksums are not known yet. None: :meth:`begin` gets them.
 
     Raises:
         ValueError: something is at ``path``.
@@ -144,11 +159,14 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self, path: str | os.PathLike[str], tables: Mapping[str, Any] | None = None
     ) -> None:
         self._path = check_new(path)
+        _remove_left(self._path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
         try:
             self.folder.mkdir(parents=True)
             # Chunks of rows and of scales alternate, so it is written at several places.
-            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (open until it is sealed)
+            self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (locked until published)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_EX)
             if tables is not None:
                 self.begin(tables)
         except BaseException:
@@ -159,33 +177,37 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         """Write the header of the tables."""
         layout = layout_of(tables)
         header = _header(layout)
-        self._crcs = dict.fromkeys(layout, 0)
+        self._checksums = dict.fromkeys(layout, 0)
         # Tensors are written side by side: where the next rows of each belong, and where it ends.
         spans = _spans(layout)
         self._at = {name: len(header) + span.start for name, span in spans.items()}
         self._ends = {name: len(header) + span.stop for name, span in spans.items()}
         self._file.write(header)
 
-    def append(self, name: str, part: Tensor) -> None:
-        """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`."""
+    def append(self, name: str, part: Tensor, ids: Tensor | None = None) -> None:
+        """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`.
+
+        Args:
+            ids: of the rows of an artifact, int64 ``(n,)``; its other tensors, and the ones of a
+                delta, have a CRC32.
+        """
         # The memory below belongs to this tensor, which must live until it is written.
         held = part.detach().cpu().contiguous()
         raw = memory_of(held)
         self._file.seek(self._at[name])
         self._file.write(raw)
-        self._crcs[name] = zlib.crc32(raw, self._crcs[name])
         self._at[name] += len(raw)
+        self._checksums[name] = added(self._checksums[name], held, ids)
 
     def seal(self, manifest: Written) -> Written:
-        """Bring the tables to disk, and return ``manifest`` with their sizes and CRC32s."""
+        """Bring the tables to disk, and return ``manifest`` with their sizes and checksums."""
         assert self._at == self._ends, f"not written whole: {self._at}, {self._ends}"
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         tables = {}
         for name, table in manifest.tables.items():
-            crc32 = {key: hex_of(self._crcs[f"{name}.{key}"]) for key in table.layout()}
-            tables[name] = replace(table, crc32=crc32)
+            found = {key: hex_of(self._checksums[f"{name}.{key}"]) for key in table.layout()}
+            tables[name] = replace(table, checksums=found)
         return replace(manifest, tables=tables, bytes=bytes_of(tables))
 
     def publish(self, manifest: Manifest | Delta) -> None:
@@ -229,6 +251,15 @@ def check_new(path: str | os.PathLike[str]) -> Path:
             " exports."
         )
     return found
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed exports to the same path have left: one that lives holds a lock."""
+    name = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}{PARTIAL}"
+    for left in path.parent.glob(name):
+        with contextlib.suppress(OSError), open(left / TABLES, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
 
 
 def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
@@ -287,6 +318,15 @@ def _fits(words: Tensor, table: Any) -> bool:
     if beyond and int(words[-1]) >> beyond:
         return False
     return bool(count_bits(words.view(torch.uint8)) == table.kept)
+
+
+def added(checksum: int, part: Tensor, ids: Tensor | None) -> int:
+    """Return the checksum of a tensor up to ``part`` from the one before it. ``ids``: of the rows
+    of an artifact; the other tensors have a CRC32."""
+    if ids is None:
+        held = part.contiguous()
+        return zlib.crc32(memory_of(held), checksum)
+    return (checksum + sum_of_rows(ids, part)) % 2**64
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -9,8 +9,8 @@ half a step of their row's grid, or at the nearest step of their column's, where
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,17 +22,16 @@ from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.files import hex_of
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
-    VerifiedArtifact,
-    VerifiedDelta,
+    Opened,
+    added,
     check_new,
-    memory_of,
     open_artifact,
-    open_delta,
 )
 from dist_sparse.serving.codes import BITS, Rows, chunks, decode, encode
-from dist_sparse.serving.delta import PER_ROW, hash_of
+from dist_sparse.serving.delta import Delta
 from dist_sparse.serving.in_place import Move
 from dist_sparse.serving.manifest import Manifest, Table
+from dist_sparse.serving.rows import PER_ROW, all_kept, changed_words, ids_of, rows_of
 
 # Of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
@@ -41,16 +40,14 @@ _ROUNDING = 1 + 2.0**-40
 class MappedTable:
     """A table of an artifact, read where it is mapped, or of an artifact and the deltas after it.
 
-    With deltas it takes 8 bytes for each kept row, beside its index.
-
     Args:
-        artifact: verified.
+        artifact: and
+        deltas: after it, in their order; each follows the one before it.
         name: of the table.
-        deltas: verified, in their order; each follows the one before it.
 
     Attributes:
         entry: of the manifest.
-        index: of the rows.
+        words: the bitmap of its kept ids.
         whole: its tensors that are no rows, and not ``kept``.
 
     Raises:
@@ -58,97 +55,112 @@ class MappedTable:
     """
 
     def __init__(
-        self, artifact: VerifiedArtifact, name: str, deltas: Sequence[VerifiedDelta] = ()
+        self, artifact: Opened[Manifest], name: str, deltas: Sequence[Opened[Delta]] = ()
     ) -> None:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
-        self.index = index_of(self.entry, tensors.pop("kept", None))
-        # Rows of the artifact, and of each delta after it.
-        self._layers = [{key: tensors.pop(key) for key in PER_ROW if key in tensors}]
+        self.words = tensors.pop("kept", all_kept(self.entry.rows))
+        self._base = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
+        self._index = RowIndex(self.words, self.entry.rows, self.entry.default_row)
         self.whole = tensors
-        # Where each row is in the layers, one behind the other; None: in the artifact, in order.
-        self._places: Tensor | None = None
+        # Ids, and their rows, of each delta.
+        self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
         for delta in deltas:
             self._follow(delta, name)
 
-    def _follow(self, delta: VerifiedDelta, name: str) -> None:
+    def _follow(self, delta: Opened[Delta], name: str) -> None:
         change, tensors = delta.manifest.tables[name], delta.tensors(name)
-        move = move_of(delta, name, self.index)
-        places = torch.arange(self.entry.stored) if self._places is None else self._places
-        first = sum(len(layer["rows"]) for layer in self._layers)
-        # Places move as rows do.
-        places = F.pad(places, (0, max(0, change.after.stored - len(places))))
-        move.run({"place": places}, {"place": torch.arange(first, first + change.rows)})
-        self._places = places[: change.after.stored]
-        self._layers.append({key: tensors[key] for key in self._layers[0]})
+        with _refusing(delta, name):
+            self.words = changed_words(self.words, self.entry.kept, change, tensors)
         self.whole = self.whole | {key: tensors[key] for key in change.whole}
-        self.index, self.entry = move.index, change.after
+        self._layers.append((tensors["ids"], {key: tensors[key] for key in self._base}))
+        self.entry = change.after
 
-    def rows(self, first: int, last: int) -> Rows:
-        """Return the stored rows ``[first, last)``, and what decodes them."""
-        scales, books = self.whole.get("scales"), self.whole.get("books")
-        return Rows(**self.stored(first, last), scales=scales, books=books)
+    def index(self) -> RowIndex:
+        """Return the index of its rows."""
+        return RowIndex(self.words, self.entry.rows, self.entry.default_row)
 
-    def stored(self, first: int, last: int) -> dict[str, Tensor]:
-        """Return the stored rows ``[first, last)``: ``rows``, and ``scale_bias`` of grids of
-        rows."""
-        if self._places is None:
-            return {key: rows[first:last] for key, rows in self._layers[0].items()}
-        return self._at(self._places[first:last])
-
-    def gather(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return stored rows by their numbers, int64 ``(n,)``, as :meth:`stored` does."""
-        return self._at(rows if self._places is None else self._places[rows])
-
-    def _at(self, places: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        start = 0
-        for layer in self._layers:
-            end = start + len(layer["rows"])
-            here = ((places >= start) & (places < end)).nonzero().flatten()
-            for key, rows in layer.items():
-                part = rows.index_select(0, places[here] - start)
-                if key not in found and len(here) == len(places):
-                    found[key] = part
-                else:
-                    found.setdefault(key, part.new_empty(len(places), *part.shape[1:]))
-                    found[key].index_copy_(0, here, part)
-            start = end
+    def gather(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the stored rows of ids that have one, int64 ``(n,)``: ``rows``, and ``scale_bias``
+        of grids of rows."""
+        found = {key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self._base.items()}
+        left = torch.arange(len(ids))
+        # The last delta that brought a row has what it is now.
+        for theirs, rows in reversed(self._layers):
+            wanted = ids[left].int()
+            at = torch.searchsorted(theirs, wanted)
+            here = F.pad(theirs, (0, 1), value=-1)[at] == wanted
+            _put(found, left[here], rows, at[here])
+            left = left[~here]
+        _put(found, left, self._base, rows_of(self._index, ids[left]))
         return found
 
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the artifact that base and deltas make, rows a few at a time."""
+    def chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield the ids of stored rows, ascending, and the rows, a few at a time."""
+        entry = self.entry
+        for some, ids in ids_of(self.words, entry.rows, entry.default_row):
+            for part in chunks(len(ids), entry.dim):
+                first = some.start
+                if self._layers:
+                    yield ids[part], self.gather(ids[part])
+                else:
+                    numbers = slice(first + part.start, first + part.stop)
+                    yield ids[part], {key: rows[numbers] for key, rows in self._base.items()}
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return all stored rows: of an artifact without deltas where they are mapped."""
+        if not self._layers:
+            return self._base
+        every = [ids for _, ids in ids_of(self.words, self.entry.rows, self.entry.default_row)]
+        return self.gather(torch.cat(every))
+
+    def rows(self, parts: Mapping[str, Tensor]) -> Rows:
+        """Return stored rows with what decodes them."""
+        return Rows(**parts, scales=self.whole.get("scales"), books=self.whole.get("books"))
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yield every tensor of the artifact that base and deltas make, rows a few at a time and
+        with their ids."""
         if self.entry.kept < self.entry.rows:
-            yield "kept", self.index.words
-        yield from self.whole.items()
-        for some in chunks(self.entry.stored, self.entry.dim):
-            yield from self.stored(some.start, some.stop).items()
+            yield "kept", self.words, None
+        for key, tensor in self.whole.items():
+            yield key, tensor, None
+        for ids, rows in self.chunks():
+            for key, part in rows.items():
+                yield key, part, ids
 
-    def crc32(self) -> dict[str, str]:
-        """Return the CRC32 of each tensor of that artifact."""
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of each tensor of that artifact."""
         sums = dict.fromkeys(self.entry.layout(), 0)
-        for key, part in self.parts():
-            sums[key] = zlib.crc32(memory_of(part), sums[key])
-        return {key: hex_of(crc) for key, crc in sums.items()}
+        for key, part, ids in self.parts():
+            sums[key] = added(sums[key], part, ids)
+        return {key: hex_of(each) for key, each in sums.items()}
 
 
-def index_of(entry: Table, words: Tensor | None) -> RowIndex:
-    """Return the index of a table; ``words`` are its bitmap, None where all rows are kept."""
-    if words is None:
-        return RowIndex.of(torch.ones(entry.rows, dtype=torch.bool), entry.default_row)
-    return RowIndex(words, entry.rows, entry.default_row)
+def _put(
+    found: Mapping[str, Tensor], places: Tensor, rows: Mapping[str, Tensor], at: Tensor
+) -> None:
+    for key, tensor in found.items():
+        tensor.index_copy_(0, places, rows[key].index_select(0, at))
 
 
-def move_of(delta: VerifiedDelta, name: str, before: RowIndex) -> Move:
+@contextmanager
+def _refusing(delta: Opened[Delta], name: str) -> Iterator[None]:
+    """Name the folder and the table of what is raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
+
+
+def move_of(delta: Opened[Delta], name: str, before: RowIndex) -> Move:
     """Return what a delta does to the rows of a table.
 
     Raises:
         ValueError: it does not fit them; names its folder and the table.
     """
-    try:
+    with _refusing(delta, name):
         return Move(before, delta.manifest.tables[name], delta.tensors(name))
-    except ValueError as error:
-        raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
 
 
 def compare_rows(name: str, first: int, weight: Tensor, stored: Rows, entry: Table) -> None:
@@ -187,10 +199,10 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Rows, entry: Tab
 
 @dataclass(frozen=True)
 class Chain:
-    """An artifact and the deltas after it, verified, in order."""
+    """An artifact and the deltas after it, in order."""
 
-    artifact: VerifiedArtifact
-    deltas: tuple[VerifiedDelta, ...] = ()
+    artifact: Opened[Manifest]
+    deltas: tuple[Opened[Delta], ...] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -206,28 +218,29 @@ class Chain:
         """Return a table of the artifact that they make."""
         return MappedTable(self.artifact, name, self.deltas)
 
-    def then(self, path: str | os.PathLike[str]) -> Chain:
-        """Return this chain and the delta at ``path``.
-
-        Raises:
-            ValueError: it is damaged, out of order, or of another base; names it.
-        """
-        delta = open_next(path, self.manifest, hash_of(self.artifact.manifest))
-        return Chain(self.artifact, (*self.deltas, delta))
+    def verify(self, tables: Iterable[str] | None = None) -> None:
+        """Verify every byte of these tables; None of all."""
+        names = None if tables is None else list(tables)
+        self.artifact.verify(names)
+        for delta in self.deltas:
+            delta.verify(names)
 
 
-def open_next(path: str | os.PathLike[str], before: Manifest, base: str) -> VerifiedDelta:
+def open_next(
+    path: str | os.PathLike[str], before: Manifest, base: str, *, verify: bool = True
+) -> Opened[Delta]:
     """Open a delta, and verify it and that it follows an artifact.
 
     Args:
         path: the folder.
         before: of the artifact.
         base: the hash of the one that the chain began with.
+        verify: as of :func:`open_artifact`.
 
     Raises:
         ValueError: it is damaged, out of order, or of another base; names it.
     """
-    delta = open_delta(path)
+    delta = open_artifact(path, Delta, verify=verify)
     try:
         delta.manifest.refuse_other(before, base)
     except ValueError as error:
@@ -235,17 +248,24 @@ def open_next(path: str | os.PathLike[str], before: Manifest, base: str) -> Veri
     return delta
 
 
-def open_chain(base: str | os.PathLike[str], *deltas: str | os.PathLike[str]) -> Chain:
+def open_chain(
+    base: str | os.PathLike[str], *deltas: str | os.PathLike[str], verify: bool = True
+) -> Chain:
     """Open an artifact and the deltas after it, and verify all of their files and their order.
+
+    Args:
+        verify: as of :func:`open_artifact`; the order is verified in any case.
 
     Raises:
         ValueError: a folder is no artifact or no delta, is damaged, or of another version; a delta
             is out of order, or of another base. Names the file.
         OSError: a file can't be read.
     """
-    chain = Chain(open_artifact(base))
+    chain = Chain(open_artifact(base, verify=verify))
+    root = chain.manifest.hash
     for path in deltas:
-        chain = chain.then(path)
+        delta = open_next(path, chain.manifest, root, verify=verify)
+        chain = Chain(chain.artifact, (*chain.deltas, delta))
     return chain
 
 
@@ -263,7 +283,7 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
         _check_table(table, name, where)
-        if deltas and table.crc32() != entry.crc32:
+        if deltas and table.checksums() != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
@@ -290,9 +310,9 @@ def merge(
     manifest = chain.manifest
     with ArtifactWriter(out, manifest.tables) as writer:
         for name in manifest.tables:
-            for key, part in chain.table(name).parts():
-                writer.append(f"{name}.{key}", part)
-        # The last delta brought the CRC32 of each tensor that a full export had written.
+            for key, part, ids in chain.table(name).parts():
+                writer.append(f"{name}.{key}", part, ids)
+        # The last delta brought the checksum of each tensor that a full export had written.
         if writer.seal(manifest) != manifest:
             raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
         writer.publish(manifest)
@@ -300,12 +320,11 @@ def merge(
 
 
 def _check_table(table: MappedTable, name: str, where: Path) -> None:
-    entry = table.entry
-    for some in chunks(entry.stored, entry.dim):
-        wrong = _invalid(table.rows(some.start, some.stop), entry)
+    for ids, rows in table.chunks():
+        wrong = _invalid(table.rows(rows), table.entry)
         if len(places := wrong.nonzero()):
-            row = some.start + int(places[0])
-            raise ValueError(f"{where}: the kept row {row} of table {name!r} has no valid weights.")
+            id = int(ids[places[0]])
+            raise ValueError(f"{where}: the row of id {id} of table {name!r} has no valid weights.")
 
 
 def _invalid(stored: Rows, entry: Table) -> Tensor:

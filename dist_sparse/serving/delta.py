@@ -3,13 +3,12 @@
 Its folder has the files of an artifact. ``tables.safetensors`` holds, for each table, the rows that
 changed or came and their ids, and the ids that went (tombstones). ``manifest.json`` names the
 artifact that the delta follows by the hash of its manifest, and holds the whole manifest of the
-artifact that it leads to: the CRC32 of each tensor there says what a chain of deltas must add up
+artifact that it leads to: the checksum of each tensor there says what a chain of deltas must add up
 to, and an artifact merged from a chain goes on with the deltas that follow the chain.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -19,13 +18,11 @@ import torch
 from dist_sparse.checks import integer
 from dist_sparse.files import sealed, unsealed
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table
+from dist_sparse.serving.rows import PER_ROW
 from dist_sparse.text import count, percent, size
 
 FORMAT: Final = "dist_sparse.serving.delta"
-VERSION: Final = 2
-
-PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
-"""Tensors with an entry for each stored row. Others are carried whole if they have changed."""
+VERSION: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ class TableDelta:
         came: how many of them came.
         gone: ids that went.
         whole: tensors that are no rows, and changed: scales of columns, or a rotation.
-        crc32: of each of the delta's tensors, named as in :meth:`layout`.
+        checksums: CRC32s of the delta's tensors, named as in :meth:`layout`.
     """
 
     after: Table
@@ -46,7 +43,7 @@ class TableDelta:
     came: int
     gone: int
     whole: tuple[str, ...] = ()
-    crc32: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self) -> Layout:
         """Return dtype and shape of each of its tensors: ``ids`` of the rows and ids that are
@@ -123,7 +120,7 @@ class Delta:
         Raises:
             ValueError: names both by the first digits of their hashes.
         """
-        found = hash_of(before)
+        found = before.hash
         if self.previous != found:
             kind = "out of order" if self.base == base else "of another base"
             raise ValueError(
@@ -132,12 +129,6 @@ class Delta:
             )
         # Written by export(), the two differ in rows alone.
         refuse_changed(before, self.artifact)
-
-
-def hash_of(manifest: Manifest) -> str:
-    """Return the SHA-256 of a manifest, which covers the CRC32 of every tensor: the name of an
-    artifact in deltas."""
-    return hashlib.sha256(manifest.to_text().encode()).hexdigest()
 
 
 def refuse_changed(before: Manifest, after: Manifest) -> None:
@@ -153,7 +144,7 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
         )
     for name, table in after.tables.items():
         was = vars(before.tables[name])
-        for key in vars(table).keys() - {"kept", "crc32", "before"}:
+        for key in vars(table).keys() - {"kept", "checksums", "before"}:
             if getattr(table, key) != was[key]:
                 raise ValueError(
                     f"table {name!r} has {key}={getattr(table, key)!r}, and had {was[key]!r} in the"
@@ -169,7 +160,7 @@ def _table(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
         came=integer("came", entry["came"], least=0, most=after.stored, of=name),
         gone=integer("gone", entry["gone"], least=0, most=after.rows, of=name),
         whole=tuple(key for key in after.layout() if key in entry["whole"]),
-        crc32=dict(entry["crc32"]),
+        checksums=dict(entry["checksums"]),
     )
 
 

@@ -29,14 +29,14 @@ from dist_sparse.serving.artifact import check_new
 from dist_sparse.serving.check import compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
 from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, hash_of, refuse_changed
+from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
 from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
 from dist_sparse.serving.noted import note_delta, refuse_replaced, with_changes
 from dist_sparse.serving.sources import (
     ServedTable,
-    check_range,
     check_zero,
     lookups_of,
+    refuse_range,
     registered_tables,
     served_tables,
 )
@@ -160,13 +160,14 @@ def export(
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
-            chain = open_chain(*before) if before else None
+            # Of tables whose changes are noted nothing else of it is read: see DeltaWriter.
+            chain = open_chain(*before, verify=False) if before else None
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
-        _settle(sparsifier)
+        # An enforcer may owe zeros to rows that no forward has read since a step.
+        sparsifier.masks.hooks.settle()
         if coded is not None:
             tables = _with_codes(tables, coded)
-        check_range(located, chosen)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
             dtype=chosen if coded is None else "codes",
@@ -176,7 +177,7 @@ def export(
         )
         if chain is not None:
             refuse_changed(chain.manifest, manifest)
-            refuse_replaced(sparsifier, before, hash_of(chain.manifest))
+            refuse_replaced(sparsifier, before, chain.manifest.hash)
     tables = with_changes(tables, sparsifier, registered, before)
     check_zero(sparsifier, tables, registered)
     # The working directory may change later.
@@ -192,7 +193,7 @@ def export(
     delta = Delta.from_text(text)
     # New codes and new scales of columns change rows that training has not written.
     if coded is None and by == "row":
-        note_delta((*before, target), hash_of(delta.artifact), tables, sparsifier)
+        note_delta((*before, target), delta.artifact.hash, tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
 
 
@@ -200,11 +201,6 @@ def _sparsifier(sparse: Any) -> BaseDataSparsifier:
     """The sparsifier of the rows; of None one that removes nothing."""
     rows = sparse.sparsifier if isinstance(sparse, CodedTraining) else sparse
     return DataNormSparsifier() if rows is None else sparsifier_of(rows)
-
-
-def _settle(sparsifier: BaseDataSparsifier) -> None:
-    # An enforcer may owe zeros to rows that no forward has read since a step.
-    sparsifier.masks.hooks.settle()
 
 
 def _folders(since: Any) -> tuple[Path, ...]:
@@ -298,7 +294,7 @@ def _write(
             if table.scale == "column":
                 # Scales are chosen from all rows, which are streamed once more for them.
                 spread = ColumnSpread(table.dim)
-                _stream(world, source, partial(_count, spread))
+                _stream(world, source, partial(_count, spread, name, table.dtype))
                 whole["scales"] = spread.scales()
             _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
         with world.agreeing("export()"):
@@ -325,8 +321,9 @@ def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
             raise error
 
 
-def _count(spread: ColumnSpread, chunks: Iterator[Tensor]) -> None:
+def _count(spread: ColumnSpread, name: str, dtype: Dtype, chunks: Iterator[Tensor]) -> None:
     for rows in chunks:
+        refuse_range(name, rows, dtype)
         spread.add(rows)
 
 
@@ -342,6 +339,7 @@ def _write_table(
     writer.start(name, whole)
     ids, first = source.ids(), 0
     for rows in chunks:
+        refuse_range(name, rows, table.dtype)
         stored = encode(rows, table.dtype, whole.get("scales"))
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)

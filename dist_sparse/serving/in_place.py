@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.serving.delta import TableDelta
+from dist_sparse.serving.rows import changed_words, rows_of
 
 _SPAN: Final = 1 << 16  # rows that are moved at once
 
@@ -88,21 +89,11 @@ class Move:
 
     def __init__(self, before: RowIndex, change: TableDelta, tensors: Mapping[str, Tensor]) -> None:
         ids, gone_ids = tensors["ids"].long(), tensors["gone"].long()
-        _refuse_ids(ids, before.rows + before.default_row)
-        _refuse_ids(gone_ids, before.rows)
+        words = changed_words(before.words, before.num_kept, change, tensors)
+        self.index = RowIndex(words, before.rows, before.default_row)
         self._stored, self._gone = before.stored, rows_of(before, gone_ids)
         is_new = rows_of(before, ids) == REMOVED
-        if int(is_new.count_nonzero()) != change.came or bool((self._gone == REMOVED).any()):
-            raise ValueError("its ids that come have rows already, or its ids that go have none")
-        came_ids = ids[is_new]
-        words = before.words.clone()
-        # Bits that come are 0 and bits that go are 1, so that nothing is carried.
-        words.index_add_(0, came_ids >> 5, _bits(came_ids))
-        words.index_add_(0, gone_ids >> 5, _bits(gone_ids), alpha=-1)
-        self.index = RowIndex(words, before.rows, before.default_row)
-        self._at = rows_of(self.index, ids)
-        if self.index.num_kept != change.after.kept or bool((self._at == REMOVED).any()):
-            raise ValueError("its ids do not lead to the rows that it says")
+        came_ids, self._at = ids[is_new], rows_of(self.index, ids)
         # Where each row that comes goes in among the rows so far: less the ones that come before
         # it, and with the ones that go.
         places = self._at[is_new] - torch.arange(len(came_ids))
@@ -146,22 +137,3 @@ class Move:
             source, target = rows.to(tensor.device), (rows + shift).to(tensor.device)
             # The span is read before any of it is written.
             tensor.index_copy_(0, target, tensor.index_select(0, source))
-
-
-def rows_of(index: RowIndex, ids: Tensor) -> Tensor:
-    """Return the row of each id, the default row for the id behind the last, and :data:`REMOVED`
-    where an id has no row of its own: int64."""
-    found: Tensor = index(ids)
-    found = torch.where(found == index.num_kept, REMOVED, found)
-    return torch.where(ids == index.rows, index.num_kept, found)
-
-
-def _refuse_ids(ids: Tensor, end: int) -> None:
-    if not len(ids):
-        return
-    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= end:
-        raise ValueError(f"its ids do not ascend, or are not in [0, {end})")
-
-
-def _bits(ids: Tensor) -> Tensor:
-    return torch.ones_like(ids, dtype=torch.int32) << (ids & 31).int()

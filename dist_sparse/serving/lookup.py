@@ -20,8 +20,8 @@ from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import books_of
-from dist_sparse.serving.delta import PER_ROW
 from dist_sparse.serving.manifest import Pooling, Table
+from dist_sparse.serving.rows import PER_ROW
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
@@ -206,10 +206,6 @@ class LibtorchLookup(RowLookup):
             # From feature after feature to bag after bag.
             return found[0].transpose(0, 1).flatten(1)
         return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
-
-    def _group(self, table: str) -> _Group:
-        groups = cast(Iterable[_Group], self.groups)
-        return next(group for group in groups if table in group.places)
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the rows, and their scales and biases."""

@@ -7,10 +7,12 @@ refused.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -21,7 +23,7 @@ from dist_sparse.files import sealed, unsealed
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 3
+VERSION: Final = 4
 TABLES: Final = "tables.safetensors"
 
 Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
@@ -115,7 +117,8 @@ class Table:
         turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
-        crc32: of each of its tensors, named as in :meth:`layout`.
+        checksums: of each of its tensors, named as in :meth:`layout`: CRC32s, and of rows what
+            :func:`~dist_sparse.serving.rows.sum_of_rows` returns.
     """
 
     rows: int
@@ -128,7 +131,7 @@ class Table:
     default_row: bool = False
     turned: int | None = None
     before: int = 0
-    crc32: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> int:
@@ -202,6 +205,12 @@ class Manifest:
         files = {TABLES: {"bytes": fields.pop("bytes")}}
         return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
 
+    @cached_property
+    def hash(self) -> str:
+        """The SHA-256 of its text, which covers the checksum of every tensor: the name of an
+        artifact in deltas."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
     @staticmethod
     def from_text(text: str) -> Manifest:
         """Return what :meth:`to_text` wrote.
@@ -210,7 +219,25 @@ class Manifest:
             ValueError: the text is not exactly that, or of another version.
             LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
-        return _manifest(unsealed(text, FORMAT, VERSION))
+        entries = unsealed(text, FORMAT, VERSION)
+        tables = {}
+        for name, entry in entries["tables"].items():
+            try:
+                tables[name] = _table(entry)
+            except ValueError as error:
+                raise ValueError(f"table {name!r}: {error}") from None
+        # Tables without codes may be beside those that have some.
+        strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
+        if strange and entries["dtype"] != "codes":
+            raise ValueError(f"not all of its tables are {entries['dtype']!r}")
+        return Manifest(
+            dist_sparse=str(entries["dist_sparse"]),
+            dtype=entries["dtype"],
+            collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
+            tables=tables,
+            # No other name in a manifest is used as a path.
+            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+        )
 
 
 def layout_of(tables: Mapping[str, Any]) -> Layout:
@@ -233,27 +260,6 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _manifest(entries: Mapping[str, Any]) -> Manifest:
-    tables = {}
-    for name, entry in entries["tables"].items():
-        try:
-            tables[name] = _table(entry)
-        except ValueError as error:
-            raise ValueError(f"table {name!r}: {error}") from None
-    # Tables without codes may be beside those that have some.
-    strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
-    if strange and entries["dtype"] != "codes":
-        raise ValueError(f"not all of its tables are {entries['dtype']!r}")
-    return Manifest(
-        dist_sparse=str(entries["dist_sparse"]),
-        dtype=entries["dtype"],
-        collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
-        tables=tables,
-        # No other name in a manifest is used as a path.
-        bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
-    )
-
-
 def _table(entry: Mapping[str, Any]) -> Table:
     rows = integer("rows", entry["rows"], least=1)
     dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS)
@@ -264,7 +270,7 @@ def _table(entry: Mapping[str, Any]) -> Table:
         "dtype": choice("dtype", entry["dtype"], ROW_DTYPES),
         "scale": choice("scale", entry["scale"], get_args(Scale)),
         "before": integer("before", entry["before"], least=0),
-        "crc32": dict(entry["crc32"]),
+        "checksums": dict(entry["checksums"]),
     }
     groups = entry["groups"]
     if groups is not None:

@@ -56,7 +56,9 @@ def with_changes(
         fit = [registered[name] for name in names if name in plain]
         written = gather_rows(fit, partial(_flags, records)) if fit else {}
         for name, rows in written.items():
-            found[name] = replace(tables[name], changed=rows | ~note.kept[name])
+            rows |= ~note.kept[name]
+            if int(rows.count_nonzero()) < len(rows):
+                found[name] = replace(tables[name], changed=rows)
     return found
 
 

@@ -25,11 +25,9 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import (
-    VerifiedDelta,
-)
-from dist_sparse.serving.check import Chain, index_of, move_of, open_chain, open_next
-from dist_sparse.serving.delta import hash_of
+from dist_sparse.serving.artifact import Opened
+from dist_sparse.serving.check import Chain, move_of, open_chain, open_next
+from dist_sparse.serving.delta import Delta
 from dist_sparse.serving.in_place import Gate, Move
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -39,6 +37,7 @@ from dist_sparse.serving.lookup import (
     TurnedLookup,
 )
 from dist_sparse.serving.manifest import Collection, Table
+from dist_sparse.serving.rows import all_kept
 from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
 from dist_sparse.torchrec import kernels
 
@@ -94,7 +93,7 @@ class _Lookup(nn.Module):
             return rows
         return TurnedLookup(rows, tables, self._names)
 
-    def changed(self, delta: VerifiedDelta) -> Callable[[], None]:
+    def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
         """Return a function that makes the tables the ones that a delta leads to. Nothing changes
         before it is called.
 
@@ -107,15 +106,14 @@ class _Lookup(nn.Module):
         before, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
             change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            index = before.get(at) or index_of(table.entry, None)
+            entry = table.entry
+            index = before.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
             moves[name] = move_of(delta, name, index.cpu())
             whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
             # The table may be pooled in another way in another collection.
             after = replace(change.after, pooling=table.entry.pooling)
             tables[name] = StoredTable(after, {}, whole, _needed(moves[name].index, after))
-            places = self.rows.stored(name)
-            rows = {key: part[: table.entry.stored] for key, part in places.items()}
-            room = len(places["rows"])
+            rows, room = self._held(name)
             is_grown |= after.stored > room or bool(change.whole)
             if after.stored > room:
                 # The next deltas find room.
@@ -132,6 +130,18 @@ class _Lookup(nn.Module):
             self.index, self.rows = indexes, lookup
 
         return change_all
+
+    def _held(self, name: str) -> tuple[dict[str, Tensor], int]:
+        """The stored rows of a table, and how many there is room for."""
+        places, stored = self.rows.stored(name), self._tables[name].entry.stored
+        return {key: part[:stored] for key, part in places.items()}, len(places["rows"])
+
+    def without_room(self) -> _Lookup:
+        """Return a copy that has no room for deltas."""
+        indexes, tables = self.index.tables(), {}
+        for at, (name, table) in enumerate(self._tables.items()):
+            tables[name] = replace(table, rows=self._held(name)[0], index=indexes.get(at), room=0)
+        return type(self)(tables, self._names, self._native, self.unknown, self.include_last_offset)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -257,7 +267,7 @@ class Served(nn.Module):
         super().__init__()
         self._collection = collection
         self._folders, self._manifest = list(chain.paths), chain.manifest
-        self._root = hash_of(chain.manifest)
+        self._root = chain.manifest.hash
         self._gate = Gate()
         self.lookup = lookup
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
@@ -271,9 +281,10 @@ class Served(nn.Module):
         A lookup sees all of a delta or nothing: the change waits for lookups that have begun, and
         lookups that begin then wait until rows are moved and written in place. Memory peaks by the
         delta's changed rows as they are read, a new index (half a byte for each original id, and
-        one while bits are counted), and 65,536 rows. If more rows come than have gone, or books,
-        scales or a rotation change, the rows are copied once, with room for a quarter more. A
-        refused delta changes nothing.
+        one while bits are counted), and 65,536 rows. A table is loaded with
+        room for a sixteenth more rows; if it outgrows its room, or books, scales or a rotation
+        change, its rows are copied once, with room for a quarter more. A refused delta changes
+        nothing.
 
         Modules that were made of this one (:meth:`to_pt2`, :meth:`to_fbgemm`, :meth:`to_torchrec`)
         do not follow; calls of :attr:`lookup` itself do not wait. Of a model with several
@@ -390,7 +401,8 @@ class Served(nn.Module):
                 args = (*args, torch.ones(len(ids)))
         # Sizes of 0 and 1 are not special to a lookup: this is torch's switch for that.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            program = torch.export.export(self.lookup, args, dynamic_shapes=(many,) * len(args))
+            lookup = self.lookup.without_room()
+            program = torch.export.export(lookup, args, dynamic_shapes=(many,) * len(args))
             torch.export.save(program, str(file))
 
     def to_fbgemm(self) -> nn.Module:
@@ -496,8 +508,8 @@ def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        rows = table.stored(0, entry.stored)
-        tables[name] = StoredTable(entry, rows, table.whole, _needed(table.index, entry))
+        index = _needed(table.index(), entry)
+        tables[name] = StoredTable(entry, table.stored(), table.whole, index)
     return tables
 
 
@@ -507,7 +519,12 @@ def _needed(index: RowIndex, entry: Table) -> RowIndex | None:
 
 
 def _served(chain: Chain, collection: Collection, native: bool, unknown: str) -> Served:
-    tables = _tables(chain, collection)
+    tables = {}
+    for name, table in _tables(chain, collection).items():
+        entry = table.entry
+        # Rows that come with deltas find room for a sixteenth more, and never need all ids' rows.
+        room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
+        tables[name] = replace(table, room=room)
     features = [feature.table for feature in collection.features] or list(collection.tables)
     kind = _LOOKUPS.get(collection.kind, CollectionLookup)
     native &= all(_has_kernel(table.entry) for table in tables.values())

@@ -200,9 +200,9 @@ class ServedTable:
 
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
-        int32."""
+        int64."""
         kept = self.kept if self.changed is None else self.kept & self.changed
-        ids = kept.nonzero().int().flatten()
+        ids = kept.nonzero().flatten()
         return F.pad(ids, (0, int(self.default_row)), value=len(self.kept))
 
     def whole(self) -> dict[str, Tensor]:
@@ -328,11 +328,16 @@ def check_range(located: Sequence[ShardedData], dtype: Dtype) -> None:
     for data in located:
         # Every rank checks its own shards; the agreement around this call tells the others.
         for shard in data.shards:
-            if (value := out_of_range(shard.tensor, dtype)) is not None:
-                raise ValueError(
-                    f"Table {data.name!r} can't be exported in {dtype}: it has the value {value} in"
-                    f" {shard.rect}, and must have finite ones of at most {LARGEST[dtype]:g}."
-                )
+            refuse_range(data.name, shard.tensor, dtype)
+
+
+def refuse_range(name: str, weights: Tensor, dtype: Dtype) -> None:
+    """Refuse weights of a table that are not finite in ``dtype``."""
+    if (value := out_of_range(weights, dtype)) is not None:
+        raise ValueError(
+            f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
+            f" finite ones of at most {LARGEST[dtype]:g}."
+        )
 
 
 def check_zero(
@@ -341,8 +346,7 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    noted = [table.changed for table in tables.values() if table.changed is not None]
-    if len(noted) == len(tables) and not any(bool(rows.all()) for rows in noted):
+    if all(table.changed is not None for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
     revived = count_revived(sparsifier.masks, registered)

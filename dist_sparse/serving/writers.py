@@ -14,12 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
-from dist_sparse.serving.artifact import ArtifactWriter, Verified, bytes_of, memory_of
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.files import hex_of
+from dist_sparse.serving.artifact import ArtifactWriter, Opened, added, bytes_of, memory_of
 from dist_sparse.serving.check import Chain, MappedTable
-from dist_sparse.serving.delta import PER_ROW, Delta, TableDelta, hash_of
-from dist_sparse.serving.in_place import rows_of
+from dist_sparse.serving.delta import Delta, TableDelta
 from dist_sparse.serving.manifest import Manifest, Table
+from dist_sparse.serving.rows import PER_ROW, has_row, ids_of, sum_of_rows, words_of
 from dist_sparse.serving.sources import ServedTable
 
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
@@ -51,14 +52,12 @@ class WholeWriter(ArtifactWriter):
     def add(self, name: str, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Write the next rows of a table; ``ids`` as of :meth:`ServedTable.ids`."""
         for key, part in parts.items():
-            self.append(f"{name}.{key}", part)
+            self.append(f"{name}.{key}", part, ids)
 
     def finish(self) -> Manifest:
         """Read the tables back, give the folder its name, and return its manifest."""
         manifest = self.seal(self._manifest)
-        chain = Chain(Verified(self.folder, manifest))
-        for name, source in self._sources.items():
-            _refuse_other_ids(name, chain.table(name), source)
+        Opened(self.folder, manifest).verify()
         self.publish(manifest)
         return manifest
 
@@ -73,12 +72,14 @@ class DeltaWriter(ArtifactWriter):
         path: the final name.
         manifest: of the whole artifact, without CRC32s.
         sources: the tables, by name.
-        chain: what the delta follows.
+        chain: what the delta follows. It is verified but for the tables whose changes are noted:
+            of these no row is read that was not written.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, sources: Mapping[str, ServedTable], chain: Chain
     ) -> None:
+        chain.verify(name for name, source in sources.items() if source.changed is None)
         super().__init__(path)
         self._manifest, self._sources, self._chain = manifest, sources, chain
         self._tables: dict[str, _Changes] = {}
@@ -87,7 +88,7 @@ class DeltaWriter(ArtifactWriter):
         self._tables[name] = _Changes(
             self._chain.table(name),
             self._manifest.tables[name],
-            self._sources[name].kept,
+            RowIndex.of(self._sources[name].kept).words,
             whole,
             self.folder,
         )
@@ -97,28 +98,15 @@ class DeltaWriter(ArtifactWriter):
 
     def finish(self) -> Delta:
         found = {name: changes.result() for name, changes in self._tables.items()}
+        after = {name: change.after for name, change in found.items()}
+        artifact = replace(self._manifest, tables=after, bytes=bytes_of(after))
         self.begin(found)
         for name, changes in self._tables.items():
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
-        delta = self.seal(
-            Delta(
-                base=hash_of(self._chain.artifact.manifest),
-                previous=hash_of(self._chain.manifest),
-                artifact=self._manifest,
-                tables=found,
-            )
-        )
-        # Base and deltas are read as they will be served: this gives the CRC32s of the artifact
-        # that a whole export would write.
-        chain = replace(self._chain, deltas=(*self._chain.deltas, Verified(self.folder, delta)))
-        tables = {}
-        for name, source in self._sources.items():
-            table = chain.table(name)
-            _refuse_other_ids(name, table, source)
-            tables[name] = replace(table.entry, crc32=table.crc32())
-        artifact = replace(self._manifest, tables=tables, bytes=bytes_of(tables))
-        delta = replace(delta, artifact=artifact)
+        base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
+        delta = self.seal(Delta(base=base, previous=previous, artifact=artifact, tables=found))
+        Opened(self.folder, delta).verify()
         self.publish(delta)
         return delta
 
@@ -128,8 +116,8 @@ class _Changes:
 
     Args:
         before: the table that the delta follows.
-        after: without CRC32s.
-        kept: bool ``(rows,)``.
+        after: without checksums.
+        words: the bitmap of the ids that are kept now.
         whole: tensors that are no rows.
         folder: of files without a name.
     """
@@ -138,12 +126,13 @@ class _Changes:
         self,
         before: MappedTable,
         after: Table,
-        kept: Tensor,
+        words: Tensor,
         whole: Mapping[str, Tensor],
         folder: Path,
     ) -> None:
-        self._before, self._after = before, after
-        self._gone = (before.index.kept() & ~kept).nonzero().int().flatten()
+        self._before, self._after, self._words = before, after, words
+        self._gone = torch.cat([ids for _, ids in ids_of(before.words & ~words, after.rows)])
+        self._now = dict(whole)
         self._whole = {
             key: tensor
             for key, tensor in whole.items()
@@ -154,25 +143,36 @@ class _Changes:
         keys = [key for key in PER_ROW if key in after.layout()]
         # Open until the delta is written.
         self._spools = {key: tempfile.TemporaryFile(dir=folder) for key in keys}  # noqa: SIM115
+        # Of the rows that stay, come and go: the rows of the artifact before are not read for it.
+        self._sums = {key: int(before.entry.checksums[key], 16) for key in keys}
+        self._take_out(self._gone, before.gather(self._gone))
+
+    def _take_out(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+        for key, part in parts.items():
+            self._sums[key] -= sum_of_rows(ids, part)
 
     def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
-        rows = rows_of(self._before.index, ids)
-        is_new = rows == REMOVED
-        changed = is_new.clone()
-        if self._before.entry.stored:
-            # Of ids without a row before it is any.
-            old = self._before.gather(rows.clamp(min=0))
-            for key, part in parts.items():
-                changed |= (_words(part) != _words(old[key])).any(1)
-        self._came += int(is_new.count_nonzero())
+        had_one = has_row(self._before.words, ids, self._after.rows)
+        old, changed = self._before.gather(ids[had_one]), ~had_one
+        for key, part in parts.items():
+            differs = words_of(part[had_one]) != words_of(old[key])
+            changed[had_one] |= differs.any(1)
+        still = changed[had_one]
+        self._take_out(ids[had_one & changed], {key: part[still] for key, part in old.items()})
+        self._came += len(ids) - int(had_one.count_nonzero())
         self._found.append(ids[changed].int())
         for key, part in parts.items():
             held = part[changed]
+            self._sums[key] = added(self._sums[key], held, ids[changed])
             self._spools[key].write(memory_of(held))
 
     def result(self) -> TableDelta:
+        sums = {key: each % 2**64 for key, each in self._sums.items()}
+        for key, tensor in {"kept": self._words, **self._now}.items():
+            sums[key] = added(0, tensor, None)
+        checksums = {key: hex_of(sums[key]) for key in self._after.layout()}
         return TableDelta(
-            after=self._after,
+            after=replace(self._after, checksums=checksums),
             rows=sum(map(len, self._found)),
             came=self._came,
             gone=len(self._gone),
@@ -182,25 +182,10 @@ class _Changes:
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the delta, rows as bytes and a few at a time."""
         yield "ids", torch.cat(self._found)
-        yield "gone", self._gone
+        yield "gone", self._gone.int()
         yield from self._whole.items()
         for key, spool in self._spools.items():
             with spool:
                 spool.seek(0)
                 while raw := spool.read(_PIECE):
                     yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def _refuse_other_ids(name: str, table: MappedTable, source: ServedTable) -> None:
-    """Refuse a written table that keeps other ids than the model."""
-    if len(wrong := (table.index.kept() != source.kept).nonzero()):
-        raise ValueError(f"Table {name!r}: not the kept ids were written: {wrong[:1].tolist()}.")
-
-
-def _words(rows: Tensor) -> Tensor:
-    """The bytes of rows as few integers: -0.0 is not 0.0."""
-    raw = rows.contiguous().view(torch.uint8)
-    for dtype in (torch.int64, torch.int32):
-        if raw.shape[1] % dtype.itemsize == 0:
-            return raw.view(dtype)
-    return raw

@@ -99,6 +99,10 @@ class Undo(Protocol):
         """Keep what an update is about to change. Local."""
         ...
 
+    def forget(self) -> None:
+        """Release what is kept. Local."""
+        ...
+
 
 class Masks:
     """The masks of one sparsifier, and what is attached to it.

@@ -51,11 +51,6 @@ class LastUpdate:
         self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that are kept on this rank."""
-        return sum(one.bytes for shards in self._removed.values() for one in shards)
-
     def keep(
         self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
     ) -> None:

@@ -107,11 +107,6 @@ class Guard:
         assert self.state.best is not None
         return self.state.best
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are kept of the last update on this rank."""
-        return self._last.bytes
-
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
         state, sparsifier = self.state, self._sparsifier
@@ -188,7 +183,7 @@ class Guard:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the pending update, if any, is kept here: a state that was loaded has none."""
+        """Whether the pending update, if any, is kept here: no load came between."""
         return self.state.pending is None or bool(self._last.before)
 
     def _stop(self) -> None:

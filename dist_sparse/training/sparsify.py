@@ -169,8 +169,9 @@ class SparseTraining:
 
         What an update removes is kept until its validation, on the rank that holds it, with its
         optimizer state: a copy of the removed weights of that one update. It is not saved: a state
-        that was saved between an update and its validation can't undo that update. If you load
-        other weights in between, an undo still writes the ones that it kept: validate first.
+        that was saved between an update and its validation can't undo that update. Nor can a model
+        whose weights were loaded in between: the level stays, with a warning, and the schedule
+        ends.
 
         Args:
             metric: a finite number, the same on every rank: reduce it first.
@@ -211,8 +212,8 @@ class SparseTraining:
             value = self._guard.check(metric, mode)
             most = float(checks.number("tolerance", tolerance, least=0))
             facts.update(metric=value, tolerance=most, mode=mode)
-            facts["guard"] = self._guard.saved()
-        can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
+            can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
+            facts.update(guard=self._guard.saved(), can_undo=can_undo)
         holds = self._guard.judge(value, most, mode)
         undone = self._guard.state.undone if undone_before is None else None
         if undone is not None and not can_undo:
@@ -378,9 +379,9 @@ class SparseTraining:
     def _warn_of_kept_update(self, step: int) -> None:
         if rank_in(world_ranks()) == 0:
             warnings.warn(
-                f"The metric fell after the mask update at step {step}, which can't be undone: the"
-                " state was saved before its validation. The level stays; no update follows. Save"
-                " states after guard().",
+                f"The metric fell after the mask update at step {step}, which can't be undone:"
+                " weights or a state from before its validation were loaded. The level stays; no"
+                " update follows. Save states after guard().",
                 UserWarning,
                 stacklevel=3,
             )

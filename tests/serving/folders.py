@@ -23,6 +23,7 @@ from dist_sparse.serving.manifest import (
     Scale,
     Table,
 )
+from tests.serving.stored import put
 
 
 @dataclass
@@ -124,9 +125,8 @@ def write(
         bytes=0,
     )
     with ArtifactWriter(path, manifest.tables) as writer:
-        for name, (_, tensors) in stored.items():
-            for key, tensor in tensors.items():
-                writer.append(f"{name}.{key}", tensor)
+        for name, (entry, tensors) in stored.items():
+            put(writer, name, entry, tensors)
         writer.publish(writer.seal(manifest))
     return path
 

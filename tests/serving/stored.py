@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.artifact import open_artifact
+from dist_sparse.serving.artifact import ArtifactWriter, open_artifact
 from dist_sparse.serving.check import MappedTable
 from dist_sparse.serving.codes import decode
+from dist_sparse.serving.manifest import Table
+from dist_sparse.serving.rows import PER_ROW, all_kept, ids_of
 
-__all__ = ["crcs", "dense"]
+__all__ = ["crcs", "dense", "put"]
 
 
 def dense(path: Path) -> dict[str, Tensor]:
@@ -22,10 +25,18 @@ def dense(path: Path) -> dict[str, Tensor]:
     for name, entry in artifact.manifest.tables.items():
         table = MappedTable(artifact, name)
         whole = torch.zeros(entry.rows, entry.dim)
-        kept = table.index.kept()
-        whole[kept] = decode(table.rows(0, entry.kept), entry.dim)
+        kept = table.index().kept()
+        whole[kept] = decode(table.rows(table.stored()), entry.dim)[: entry.kept]
         found[name] = whole
     return found
+
+
+def put(writer: ArtifactWriter, name: str, entry: Table, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors of a table of an artifact."""
+    words = tensors.get("kept", all_kept(entry.rows))
+    ids = torch.cat([ids for _, ids in ids_of(words, entry.rows, entry.default_row)])
+    for key, tensor in tensors.items():
+        writer.append(f"{name}.{key}", tensor, ids if key in PER_ROW else None)
 
 
 def crcs(path: Path) -> dict[str, int]:

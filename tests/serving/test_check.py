@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, export
-from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving import export as export_module
-from dist_sparse.serving.artifact import ArtifactWriter, VerifiedArtifact, open_artifact
+from dist_sparse.serving.artifact import ArtifactWriter, Opened, open_artifact
 from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
 from dist_sparse.serving.codes import Rows, decode, encode
+from tests.serving.stored import put
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
 
 
 def exported(
     path: Path, dtype: Any, block: Any = "row", since: Path | None = None
-) -> tuple[VerifiedArtifact, torch.Tensor]:
+) -> tuple[Opened, torch.Tensor]:
     """An artifact of one table, and the weights of the model."""
     torch.manual_seed(0)
     model = nn.Embedding(60, 8)
@@ -33,10 +33,10 @@ def exported(
     return open_artifact(path), model.weight.data
 
 
-def compare(artifact: VerifiedArtifact, rows: torch.Tensor) -> None:
+def compare(artifact: Opened, rows: torch.Tensor) -> None:
     """Rows of a model with what an artifact stores."""
     table = MappedTable(artifact, "weight")
-    compare_rows("weight", 0, rows, table.rows(0, len(rows)), table.entry)
+    compare_rows("weight", 0, rows, table.rows(table.stored()), table.entry)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,24 +61,6 @@ def test_what_differs_is_found(tmp_path: Path, dtype: str, block: Any) -> None:
             compare(artifact, wrong)
 
 
-@pytest.mark.parametrize("since", [False, True], ids=["whole", "delta"])
-def test_ids_that_other_rows_serve_are_found(
-    tmp_path: Path, since: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many rows as the model keeps, of other ids."""
-    exported(tmp_path / "base", "fp32")
-
-    original = RowIndex.kept
-
-    def wrong(index: RowIndex) -> torch.Tensor:
-        return original(index).roll(1)
-
-    monkeypatch.setattr(RowIndex, "kept", wrong)
-    with pytest.raises(ValueError, match=r"'weight': (not the kept ids|its ids that)"):
-        exported(tmp_path / "served", "fp32", since=tmp_path / "base" if since else None)
-    assert [each.name for each in tmp_path.iterdir()] == ["base"]
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
     """A quarter of a step is not: here everything else is served exactly."""
@@ -88,7 +70,8 @@ def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
     tail[:, 1] += tail[:, 0] / 4
     rewritten(artifact, tmp_path / "shifted", scale_bias=tail)
     shifted = open_artifact(tmp_path / "shifted")
-    served = decode(MappedTable(shifted, "weight").rows(0, int(kept.sum())), 8)
+    table = MappedTable(shifted, "weight")
+    served = decode(table.rows(table.stored()), 8)
     compare(shifted, served)
     with pytest.raises(ValueError, match=r"and the model has 0\.0"):
         compare(shifted, torch.where(weight[kept] == 0, 0.0, served))
@@ -109,12 +92,12 @@ def test_an_export_that_wrote_something_else_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def rewritten(artifact: VerifiedArtifact, path: Path, **tensors: torch.Tensor) -> None:
+def rewritten(artifact: Opened, path: Path, **tensors: torch.Tensor) -> None:
     """Write an artifact again with other tensors, and checksums that fit."""
     manifest = artifact.manifest
     with ArtifactWriter(path, manifest.tables) as writer:
-        for name, tensor in {**artifact.tensors("weight"), **tensors}.items():
-            writer.append(f"weight.{name}", tensor)
+        entry = manifest.tables["weight"]
+        put(writer, "weight", entry, {**artifact.tensors("weight"), **tensors})
         writer.publish(writer.seal(manifest))
 
 
@@ -136,10 +119,10 @@ def test_artifacts_that_are_whole_but_wrong(tmp_path: Path) -> None:
         other[5, 1] = value
         rewritten(codes, tmp_path / name, scale_bias=other)
     for name, message in {
-        "nan": "the kept row 11 of table 'weight' has no valid weights",
-        "bias": "the kept row 5 of",
-        "above": "the kept row 5 of",
-        "infinite": "the kept row 5 of",
+        "nan": "the row of id [0-9]+ of table 'weight' has no valid weights",
+        "bias": "the row of id [0-9]+ of",
+        "above": "the row of id [0-9]+ of",
+        "infinite": "the row of id [0-9]+ of",
     }.items():
         with pytest.raises(ValueError, match=message):
             check_artifact(tmp_path / name)

@@ -113,6 +113,23 @@ def test_a_chain_is_the_full_export(dtype: str, scale: str, fbgemm: bool, tmp_pa
         before = after
 
 
+@pytest.mark.parametrize("fbgemm", [True, False])
+def test_a_growing_delta_finds_room(fbgemm: bool, tmp_path: Path) -> None:
+    """A sixteenth more rows are written where there is place; what is saved has none."""
+    days = Days(tmp_path)
+    served: Any = load_served(days.day(0.5), fbgemm=fbgemm)
+    held = served.lookup.rows
+    served.apply(days.day(0.48))
+    assert served.lookup.rows is held
+    assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full1")))
+    room, none = (
+        len(each.rows.stored("0")["rows"]) for each in (served.lookup, served.lookup.without_room())
+    )
+    assert none == ROWS - round(0.48 * ROWS) < room
+    served.apply(days.day(0.1))
+    assert served.lookup.rows is not held
+
+
 def test_a_merged_chain_goes_on(tmp_path: Path) -> None:
     days = Days(tmp_path)
     for level in (0.5, 0.6, 0.3):

@@ -208,7 +208,7 @@ def test_another_rotation_is_refused(tmp_path: Path) -> None:
     matrix = model.get_buffer("rotation_of_sums").T.contiguous().numpy().tobytes()
     raw[raw.index(matrix) + 3] ^= 1
     (path / "tables.safetensors").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"the CRC32 of 'sums.rotation'"):
+    with pytest.raises(ValueError, match=r"the checksum of 'sums.rotation'"):
         load_served(path)
 
 

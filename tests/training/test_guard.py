@@ -193,17 +193,44 @@ def test_resumed_is_as_not_interrupted(stop: int) -> None:
     assert one[1:] == other[1:]
 
 
+def kept_bytes(sparse: SparseTraining) -> int:
+    """Bytes that are kept of the last update."""
+    total = 0
+    for shards in vars(vars(vars(sparse)["_guard"])["_last"])["_removed"].values():
+        for shard in shards:
+            states = [state for state in shard.states if state is not None]
+            kept = (shard.mask.bits, shard.rows, shard.weights, *states)
+            total += sum(each.nbytes for each in kept)
+    return total
+
+
+def test_weights_that_are_loaded_between_update_and_validation_stay() -> None:
+    model, optimizer, sparse = made(every=1, end=8)
+    sparse.guard(0.75)
+    for step in range(2):
+        learn(model, optimizer, step)
+        sparse.step()
+    other = {name: torch.full_like(weight, 2.0) for name, weight in model.state_dict().items()}
+    model.load_state_dict(other)
+    assert kept_bytes(sparse) == 0
+    with pytest.warns(UserWarning, match="can't be undone: weights or a state"):
+        assert not sparse.guard(0.7)
+    weight = next(iter(model.state_dict().values()))
+    assert weight.unique().tolist() == [0.0, 2.0] and sparse.finished
+    sparse.detach()
+
+
 def test_what_is_kept_is_the_removed_weights_and_is_released() -> None:
     model, optimizer, sparse = made("sgd", block="row", end=2, every=2)
     sparse.guard(0.75)
     for step in range(3):
         learn(model, optimizer, step)
         sparse.step()
-    kept = vars(sparse)["_guard"].kept_bytes
+    kept = kept_bytes(sparse)
     removed = round(0.8 * ROWS)
     assert kept == 2 * removed * 8 * 4 + ROWS + ROWS // 8, "weights, momentum, flags and bits"
     sparse.guard(0.75)
-    assert vars(sparse)["_guard"].kept_bytes == 0
+    assert kept_bytes(sparse) == 0
     sparse.detach()
 
 
