@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,8 +105,9 @@ class SparseTraining:
         self._auto_step = False
         self._following: Following | None = None
         self._unwrapped: Unwrapped | None = None
+        self._world_rank = rank_in(world_ranks())
         # Once, on one rank: all ranks have one schedule.
-        self._warns = rank_in(world_ranks()) == 0
+        self._warns = self._world_rank == 0
 
     def step(self) -> None:
         """Call after each optimizer step: update the masks when the schedule has an update.
@@ -136,9 +136,8 @@ class SparseTraining:
         """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables
         are sharded."""
         stats = self.sparsifier.table_stats()
-        return sum(table.removed_blocks for table in stats) / max(
-            sum(table.blocks for table in stats), 1
-        )
+        blocks = sum(table.blocks for table in stats)
+        return sum(table.removed_blocks for table in stats) / max(blocks, 1)
 
     @property
     def partial_tables(self) -> list[str]:
@@ -213,8 +212,14 @@ class SparseTraining:
         can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
         holds = self._guard.judge(value, most, mode)
         undone = self._guard.state.undone if undone_before is None else None
-        if undone is not None and not can_undo:
-            self._warn_of_kept_update(undone)
+        if undone is not None and not can_undo and self._world_rank == 0:
+            warnings.warn(
+                f"The metric fell after the mask update at step {undone}, which can't be undone:"
+                " the state was saved before its validation. The level stays; no update follows."
+                " Save states after guard().",
+                UserWarning,
+                stacklevel=2,
+            )
         self.validations.append(
             GuardCheck(
                 step=max(self.scheduler.last_epoch - 1, 0),
@@ -234,35 +239,25 @@ class SparseTraining:
         since the last mask update (one training forward in 16). Collective if tables are
         sharded."""
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
-        rows = [
-            (
-                table.name,
-                shape_text(table.shape),
-                table.sharding,
-                block_shape_text(table.sparse_block_shape),
-                level_text(self.sparsifier.data_groups[table.name]["sparsity_level"]),
-                f"{table.sparsity:.4f}",
-                count(table.removed_blocks),
-            )
-            for table in self.sparsifier.table_stats()
-        ]
+        rows = []
+        for table in self.sparsifier.table_stats():
+            shape, block = shape_text(table.shape), block_shape_text(table.sparse_block_shape)
+            level = level_text(self.sparsifier.data_groups[table.name]["sparsity_level"])
+            removed = f"{table.sparsity:.4f}", count(table.removed_blocks)
+            rows.append((table.name, shape, table.sharding, block, level, *removed))
         dense = [f"{name} is left dense: {reason}" for name, reason in self.left_dense.items()]
         lookups = f"lookups of removed rows: {self._lookups_text()}"
         return "\n".join([repr(self), *table_lines(head, rows, right={4, 5, 6}), *dense, lookups])
 
     def _lookups_text(self) -> str:
-        shares = []
-        all_counted = all_removed = 0.0
         known = removed_lookups(self.sparsifier.masks.tables, "summary()")
-        for name, (counted, removed) in known.items():
-            # A table that no forward has looked up has no share.
-            if counted:
-                shares.append(f"{name} {percent(removed / counted)}")
-                all_counted += counted
-                all_removed += removed
-        if not shares:
+        # A table that no forward has looked up has no share.
+        seen = {name: counts for name, counts in known.items() if counts[0]}
+        if not seen:
             return "not known (no training forward was counted)"
-        return f"{percent(all_removed / all_counted)} ({', '.join(shares)})"
+        every, removed = map(sum, zip(*seen.values(), strict=True))
+        shares = [f"{name} {percent(gone / of)}" for name, (of, gone) in seen.items()]
+        return f"{percent(removed / every)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for
@@ -288,7 +283,7 @@ class SparseTraining:
         # The state's schedule replaces this one below.
         endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, self._guard, state_dict)()
-        if endless and self.scheduler.end is not None and rank_in(world_ranks()) == 0:
+        if endless and self.scheduler.end is not None and self._world_rank == 0:
             warnings.warn(
                 f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
                 " masks freeze then. Load its masks alone, by"
@@ -308,16 +303,9 @@ class SparseTraining:
     def __enter__(self) -> SparseTraining:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.detach()
-        else:
-            self._detached()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._detached() and error is None:
+            self.warn_of_early_end()
 
     def __repr__(self) -> str:
         parts = [
@@ -328,7 +316,7 @@ class SparseTraining:
             f"{len(self.left_dense)} left dense" if self.left_dense else "",
             "attached" if self.enforcer.attached else "detached",
         ]
-        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
+        return f"SparseTraining({', '.join(filter(None, parts))})"
 
     def _step_text(self) -> str:
         step, end = self.scheduler.last_epoch, self.scheduler.end
@@ -371,16 +359,6 @@ class SparseTraining:
         self.sparsifier.step()
         self._guard.after_step()
         self.scheduler.step()
-
-    def _warn_of_kept_update(self, step: int) -> None:
-        if rank_in(world_ranks()) == 0:
-            warnings.warn(
-                f"The metric fell after the mask update at step {step}, which can't be undone: the"
-                " state was saved before its validation. The level stays; no update follows. Save"
-                " states after guard().",
-                UserWarning,
-                stacklevel=3,
-            )
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
@@ -584,20 +562,16 @@ def sparsify(
         training._detached()
         enforcer.detach()  # where the training was not attached yet
         raise
-    if together.rank == 0:
-        _warn_of_emptied(_levels_by_table(final, sparsifier.data_groups))
-    return training
-
-
-def _warn_of_emptied(levels: Mapping[str, Level]) -> None:
+    levels = _levels_by_table(final, sparsifier.data_groups)
     emptied = [name for name, level in levels.items() if level == 1]
-    if emptied:
+    if emptied and together.rank == 0:
         warnings.warn(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
+    return training
 
 
 def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSparsifier:
@@ -618,16 +592,14 @@ def _scheduler(
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
     window = {"begin": args.begin, "end": args.end, "every": args.every}
+    made: Callable[..., ReadyDataScheduler] = args.schedule
     try:
-        scheduler: ReadyDataScheduler = args.schedule(
-            sparsifier, "sparsity_level", final=final, **window
-        )
+        return made(sparsifier, "sparsity_level", final=final, **window)
     except TypeError as fault:
         # A call that a user's class does not take fails before any communication, perhaps on one
         # rank alone.
         group_over(world_ranks()).agree("sparsify()", {}, fault)
         raise
-    return scheduler
 
 
 def _levels_by_table(final: Level | Mapping[str, Level], names: Iterable[str]) -> dict[str, Level]:
