@@ -114,7 +114,7 @@ MUTATIONS = [
     # --------------------------------------------------------------------------------------------------------
     M("training/loading.py", "            _check_steps(levels, saved, scheduler)\n", "", "tests/training"),
     M("training/loading.py", "            _check_next_updates(sparsifier, levels, saved.schedule.get(\"final\"))\n", "", "tests/training"),
-    M("training/loading.py", "        saved.settings.put(sparsifier)\n        sparsifier.data_groups", "        sparsifier.data_groups", "tests/training"),
+    M("training/loading.py", "        _put(sparsifier, settings)\n        yield", "        yield", "tests/training"),
     M("training/unwrapped.py", "            if drifted:\n                self._names = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report

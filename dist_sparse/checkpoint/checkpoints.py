@@ -335,10 +335,7 @@ def _inner(model: nn.Module) -> nn.Module:
 def _parts(sparse: Any) -> dict[str, Stateful]:
     """The objects passed as ``sparse``, by the key of their state."""
     named = sparse if isinstance(sparse, Mapping) else {"": sparse}
-    parts = {}
-    for name, part in named.items():
-        if part is not None:
-            parts[f"sparse.{name}".rstrip(".")] = part
+    parts = {f"sparse.{name}".rstrip("."): part for name, part in named.items() if part is not None}
     for part in parts.values():
         if not hasattr(part, "load_state_dict"):
             raise ValueError(
@@ -369,12 +366,11 @@ def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     """Refuse saved tensors that no rank asks for. Collective."""
-    keys = sorted(metadata.state_dict_metadata)
+    # Generators of other ranks have no owner where there are fewer ranks.
+    keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
     mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
     claims = group.all_reduce(mine).tolist()
-    # Generators of other ranks have no owner where there are fewer ranks.
-    unclaimed = [key for key, claim in zip(keys, claims, strict=True) if not claim]
-    _refuse_unclaimed([key for key in unclaimed if not key.startswith("rng.")])
+    _refuse_unclaimed([key for key, claim in zip(keys, claims, strict=True) if not claim])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:
@@ -414,9 +410,10 @@ def _summary_of_step(folders: Folders, step: int) -> str:
     # Every byte, before anything is shown.
     folders.verify(marker, marker.files)
     metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
-    rows = []
-    for key, saved in sorted(metadata.state_dict_metadata.items()):
-        rows.append((key, " x ".join(map(str, saved.size)), str(saved.properties.dtype)))
+    rows = [
+        (key, " x ".join(map(str, saved.size)), str(saved.properties.dtype))
+        for key, saved in sorted(metadata.state_dict_metadata.items())
+    ]
     head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
     lines = table_lines(("tensor", "shape", "dtype"), rows)
     return "\n".join([folders.path(step), head, "", *lines])

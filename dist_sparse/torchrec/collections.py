@@ -9,10 +9,11 @@ shards a module, so nothing communicates; the views come from the kernels. Both 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -78,15 +79,17 @@ and why. Not imported: several are slow."""
 def refusal(module: nn.Module) -> str | None:
     """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
     None if they can."""
-    if _is_fully_sharded(module):
+    env = module._env if isinstance(module, _SHARDED) else None
+    # One-dimensional parallelism has no strategy.
+    strategy = getattr(env, "sharding_strategy", None)
+    if strategy is types.ShardingStrategy.FULLY_SHARDED:
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"
             " strategy works"
         )
     for base in type(module).__mro__:
         # These files have helpers besides, which hold no tables.
-        holds_tables = base.__name__.startswith("Sharded") or "Collection" in base.__name__
-        if base.__module__ in REFUSED and holds_tables:
+        if base.__module__ in REFUSED and re.search("^Sharded|Collection", base.__name__):
             return REFUSED[base.__module__]
     if isinstance(module, _ANY_COLLECTION) and not isinstance(module, _KNOWN):
         return (
@@ -94,15 +97,6 @@ def refusal(module: nn.Module) -> str | None:
             " EmbeddingCollection work"
         )
     return None
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    if not is_sharded(module):
-        return False
-    sharded: Any = module
-    # One-dimensional parallelism has no strategy.
-    strategy = getattr(sharded._env, "sharding_strategy", None)
-    return strategy is types.ShardingStrategy.FULLY_SHARDED
 
 
 def processes_features(module: nn.Module) -> bool:
@@ -124,10 +118,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def lookups(module: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection, [] of another module."""
-    if not is_sharded(module):
-        return []
-    sharded: Any = module
-    return list(sharded._lookups)
+    return list(module._lookups) if isinstance(module, _SHARDED) else []
 
 
 def collection(module: nn.Module) -> Collection | None:
@@ -396,14 +387,11 @@ class UnshardedTables:
         self._configs = configs_of(module)
         self.pooled = isinstance(module, _BAGS)
         self.attribute = "embedding_bags" if self.pooled else "embeddings"
-        self._set_flags(module)
-
-    def _set_flags(self, module: Any) -> None:
         # Only bags have weighted ids, and only sequences return the ids themselves.
         if self.pooled:
-            self.weighted = module.is_weighted()
+            self.weighted = module._is_weighted
         else:
-            self.needs_indices = module.need_indices()
+            self.needs_indices = module._need_indices
 
     @property
     def tables(self) -> list[TableConfig]:
@@ -487,28 +475,23 @@ class ShardedTables(UnshardedTables):
 
     is_sharded = True
 
-    def _set_flags(self, module: Any) -> None:
-        if self.pooled:
-            self.weighted = module._is_weighted
-        else:
-            self.needs_indices = module._need_indices
-
     def embeddings(self) -> dict[str, nn.Module]:
         """Return {}: kernels have the weights."""
         return {}
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield this rank's kernels, whoever steps their tables."""
-        for lookup in self._module._lookups:
-            yield from map(Kernel, _kernels_of(lookup))
+        yield from map(Kernel, self._kernels())
+
+    def _kernels(self) -> Iterator[Any]:
+        return chain.from_iterable(map(_kernels_of, self._module._lookups))
 
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""
-        for lookup in self._module._lookups:
-            for kernel in _kernels_of(lookup):
-                configs = kernel._config.embedding_tables
-                if any(config.compute_kernel.value in _FUSED for config in configs):
-                    yield FbgemmBatch(kernel)
+        for kernel in self._kernels():
+            configs = kernel._config.embedding_tables
+            if any(config.compute_kernel.value in _FUSED for config in configs):
+                yield FbgemmBatch(kernel)
 
     def fused_params(self) -> dict[str, dict[str, Any]]:
         """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same
@@ -549,7 +532,13 @@ class ShardedTables(UnshardedTables):
         )
         _refuse_unknown_storage(name, config, copied)
         held = pieces.held[self._module._env.rank]
-        _refuse_other_sizes(name, held, pieces.views)
+        sizes = [(rect.rows, rect.cols) for rect in held]
+        found = [tuple(view.shape) for view in pieces.views]
+        if found != sizes:
+            raise ValueError(
+                f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels"
+                f" hold {found}."
+            )
         if config.compute_kernel.value == CACHED:
             # The caller may read and write the weights until the next lookup.
             for kernel in pieces.kernels:
@@ -651,16 +640,6 @@ def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
         )
 
 
-def _refuse_other_sizes(name: str, held: Sequence[Rect], views: Sequence[Tensor]) -> None:
-    sizes = [(rect.rows, rect.cols) for rect in held]
-    found = [tuple(view.shape) for view in views]
-    if found != sizes:
-        raise ValueError(
-            f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels"
-            f" hold {found}."
-        )
-
-
 def _shape(config: Any) -> tuple[int, int]:
     if config.global_metadata is None:  # data-parallel
         return config.local_rows, config.local_cols
@@ -673,11 +652,7 @@ def _rect(config: Any) -> Rect:
     whole."""
     if config.local_metadata is None:
         return Rect(0, 0, config.local_rows, config.local_cols)
-    (row, col), (rows, cols) = (
-        config.local_metadata.shard_offsets,
-        config.local_metadata.shard_sizes,
-    )
-    return Rect(row, col, rows, cols)
+    return Rect(*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
 
 
 def _not_empty(rects: Sequence[Rect]) -> tuple[Rect, ...]:

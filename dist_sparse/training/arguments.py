@@ -262,8 +262,7 @@ def _reasons(
     frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
     reasons = {}
     for data in located:
-        # A shard's tensor is not the parameter that knows whether it is trained.
-        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
+        whole = _whole(data)
         included = any(_matches(data, pattern) for pattern in include)
         if data.name in guarded:
             reasons[data.name] = "protected"
@@ -276,6 +275,11 @@ def _reasons(
         elif not included and _is_of_positions(data):
             reasons[data.name] = "position embeddings; include= prunes them"
     return reasons
+
+
+def _whole(data: ShardedData) -> list[Tensor]:
+    # A shard's tensor is not the parameter that knows whether it is trained.
+    return [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
 
 
 def _embedding_weights(modules: Iterable[nn.Module]) -> Callable[[Tensor], list[int]]:

@@ -562,16 +562,19 @@ def sparsify(
         training._detached()
         enforcer.detach()  # where the training was not attached yet
         raise
-    levels = _levels_by_table(final, sparsifier.data_groups)
-    emptied = [name for name, level in levels.items() if level == 1]
-    if emptied and together.rank == 0:
+    if together.rank == 0:
+        _warn_of_emptied(_levels_by_table(final, sparsifier.data_groups))
+    return training
+
+
+def _warn_of_emptied(levels: Mapping[str, Level]) -> None:
+    if emptied := [name for name, level in levels.items() if level == 1]:
         warnings.warn(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return training
 
 
 def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSparsifier:
