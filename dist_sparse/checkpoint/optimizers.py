@@ -132,7 +132,8 @@ class OptimizerState:
                 self.tensors[f"{_PREFIX}{key}.momentum1"] = value.view(-1)
             elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
-                self._cuts[path] = _column_cuts(value, param)
+                if (cuts := _column_cuts(value, param)) != _UNCUT:
+                    self._cuts[path] = cuts
             else:
                 self._scalars.setdefault(key, {})[name] = _plain(path, value)
 

@@ -47,8 +47,8 @@ def wiring_of(model: nn.Module) -> Wiring:
     plans = list(map(_plan_of, modules.values()))
     tables = [item for plan in plans for item in plan.items()]
     # Data-parallel tables have a dense kernel, and are whole on every rank.
-    placed = {name: sharding for name, sharding in tables if sharding.sharding_type != _WHOLE}
-    if unfused := [name for name in placed if placed[name].compute_kernel == "dense"]:
+    placed = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
+    if unfused := [name for name, table in placed if table.compute_kernel == "dense"]:
         raise ValueError(
             f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers"
             " no gradients of shards. Give them a fused optimizer, or make them data-parallel."
@@ -60,9 +60,6 @@ def wiring_of(model: nn.Module) -> Wiring:
         fused=bool(placed),
         replicating=[model] if hasattr(model, "no_sync") else _ddp_modules(model),
     )
-
-
-_WHOLE = "data_parallel"
 
 
 def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parameter]:
