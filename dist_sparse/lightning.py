@@ -50,6 +50,9 @@ __all__ = ["SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
 
+_SELECTING: Final = ("include", "exclude", "dense")
+"""Arguments that select tables."""
+
 _REFUSED: Final = {
     "FSDPStrategy": "it flattens or splits parameters on its own",
     "ModelParallelStrategy": "it splits parameters into DTensors on its own",
@@ -118,11 +121,10 @@ class SparsifyCallback(Callback):
         # The callback itself takes the steps.
         bound = inspect.signature(sparsify).bind(None, None, auto_step=False, **plan)
         bound.apply_defaults()
-        self._tables = {name: bound.arguments[name] for name in ("include", "exclude", "dense")}
-        names = {field.name for field in dataclasses.fields(SparsifyArgs) if field.init}
-        self._plan = {name: bound.arguments[name] for name in bound.arguments.keys() & names}
+        self._plan = plan
         # Invalid arguments are refused here, before anything is loaded or trained.
-        SparsifyArgs(**self._plan)
+        names = [field.name for field in dataclasses.fields(SparsifyArgs) if field.init]
+        SparsifyArgs(**{name: bound.arguments[name] for name in names})
         self.training: SparseTraining | None = None
         self._logs = log
         self._hooks: list[RemovableHandle] = []
@@ -134,7 +136,7 @@ class SparsifyCallback(Callback):
     def state_key(self) -> str:
         """Key of the state in checkpoints: callbacks for different tables of one model have their
         own."""
-        chosen = {key: value for key, value in self._tables.items() if value is not None}
+        chosen = {key: self._plan[key] for key in _SELECTING if self._plan.get(key) is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -145,7 +147,7 @@ class SparsifyCallback(Callback):
         if stage == "fit":
             _refuse(trainer, pl_module)
             # A checkpoint is loaded before training starts, with the bases of rotated tables.
-            if self._plan["rotate"] is not None:
+            if self._plan.get("rotate") is not None:
                 self._hooks.append(expect_bases(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,16 +155,16 @@ class SparsifyCallback(Callback):
         assert trainer.model is not None
         fit = weakref.ref(trainer), weakref.ref(pl_module)
         state = self._loaded
-        if state is None and trainer.global_step > 0:
+        if state is None and self._fit == fit and trainer.global_step > 0:
             # A second fit of the same model by the same Trainer continues with the masks it has.
-            state = self.state_dict() if self._fit == fit else None
-            if state is None:
-                _log.warning(
-                    "No masks were loaded: sparsification starts again at global step %d",
-                    trainer.global_step,
-                )
+            state = self.state_dict()
+        if state is None and trainer.global_step > 0:
+            _log.warning(
+                "No masks were loaded: sparsification starts again at global step %d",
+                trainer.global_step,
+            )
         self._detach()
-        training = sparsify(trainer.model, trainer.optimizers, **self._tables, **self._plan)
+        training = sparsify(trainer.model, trainer.optimizers, **self._plan)
         try:
             if state is not None:
                 training.load_state_dict(state)
@@ -264,14 +266,12 @@ class SparsifyCallback(Callback):
         self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float | None]
     ) -> None:
         stats = training.sparsifier.table_stats()
-        blocks = sum(table.blocks for table in stats)
-        metrics: dict[str, float] = {}
+        metrics = {f"sparsity/{table.name}": table.sparsity for table in stats}
         # The level "untouched" is no number.
         if None not in levels.values():
+            blocks = sum(table.blocks for table in stats)
             scheduled = sum((levels[table.name] or 0.0) * table.blocks for table in stats)
             metrics["sparsity/level"] = scheduled / max(blocks, 1)
-        for table in stats:
-            metrics[f"sparsity/{table.name}"] = table.sparsity
         # Not through log(): log_every_n_steps would drop most of the few mask updates.
         for name, value in metrics.items():
             trainer.callback_metrics[name] = torch.tensor(value)
@@ -287,13 +287,13 @@ class SparsifyCallback(Callback):
 
 
 def _refuse(trainer: Any, pl_module: Any) -> None:
-    for kind in type(trainer.strategy).__mro__:
-        if kind.__name__ in _REFUSED:
-            raise ValueError(
-                f"Invalid strategy {type(trainer.strategy).__name__}: SparsifyCallback does not"
-                f" support it, because {_REFUSED[kind.__name__]}. Use a single device or"
-                ' "ddp".'
-            )
+    strategy = type(trainer.strategy)
+    # By name: importing them would need their packages.
+    for name in [kind.__name__ for kind in strategy.__mro__ if kind.__name__ in _REFUSED]:
+        raise ValueError(
+            f"Invalid strategy {strategy.__name__}: SparsifyCallback does not support it, because"
+            f' {_REFUSED[name]}. Use a single device or "ddp".'
+        )
     # Lightning unpacks a compiled module, and keeps the compiler's context.
     if getattr(pl_module, "_compiler_ctx", None) is not None:
         raise ValueError(

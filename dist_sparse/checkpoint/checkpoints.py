@@ -16,35 +16,25 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
 from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker, step_of
-from dist_sparse.checkpoint.optimizers import OptimizerState, RowWiseState, gathered
+from dist_sparse.checkpoint.optimizers import OptimizerState, gathered
 from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.text import number_of, size, table_lines
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.stateful import Stateful
 
 Json = Any
 Tensors = dict[str, Tensor]
-
-_CHOICES: Final = ("refuse", "merge")
-
-
-class Stateful(Protocol):
-    """What DCP calls so: an object with a state that can be saved and loaded."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +47,12 @@ class Resumed:
         path: of its folder.
         rng: whether the states of torch's random number generators were restored: on as many ranks
             as saved them.
-        merged: optimizer state that was merged because its table is cut into other columns.
     """
 
     step: int
     extra: Json
     path: str
     rng: bool
-    merged: tuple[str, ...] = ()
 
 
 class Checkpoints:
@@ -192,15 +180,11 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Any = None,
         sparse: Stateful | Mapping[str, Stateful] | None = None,
-        row_wise_state: RowWiseState = "refuse",
     ) -> Resumed | None:
         """Load the newest checkpoint, if there is one. Collective.
 
         Args:
             model, optimizer, sparse: as in :meth:`save`, sharded as they like.
-            row_wise_state: what happens to row-wise optimizer state of a table that is cut into
-                other columns now: ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`),
-                and reports it.
 
         Returns:
             What was loaded; None if there is no checkpoint.
@@ -213,18 +197,19 @@ class Checkpoints:
         self.wait()
         group = self._group()
         with group.agreeing("resume_latest()") as facts:
-            checks.choice("row_wise_state", row_wise_state, _CHOICES)
             facts["root"] = self.root
             steps = self.steps() if group.rank == 0 else []
             if steps:
                 self._folders.warn_of_unmarked(steps[-1])
         # Rank 0 alone has listed the folder: listings of several ranks may differ.
         step = group.all_gather_json(steps[-1] if steps else None)[0]
-        return None if step is None else self._load(step, model, optimizer, sparse, row_wise_state)
+        return None if step is None else self._load(step, model, optimizer, sparse)
 
     def _due(self, step: int, force: bool) -> bool:
-        checks.integer("step", step, least=0)
-        due = force or step % self.every == 0
+        due = True
+        # An invalid step of one rank is refused on all, in the agreement.
+        with contextlib.suppress(ValueError):
+            due = force or checks.integer("step", step, least=0) % self.every == 0
         if due:
             self.wait()
         return due
@@ -248,6 +233,7 @@ class Checkpoints:
 
         group = self._group()
         with group.agreeing("save()") as facts:
+            checks.integer("step", step, least=0)
             facts.update(step=step, root=self.root, extra=as_json("extra", extra))
             tensors, values = split({"model": _inner(model).state_dict()})
             optimizers = OptimizerState(optimizer, _inner(model))
@@ -294,9 +280,7 @@ class Checkpoints:
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
     @quiet()
-    def _load(
-        self, step: int, model: nn.Module, optimizer: Any, sparse: Any, row_wise_state: RowWiseState
-    ) -> Resumed:
+    def _load(self, step: int, model: nn.Module, optimizer: Any, sparse: Any) -> Resumed:
         from dist_sparse.checkpoint import storage
 
         group, folders = self._group(), self._folders
@@ -317,12 +301,12 @@ class Checkpoints:
             masks, others = split(trees)
             _check_owners(values["state"], held | others)
             optimizers = OptimizerState(optimizer, _inner(model))
-            states, commit = optimizers.prepare_load(metadata, values["optimizer"], row_wise_state)
-            random = {}
+            states, changes = optimizers.prepare_load(metadata, values["optimizer"])
             # On another number of ranks no state of a generator would fit.
-            if marker.world == group.size:
-                saved = metadata.state_dict_metadata
-                random = {key: state for key, state in _rng().items() if key in saved}
+            random = _rng() if marker.world == group.size else {}
+            # A machine with another kind of device has other generators.
+            for key in random.keys() - metadata.state_dict_metadata.keys():
+                del random[key]
             rest = {**weights, **states, **random}
             storage.check_saved(metadata, {**masks, **rest})
         _check_claimed(group, metadata, {**masks, **rest})
@@ -335,12 +319,12 @@ class Checkpoints:
         # Tensors were read in place; a model may hold Python values beside them.
         tree.update(filled(tree, "model", values["state"]))
         _inner(model).load_state_dict(tree)
-        # Each rank knows the tables that it holds.
-        merged = sorted({each for keys in group.all_gather_json(commit()) for each in keys})
-        _set_rng(random)
-        return Resumed(
-            step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged)
-        )
+        for change in changes:
+            change()
+        generators = _generators()
+        for key, state in random.items():
+            generators[key].set_rng_state(state)
+        return Resumed(step=step, extra=values["extra"], path=path, rng=bool(random))
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -351,10 +335,7 @@ def _inner(model: nn.Module) -> nn.Module:
 def _parts(sparse: Any) -> dict[str, Stateful]:
     """The objects passed as ``sparse``, by the key of their state."""
     named = sparse if isinstance(sparse, Mapping) else {"": sparse}
-    parts = {}
-    for name, part in named.items():
-        if part is not None:
-            parts[f"sparse.{name}".rstrip(".")] = part
+    parts = {f"sparse.{name}".rstrip("."): part for name, part in named.items() if part is not None}
     for part in parts.values():
         if not hasattr(part, "load_state_dict"):
             raise ValueError(
@@ -364,21 +345,17 @@ def _parts(sparse: Any) -> dict[str, Stateful]:
     return parts
 
 
-def _rng() -> Tensors:
-    """States of torch's generators of this rank, by key."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+def _generators() -> dict[str, Any]:
+    """The modules that get and set the state of this rank's generators, by key."""
+    rank = rank_in(world_ranks())
+    found: dict[str, Any] = {f"rng.cpu.{rank}": torch}
     if torch.cuda.is_available():
-        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
+        found[f"rng.cuda.{rank}"] = torch.cuda
+    return found
 
 
-def _set_rng(states: Tensors) -> None:
-    for key, state in states.items():
-        if key.startswith("rng.cuda"):
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
+def _rng() -> Tensors:
+    return {key: module.get_rng_state() for key, module in _generators().items()}
 
 
 def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
@@ -389,12 +366,11 @@ def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     """Refuse saved tensors that no rank asks for. Collective."""
-    keys = sorted(metadata.state_dict_metadata)
+    # Generators of other ranks have no owner where there are fewer ranks.
+    keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
     mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
     claims = group.all_reduce(mine).tolist()
-    # Generators of other ranks have no owner where there are fewer ranks.
-    unclaimed = [key for key, claim in zip(keys, claims, strict=True) if not claim]
-    _refuse_unclaimed([key for key in unclaimed if not key.startswith("rng.")])
+    _refuse_unclaimed([key for key, claim in zip(keys, claims, strict=True) if not claim])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:
@@ -434,9 +410,10 @@ def _summary_of_step(folders: Folders, step: int) -> str:
     # Every byte, before anything is shown.
     folders.verify(marker, marker.files)
     metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
-    rows = []
-    for key, saved in sorted(metadata.state_dict_metadata.items()):
-        rows.append((key, " x ".join(map(str, saved.size)), str(saved.properties.dtype)))
+    rows = [
+        (key, " x ".join(map(str, saved.size)), str(saved.properties.dtype))
+        for key, saved in sorted(metadata.state_dict_metadata.items())
+    ]
     head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
     lines = table_lines(("tensor", "shape", "dtype"), rows)
     return "\n".join([folders.path(step), head, "", *lines])

@@ -97,16 +97,14 @@ class Folders:
         return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
 
     def warn_of_unmarked(self, newest: int) -> None:
-        """Warn of folders that are newer than the newest checkpoint: a marker may have been
+        """Warn of a folder that is newer than the newest checkpoint: a marker may have been
         lost."""
-        for step in self._found():
-            if step > newest:
-                warnings.warn(
-                    f"{self.path(step)} is newer than step {newest}, the newest checkpoint, and has"
-                    f" no {MARKER}: it is of a save that was killed or failed, or the file was"
-                    " lost.",
-                    stacklevel=3,
-                )
+        if (last := self._found()[-1]) > newest:
+            warnings.warn(
+                f"{self.path(last)} is newer than step {newest}, the newest checkpoint, and has no"
+                f" {MARKER}: it is of a save that was killed or failed, or the file was lost.",
+                stacklevel=3,
+            )
 
     def prepare(self, step: int) -> None:
         """Make way for a checkpoint: delete what an unfinished save of the same step has left.
@@ -127,15 +125,12 @@ class Folders:
         """Write the values and then the marker, which lists them too, of a folder whose other files
         are on disk."""
         folder = self.path(marker.step)
-        files = {
-            **marker.files,
-            VALUES: self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False)),
-        }
+        written = self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))
         # The marker must not reach the disk before the files that it lists.
         self._sync(folder)
         entries = {
             name: {"bytes": length, "crc32": hex_of(crc)}
-            for name, (length, crc) in sorted(files.items())
+            for name, (length, crc) in sorted({**marker.files, VALUES: written}.items())
         }
         head = {"format": FORMAT, "version": VERSION, "step": marker.step, "world": marker.world}
         self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
@@ -165,8 +160,7 @@ class Folders:
         for name in names:
             path, (wanted, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
             try:
-                if self.local:
-                    _refuse_irregular(path)
+                self._refuse_irregular(path)
                 length, found = read_crc(self.files, path, most=wanted)
             except FileNotFoundError:
                 raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
@@ -225,8 +219,7 @@ class Folders:
         return sorted(int(name[1]) for name in names if name)
 
     def _read(self, path: str) -> bytes:
-        if self.local:
-            _refuse_irregular(path)
+        self._refuse_irregular(path)
         with self.files.create_stream(path, "rb") as stream:
             # One byte more, to know whether there is more.
             found: bytes = stream.read(_LONGEST + 1)
@@ -244,6 +237,14 @@ class Folders:
                 os.fsync(stream.fileno())
         self.files.rename(unfinished, path)
         return len(data), zlib.crc32(data)
+
+    def _refuse_irregular(self, path: str) -> None:
+        # Before it is opened: a pipe would block, a device never end.
+        if self.local and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ValueError(
+                f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
+                " device."
+            )
 
     def _sync(self, folder: str) -> None:
         if self.local:
@@ -304,16 +305,6 @@ def _filesystem_of(path: str) -> Any:
     except (ImportError, ValueError) as error:
         raise ValueError(f"Invalid root={path!r}: {error}.") from None
     return found
-
-
-def _refuse_irregular(path: str) -> None:
-    """Refuse a local path of no regular file, before it is opened: a pipe would block, a device
-    never end."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise ValueError(
-            f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
-            " device."
-        )
 
 
 def _name(path: str) -> str:

@@ -5,31 +5,31 @@ and combined ones.
   values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every rank
   holds every parameter.
 - A dense optimizer that has not stepped yet has no state: it gets the saved one.
-- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other
-  column cuts see :mod:`dist_sparse.checkpoint.row_wise`.
+- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel. A table that
+  is cut by columns has sums of its own for each cut, so a load needs the cuts of the save.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checkpoint.row_wise import RowWise, row_wise
 from dist_sparse.checkpoint.trees import as_json
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 Json = Any
-RowWiseState = Literal["refuse", "merge"]
+Change = Callable[[], object]
 
 _PREFIX: Final = "optimizer."
+_UNCUT: Final = [0]
 # Options of the groups of fused optimizers.
 _OF_FUSED: Final = {"params", "lr"}
 # Options that torch's learning rate schedulers add to groups.
@@ -62,6 +62,14 @@ class _Part:
         for group in self.optimizer.param_groups:
             if keys := sorted(key_of[id(param)] for param in group["params"]):
                 yield group, keys
+
+    def options(self, saved: Mapping[str, Json]) -> list[Change]:
+        """Return functions that set the saved options, refused where a group can't have them."""
+        changes = []
+        for group, keys in self.groups():
+            _refuse_other_options(self.optimizer, group, keys, saved)
+            changes += _setting(group, group, saved[keys[0]])
+        return changes
 
     def empty(self, key: str, saved: TensorStorageMetadata) -> Tensor:
         """A tensor for state of a parameter that was saved and is not here yet."""
@@ -99,7 +107,8 @@ class OptimizerState:
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._scalars: dict[str, dict[str, Json]] = {}
-        self._row_wise: dict[str, RowWise] = {}
+        # First columns of the cuts of row-wise state, by the key of its tensor.
+        self._cuts: dict[str, list[int]] = {}
         self._part_of: dict[str, _Part] = {}
         names = {id(param): name for name, param in model.named_parameters()}
         for part in _parts(() if optimizer is None else optimizer, "", names):
@@ -112,100 +121,76 @@ class OptimizerState:
         self._parts = list(dict.fromkeys(self._part_of.values()))
 
     def _note(self, key: str, part: _Part) -> None:
-        state = part.state(key)
+        state, param = part.state(key), part.params[key]
         for name, value in state.items():
             # Fused state is named <table>.<name>.
             path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
             # The fused Adagrad has no count of steps: as a value it may be missing on either side.
             is_adagrad_step = name == "step" and "sum" in state
-            if (found := row_wise(name, value, part.params[key])) is not None:
-                path = f"{_PREFIX}{key}.{found.name}"
-                self.tensors[path], self._row_wise[path] = found.tensor, found
+            if name == "sum" and _is_row_wise(value, param):
+                # As FBGEMM names and stores it.
+                self.tensors[f"{_PREFIX}{key}.momentum1"] = value.view(-1)
             elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
+                if (cuts := _column_cuts(value, param)) != _UNCUT:
+                    self._cuts[path] = cuts
             else:
                 self._scalars.setdefault(key, {})[name] = _plain(path, value)
 
     def described(self) -> Json:
         """Return options and values of this rank; :func:`gathered` puts them together."""
-        groups = []
+        options: dict[str, Json] = {}
         for part in self._parts:
             for group, keys in part.groups():
-                options = {}
-                for name in group.keys() - {"params", "param_names"}:
-                    options[name] = _plain(f"option {name!r} of {keys[0]!r}", group[name])
-                groups.append((options, keys))
+                options |= dict.fromkeys(keys, _plain_options(group, keys[0]))
+        steps = [part.fused_steps for part in self._parts if part.fused_steps is not None]
         return {
-            "groups": groups,
+            "options": options,
             "values": self._scalars,
-            "cuts": {path: found.cuts for path, found in self._row_wise.items()},
-            "fused_steps": _most(part.fused_steps for part in self._parts),
+            "cuts": self._cuts,
+            "fused_steps": steps,
         }
 
     def prepare_load(
-        self, metadata: Metadata, saved: Json, choice: RowWiseState
-    ) -> tuple[dict[str, Tensor], Callable[[], list[str]]]:
-        """Return the tensors to load into, and a function that sets everything else
-        and returns the keys of merged row-wise state. Nothing is changed before it is
-        called.
+        self, metadata: Metadata, saved: Json
+    ) -> tuple[dict[str, Tensor], list[Change]]:
+        """Return the tensors to load into, and functions that set everything else. Nothing is
+        changed before they are called.
 
         Args:
             metadata: of the checkpoint.
             saved: from :func:`gathered`.
-            choice: what happens to row-wise state of a table that was cut into other columns.
 
         Raises:
             ValueError: a parameter was not stepped when the checkpoint was saved, or by another
-                class of optimizer, or row-wise state is refused.
+                class of optimizer, or the table of row-wise state was cut into other columns.
         """
-        targets = dict(self.tensors)
-        changes: list[Callable[[], object]] = []
-        merged = []
-        for path, target, merge in self._merges(metadata, saved["cuts"], choice):
-            targets[path] = target
-            changes.append(merge)
-            merged.append(path)
-        for key, name, value in self._fresh(metadata, saved["values"]):
-            if isinstance(value, Tensor):
-                targets[f"{_PREFIX}{key}.{name}"] = value
-            changes.append(partial(self._put, key, name, value))
+        self._refuse_other_cuts(metadata.state_dict_metadata, saved["cuts"])
+        fresh = list(self._fresh(metadata, saved["values"]))
+        targets = {f"{_PREFIX}{key}.{name}": value for key, name, value in fresh}
+        tensors = {path: value for path, value in targets.items() if isinstance(value, Tensor)}
+        changes: list[Change] = [partial(self._put, *each) for each in fresh]
         for key, held in self._scalars.items():
-            for name in held.keys() & saved["values"].get(key, {}).keys():
-                state = self._part_of[key].state(key)
-                changes.append(partial(_set, state, name, saved["values"][key][name]))
+            changes += _setting(self._part_of[key].state(key), held, saved["values"].get(key, {}))
         options = {key: found for found, keys in saved["groups"] for key in keys}
         for part in self._parts:
-            for group, keys in part.groups():
-                _refuse_other_options(part, group, keys, options)
-                for name in group.keys() & options[keys[0]].keys():
-                    changes.append(partial(_set, group, name, options[keys[0]][name]))
+            changes += part.options(options)
             if part.fused_steps is not None and saved["fused_steps"] is not None:
                 # They live in the kernel and not in any state.
                 changes.append(partial(part.optimizer.set_optimizer_step, saved["fused_steps"]))
+        return self.tensors | tensors, changes
 
-        def commit() -> list[str]:
-            for change in changes:
-                change()
-            return sorted(merged)
-
-        return targets, commit
-
-    def _merges(
-        self, metadata: Metadata, cuts: Json, choice: RowWiseState
-    ) -> Iterator[tuple[str, Tensor, Callable[[], None]]]:
-        """Row-wise state that was saved with other cuts: its key, what to load, how to merge it."""
-        for path, found in self._row_wise.items():
-            # It fits its saved size where the number of cuts is equal, and may be wrong still.
-            before = cuts.get(path, [0])
-            if path not in metadata.state_dict_metadata or before == found.cuts:
-                continue
-            if choice == "refuse":
+    def _refuse_other_cuts(self, saved: Mapping[str, object], cuts: Json) -> None:
+        """Refuse row-wise state that was saved with other column cuts. It fits its saved size where
+        the number of cuts is equal, and would be wrong still."""
+        for path in sorted(self.tensors.keys() & saved.keys()):
+            before, now = cuts.get(path, _UNCUT), self._cuts.get(path, _UNCUT)
+            if before != now:
                 raise ValueError(
                     f"{path!r} has a number for each row of a column shard: it was saved with"
-                    f" cuts at columns {before}, and they are at {found.cuts} now. Cut the table"
-                    " as before, or pass row_wise_state='merge'."
+                    f" cuts at columns {before}, and they are at {now} now. Cut the table as"
+                    " before."
                 )
-            yield path, *found.merging(before)
 
     def _fresh(self, metadata: Metadata, values: Json) -> Iterator[tuple[str, str, Any]]:
         """State by parameter and name, where it has none yet and had some when it was saved:
@@ -227,24 +212,30 @@ class OptimizerState:
 
 def gathered(described: Sequence[Json]) -> Json:
     """Return the :meth:`OptimizerState.described` of all ranks as one."""
-    options: dict[str, Json] = {}
-    values: dict[str, Json] = {}
-    cuts: dict[str, list[int]] = {}
+    whole: Json = {"options": {}, "values": {}, "cuts": {}}
+    steps: list[int] = []
     for each in described:
-        values |= each["values"]
-        cuts |= each["cuts"]
-        for found, keys in each["groups"]:
-            options |= dict.fromkeys(keys, found)
-    # Parameters of equal options share a group, so that the file depends on no sharding.
-    groups: dict[str, tuple[Json, list[str]]] = {}
-    for key, found in sorted(options.items()):
-        groups.setdefault(repr(sorted(found.items())), (found, []))[1].append(key)
-    steps = _most(each["fused_steps"] for each in described)
-    return {"groups": list(groups.values()), "values": values, "cuts": cuts, "fused_steps": steps}
+        steps += each["fused_steps"]
+        for name, entries in whole.items():
+            entries |= each[name]
+    # In order, so that the file depends on no sharding.
+    groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
+    return {**whole, "groups": groups, "fused_steps": max(steps, default=None)}
 
 
-def _most(counts: Iterable[int | None]) -> int | None:
-    return max((count for count in counts if count is not None), default=None)
+def _is_row_wise(value: Tensor, param: Tensor) -> bool:
+    """Whether the sums of a table that is not sharded are one number a row."""
+    # A table of one column has sums of its own shape in any Adagrad.
+    return value.shape == (*param.shape[:1], 1) != param.shape and value.is_contiguous()
+
+
+def _column_cuts(value: Tensor, param: Any) -> list[int]:
+    """The first columns of the cuts of a table, if it is sharded and ``value`` has a number for
+    each row of each cut."""
+    if value.dim() != 1 or not hasattr(param, "local_shards"):
+        return _UNCUT
+    shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
+    return sorted({shard.shard_offsets[1] for shard in shards})
 
 
 def _parts(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[_Part]:
@@ -286,19 +277,19 @@ def _joined(prefix: str, key: str) -> str:
 
 
 def _refuse_other_options(
-    part: _Part, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
+    optimizer: object, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
 ) -> None:
     """Refuse saved options that a param group can't have."""
     if unsaved := [key for key in keys if key not in saved]:
         raise ValueError(
             f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
         )
-    first = keys[0]
+    first = saved[keys[0]]
     for key in keys:
-        for name in sorted(group.keys() & saved[first].keys() & saved[key].keys()):
-            if not _alike(saved[key][name], saved[first][name]):
+        for name in sorted(group.keys() & first.keys() & saved[key].keys()):
+            if not _alike(saved[key][name], first[name]):
                 raise ValueError(
-                    f"{first!r} and {key!r} had another {name!r} each, and are in one group now."
+                    f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group now."
                 )
     # Fused optimizers have a learning rate alone.
     is_fused = group.keys() <= _OF_FUSED
@@ -306,7 +297,7 @@ def _refuse_other_options(
         if lost := sorted(saved[key].keys() - group.keys() - _OF_SCHEDULERS):
             raise ValueError(
                 f"{key!r} was saved with the option {lost[0]!r}, which"
-                f" {type(part.optimizer).__name__} does not have: it was stepped by another"
+                f" {type(optimizer).__name__} does not have: it was stepped by another"
                 " class of optimizer."
             )
 
@@ -318,6 +309,11 @@ def _alike(ours: Json, theirs: Json) -> bool:
     return bool(ours == theirs)
 
 
+def _setting(held: dict[str, Any], now: Mapping[str, Json], saved: Json) -> list[Change]:
+    """Return functions that give values and options that are here their saved ones."""
+    return [partial(_set, held, name, saved[name]) for name in now.keys() & saved.keys()]
+
+
 def _set(held: dict[str, Any], name: str, value: Json) -> None:
     """Give an option or a value its saved one, in the type that it has."""
     now = held[name]
@@ -326,6 +322,12 @@ def _set(held: dict[str, Any], name: str, value: Json) -> None:
         now.fill_(value)
     else:
         held[name] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _plain_options(group: Mapping[str, Any], first: str) -> Json:
+    """The options of a param group, whose first parameter an error names."""
+    names = group.keys() - {"params", "param_names"}
+    return {name: _plain(f"option {name!r} of {first!r}", group[name]) for name in names}
 
 
 def _plain(what: str, value: Any) -> Json:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -262,11 +262,9 @@ def _errors_of_ranks(action: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as fault:
-        faults = {rank: error for rank, (error, _) in sorted(fault.failures.items())}
+        faults = [(rank, error) for rank, (error, _) in sorted(fault.failures.items())]
         text = " | ".join(
-            f"rank {rank}: {type(error).__name__}: {cut(str(error))}"
-            for rank, error in faults.items()
+            f"rank {rank}: {type(error).__name__}: {cut(str(error))}" for rank, error in faults
         )
-        first = next(iter(faults.values()))
-        kind: Callable[[str], Exception] = OSError if isinstance(first, OSError) else ValueError
+        kind: type[Exception] = OSError if isinstance(faults[0][1], OSError) else ValueError
         raise kind(f"{action} failed. {text}") from None

@@ -49,9 +49,7 @@ def argv(
     target = ["-m", str(spec.module)] if spec.script is None else [spec.script]
     words = [_literal(word) for word in (*before, *target, *spec.args)]
     # Without `--`, torchrun takes words of the script for abbreviations of its own options.
-    ranks = ["--", *words]
-    if words[0] == "-m":
-        ranks = ["-m", "--", *words[1:]]
+    ranks = ["-m", "--", *words[1:]] if words[0] == "-m" else ["--", *words]
     start = [*(program or [spec.python, "-m", "torch.distributed.run"])]
     start += ["--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)]
     end = ["--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1"]
@@ -66,16 +64,21 @@ def _literal(word: str) -> str:
     return word.replace("$", "$$") if changed else word
 
 
+def meeting(endpoint: str, job: str) -> list[str]:
+    """Return the words by which the nodes of `job` meet at `endpoint`."""
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
+    return [*words, "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
+
+
 def _rendezvous(spec: LaunchSpec) -> list[str]:
-    endpoint, local_addr = spec.rdzv_endpoint, spec.local_addr
     if spec.max_nodes == 1:
-        endpoint, local_addr = f"{_LOOPBACK}:0", _LOOPBACK
-    elif missing := [name for name in ("rdzv_endpoint", "rdzv_id") if not getattr(spec, name)]:
-        rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
-        raise ValueError(f"Invalid {missing[0]}={getattr(spec, missing[0])!r}: {rule}.")
-    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(endpoint), "--rdzv-id", new_id(spec)]
-    words += ["--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
-    return [*words, "--local-addr", local_addr] if local_addr else words
+        return [*meeting(f"{_LOOPBACK}:0", new_id(spec)), "--local-addr", _LOOPBACK]
+    for name in ("rdzv_endpoint", "rdzv_id"):
+        if not getattr(spec, name):
+            rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
+            raise ValueError(f"Invalid {name}={getattr(spec, name)!r}: {rule}.")
+    words = meeting(str(spec.rdzv_endpoint), new_id(spec))
+    return [*words, "--local-addr", spec.local_addr] if spec.local_addr else words
 
 
 def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
@@ -110,13 +113,11 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     added = defaults(spec, cores)
     if spec.max_nodes == 1 and os.path.isdir("/sys/class/net/lo"):
         added["GLOO_SOCKET_IFNAME"] = "lo"
-    kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
+    kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONHASHSEED"} & inherited.keys()
     # A rank with `random` hashes, or an invalid seed, could not talk to the others.
-    if inherited.get("PYTHONHASHSEED", "").isdecimal():
-        kept.add("PYTHONHASHSEED")
-    for name in kept & inherited.keys() & added.keys():
-        del added[name]
-    return added | dict(spec.env)
+    if not inherited.get("PYTHONHASHSEED", "").isdecimal():
+        kept.discard("PYTHONHASHSEED")
+    return {name: value for name, value in added.items() if name not in kept} | dict(spec.env)
 
 
 def environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -43,11 +43,12 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> dict[st
     meeting = _meeting(spec) if spec.max_nodes > 1 else []
     words = argv(spec, rendezvous=meeting, quote=_escaped)
     variables = defaults(spec, spec.cpus) | dict(spec.env)
+    # Trainers from v2.2 on accept only numbers here; the command has it anyway.
+    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None
     trainer: dict[str, Any] = {
         "image": spec.image,
         "numNodes": spec.max_nodes,
-        # Trainers from v2.2 on accept only numbers here; the command has it anyway.
-        "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
+        "numProcPerNode": count,
         "command": words[: len(words) - args],
         "args": words[len(words) - args :],
         "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],
@@ -61,7 +62,7 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> dict[st
         "spec": {
             "runtimeRef": {"apiGroup": api, "kind": kind, "name": runtime},
             # Kubernetes reads an empty field as a value, not as the default.
-            "trainer": {key: trainer[key] for key in trainer if trainer[key] not in (None, [], {})},
+            "trainer": {key: value for key, value in trainer.items() if value},
         },
     }
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,11 +27,12 @@ from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.optim.gradients import (
     NO_SCALER,
     Claim,
+    Gradients,
     check_claims,
     take_gradients,
     update_weights,
 )
-from dist_sparse.optim.parameters import Gradients, optimizer_class, owned_by, wiring_of
+from dist_sparse.optim.parameters import optimizer_class, parameters_of, wiring_of
 from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -71,13 +71,13 @@ class OptimScheduler(abc.ABC):
 
     Attributes:
         optimizer: the ``torch.optim.Optimizer``. Fused tables, which TorchRec updates inside the
-            backward, are not in it: they take a learning rate only, in :meth:`forward_context`.
+            backward, are not in it: they keep their own optimizer and its learning rate.
         scaler: the ``GradScaler``, or None.
 
     Raises:
         AssertionError: an interval is not an integer >= 1, or ``optim_loss`` is not a string.
         ValueError: another argument is invalid, or does not fit fused tables or the model's other
-            OptimSchedulers.
+            OptimSchedulers; or the model has sharded tables without a fused optimizer.
 
     Example::
 
@@ -130,6 +130,7 @@ class OptimScheduler(abc.ABC):
             )
         self.model, self.distributed = model, distributed
         self.optim_loss, self.use_amp = optim_loss, use_amp
+        self._loss_name = optim_loss or "loss"
         self.updated_modules = updated_modules
         if updated_modules is not None:
             self.updated_modules = list(name_list("updated_modules", updated_modules))
@@ -144,25 +145,20 @@ class OptimScheduler(abc.ABC):
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
         self._refuse_missing_averaging()
-        self._owned = owned_by(self._wiring, self.updated_modules)
+        self._owned = parameters_of(self._wiring, self.updated_modules)
         if self._wiring.fused:
             self._refuse_for_fused(scaled)
-        # With fused tables alone: a group without parameters still holds the learning rate.
-        parameters: Any = self._owned.parameters or [{"params": []}]
-        self.optimizer = optimizer_class(optim_type)(parameters, **dict(optim_conf or {}))
+        self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
         self.scaler = torch.amp.GradScaler(self._device) if scaled else None
+        self._scaler = self.scaler or NO_SCALER
         self.sche_init(**sche_conf)
-        # Older schedules take no epoch_num.
-        self._lr_by_step = list(inspect.signature(self.update_lr).parameters) == ["real_step"]
         # A loss and its gradients, which step() has yet to use.
         self._taken: tuple[Tensor | None, Gradients] = None, {}
         # Whether a backward has run.
         self._has_run = False
         # Number of steps whose gradients are in .grad and wait for the update.
         self._accumulated = 0
-        # Step and epoch for which the learning rate of fused tables was set.
-        self._forward: tuple[int, int] | None = None
         self._join()
 
     @abc.abstractmethod
@@ -174,7 +170,7 @@ class OptimScheduler(abc.ABC):
         """Return the learning rate, without ``ft_factor``, of a real step and an epoch, from 1.
 
         It must be a pure function of its arguments: it is called at every step that contributes to
-        an update, twice with fused tables.
+        an update.
         """
 
     def extra_repr_fn(self) -> str:
@@ -185,21 +181,18 @@ class OptimScheduler(abc.ABC):
     def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
         """Run a step's forward and losses in this context, for all OptimSchedulers of the model.
 
-        It sets the learning rate of fused tables, and enables autocast if an OptimScheduler has
-        ``use_amp``. Under DDP it disables the averaging of gradients, unless an update follows this
-        step: DDP decides in the forward, so ``no_sync`` around the backward alone has no effect.
+        It enables autocast if an OptimScheduler has ``use_amp``. Under DDP it disables the
+        averaging of gradients, unless an update follows this step: DDP decides in the forward, so
+        ``no_sync`` around the backward alone has no effect.
 
         Args:
             step_num: of the step, from 1.
-            epoch_num: of the step, from 1; may be left out without fused tables.
+            epoch_num: of the step, from 1; may be left out.
         """
         step_num = integer("step_num", step_num, least=1)
         if epoch_num is not None:
-            epoch_num = integer("epoch_num", epoch_num, least=1)
+            integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
-        for peer in sharing:
-            if peer._owned.fused and peer._due(step_num):
-                peer._set_fused_lr(step_num, epoch_num)
         # All with mixed precision have the same dtype. With none, an outer autocast stays on.
         dtype = next(filter(None, (peer._autocast for peer in sharing)), None)
         autocast = torch.autocast(self._device, dtype) if dtype else nullcontext()
@@ -216,7 +209,7 @@ class OptimScheduler(abc.ABC):
         logger: Any = None,
     ) -> None:
         """Run the backward and, at the end of a real step, the update. Collective under DDP and
-        with sharded gradients.
+        with sharded tables.
 
         Several OptimSchedulers of a model can be stepped one after the other with the losses of one
         forward. Delete one that is no longer stepped, or its gradients are still computed.
@@ -234,9 +227,8 @@ class OptimScheduler(abc.ABC):
         Raises:
             AssertionError: there is no loss named "loss".
             KeyError: there is none named ``optim_loss``.
-            ValueError: a number, the loss or the learning rate is invalid, the forward of fused
-                tables was not in :meth:`forward_context`, or the model's OptimSchedulers can't
-                share this forward. In all three cases nothing has changed.
+            ValueError: a number, the loss or the learning rate is invalid, or the model's
+                OptimSchedulers can't share this forward. In all three cases nothing has changed.
 
         If the backward or the update itself fails, for example out of memory, the gradients of the
         real step are dropped.
@@ -332,20 +324,16 @@ class OptimScheduler(abc.ABC):
 
     def _refuse_for_fused(self, scaled: bool) -> None:
         """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
-        to be scaled, accumulated, or clipped."""
-        # An infinite norm clips nothing.
-        clips = self._owned.fused and self.grad_clip not in (None, math.inf)
+        to be scaled or accumulated."""
         refused = {
             "use_amp=True with float16": scaled,
             f"accum_grad={self.accum_grad}": self.accum_grad > 1,
-            f"grad_clip={self.grad_clip}": clips,
         }
         for argument in filter(refused.get, refused):
             raise ValueError(
                 f"Invalid {argument}: the model has fused tables, which are updated inside every"
-                " backward, before gradients can be scaled, accumulated or clipped. Use"
-                " amp_dtype=torch.bfloat16, larger batches, grad_clip=None with the fused"
-                " optimizer's own gradient_clipping, or tables with a dense kernel."
+                " backward, before gradients can be scaled or accumulated. Use"
+                " amp_dtype=torch.bfloat16, or larger batches."
             )
 
     def _join(self) -> None:
@@ -355,7 +343,7 @@ class OptimScheduler(abc.ABC):
             self._refuse_beside(peer)
         self._peers[id(self)] = self
         # Gradients of an earlier run are not part of the first update.
-        for peer in [self, *self._overlapping()]:
+        for peer in self._overlapping():
             peer._drop_gradients()
 
     def _refuse_beside(self, peer: OptimScheduler) -> None:
@@ -388,7 +376,7 @@ class OptimScheduler(abc.ABC):
                 f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
             )
         # A KeyError names a loss that is missing.
-        return losses[self.optim_loss or "loss"]
+        return losses[self._loss_name]
 
     def _sharing(self) -> list[OptimScheduler]:
         """Return this OptimScheduler, then the model's others that share its forward, newest first.
@@ -398,20 +386,23 @@ class OptimScheduler(abc.ABC):
         """
         sharing = [self]
         for peer in reversed(list(self._peers.values())):
-            if not any(peer._owned.overlaps(known._owned) for known in sharing):
+            if not any(peer._overlaps(known) for known in sharing):
                 sharing.append(peer)
         return sharing
 
     def _overlapping(self) -> list[OptimScheduler]:
-        """Return the model's other OptimSchedulers that update some of the same parameters."""
-        others = [peer for peer in self._peers.values() if peer is not self]
-        return [peer for peer in others if peer._owned.overlaps(self._owned)]
+        """Return the model's OptimSchedulers that update some of the same parameters, and this."""
+        return [peer for peer in self._peers.values() if peer._overlaps(self)]
+
+    def _overlaps(self, other: OptimScheduler) -> bool:
+        return not set(self._owned).isdisjoint(other._owned)
 
     def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
         """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
-        if any(peer._accumulated for peer in self._overlapping()):
+        others = [peer for peer in self._overlapping() if peer is not self]
+        if any(peer._accumulated for peer in others):
             raise ValueError(
                 "Another OptimScheduler has accumulated gradients in parameters that this one "
                 "updates too. Finish its real step first, or delete the one that is no longer "
@@ -419,7 +410,7 @@ class OptimScheduler(abc.ABC):
             )
         # Another OptimScheduler may have taken the gradients of this loss already.
         if self._taken[0] is not loss:
-            self._run_backward(losses, step_num, epoch_num)
+            self._run_backward(losses, step_num)
         for parameter, grad in self._taken[1].items():
             parameter.grad = grad
         for group in self.optimizer.param_groups:
@@ -429,18 +420,15 @@ class OptimScheduler(abc.ABC):
         self._has_run = True
         self._accumulated += 1
 
-    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int) -> None:
         """Take the gradients of all OptimSchedulers that are due with these losses."""
-        due = []
+        due, claims = [], []
         for peer in self._sharing():
-            if peer._due(step_num) and (peer.optim_loss or "loss") in losses:
+            if peer._due(step_num) and peer._loss_name in losses:
                 due.append(peer)
-        claims = []
-        for peer in due:
-            scaler = peer.scaler or NO_SCALER
-            claims.append(Claim(peer._owned, peer._loss(losses), peer.accum_grad, scaler))
+                loss = losses[peer._loss_name]
+                claims.append(Claim(peer._owned, loss, peer.accum_grad, peer._scaler))
         check_claims(self._wiring, claims)
-        self._refuse_untimely_fused(due, step_num, epoch_num)
         try:
             with self._unsynchronized(step_num):
                 taken = take_gradients(self._wiring, claims)
@@ -453,41 +441,19 @@ class OptimScheduler(abc.ABC):
         for peer, claim, gradients in zip(due, claims, taken, strict=True):
             peer._taken = claim.loss, gradients
 
-    def _refuse_untimely_fused(
-        self, due: list[OptimScheduler], step_num: int, epoch_num: int
-    ) -> None:
-        """Raise a ValueError if a backward would update fused tables when they are not due, or with
-        the learning rate of another step."""
-        for peer in self._sharing():
-            if not peer._owned.fused:
-                continue
-            if peer not in due:
-                raise ValueError(
-                    "Fused tables are updated inside every backward, but the OptimScheduler that "
-                    f"owns them is not due at {step_num=} or does not use this loss. Give all of "
-                    "them the same losses and step_per_update, and delete those that are no longer "
-                    "stepped."
-                )
-            if peer._forward != (step_num, epoch_num):
-                raise ValueError(
-                    "Fused tables read their learning rate in the forward, but the forward of "
-                    f"{step_num=}, {epoch_num=} was not in forward_context(). Run the model inside "
-                    "`with scheduler.forward_context(step_num, epoch_num):` at every step."
-                )
-
     def _update(self, step_num: int, logger: Any) -> None:
         """Update the weights, then the masks."""
         self._accumulated = 0
         norm, updated = update_weights(
             self.optimizer,
-            self.scaler or NO_SCALER,
+            self._scaler,
             self._owned,
             grad_clip=self.grad_clip or math.inf,
             norm_type=self.grad_norm_type,
         )
         if not math.isfinite(norm) and logger is not None:
-            where = f"Real step {self._real_step(step_num)}"
-            logger.info(f"{where}: the norm of the gradients is {norm}; no update.")
+            real_step = self._real_step(step_num)
+            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
         if updated:
             for part in self._sparsity.values():
                 part.step()
@@ -500,34 +466,22 @@ class OptimScheduler(abc.ABC):
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
         """Return the learning rate of a step, checked."""
-        arguments = {"real_step": self._real_step(step_num), "epoch_num": epoch_num}
-        if self._lr_by_step:
-            # As in older SpeeChain schedules.
-            del arguments["epoch_num"]
-        lr: Any = self.update_lr(**arguments)
+        lr: Any = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
         if isinstance(lr, Tensor):
             lr = lr.item()
         # A rate that is not finite would turn weights into NaN.
         lr = number("learning rate", lr, least=0)
         return float(number("learning rate times ft_factor", lr * self.ft_factor))
 
-    def _set_fused_lr(self, step_num: int, epoch_num: int | None) -> None:
-        """Set the learning rate of fused tables, which their kernels read in the forward."""
-        # Optional for callers without fused tables.
-        epoch_num = integer("epoch_num", epoch_num, least=1)
-        self._owned.set_fused_lr(self._lr(step_num, epoch_num))
-        self._forward = step_num, epoch_num
-
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         """Return a context without averaging of gradients, unless an update of an OptimScheduler
         follows this step."""
         stack = ExitStack()
-        if not self.distributed or any(peer._updates(step_num) for peer in self._sharing()):
-            return stack
-        for module in self._wiring.replicating:
-            # DDP with static_graph learns the graph in the first backward, which must average.
-            if self._has_run or not getattr(module, "static_graph", False):
-                stack.enter_context(module.no_sync())
+        if self.distributed and not any(peer._updates(step_num) for peer in self._sharing()):
+            for module in self._wiring.replicating:
+                # DDP with static_graph learns the graph in the first backward, which must average.
+                if self._has_run or not getattr(module, "static_graph", False):
+                    stack.enter_context(module.no_sync())
         return stack
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def check_state(
     loaded.load_state_dict(saved["optimizer"])
     # States of other packages have any names and shapes.
     if type(optimizer).__module__.startswith("torch.optim."):
-        _refuse_other_parameters(loaded)
+        _refuse_other_optimizer(optimizer, loaded)
     facts = {"learning rates": [group["lr"] for group in loaded.param_groups]}
     # A run without AMP has saved None or {}.
     if scaler is not None and saved.get("scaler"):
@@ -87,19 +86,29 @@ def _refuse_other_parts(saved: Any, sparsity: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_other_parameters(loaded: torch.optim.Optimizer) -> None:
-    parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
-    for at, parameter in enumerate(parameters):
-        # Step counts are scalars.
-        shapes = torch.Size(), parameter.shape
-        for name, part in loaded.state.get(parameter, {}).items():
-            # Adafactor's two variances are a row and a column.
-            fits = name in ("row_var", "col_var") or getattr(part, "shape", shapes[0]) in shapes
-            if not fits:
-                raise ValueError(
-                    f"The state is of other parameters: {name} of number {at} has the shape "
-                    f"{tuple(part.shape)}, the parameter {tuple(parameter.shape)}."
-                )
+def _refuse_other_optimizer(
+    optimizer: torch.optim.Optimizer, loaded: torch.optim.Optimizer
+) -> None:
+    for ours, group in zip(optimizer.param_groups, loaded.param_groups, strict=True):
+        # Learning rate schedulers add others.
+        if missing := sorted(loaded.defaults.keys() & ours.keys() - group.keys()):
+            raise ValueError(
+                f"The state is of another class than {type(loaded).__name__}: its groups lack"
+                f" {missing}."
+            )
+        for parameter in group["params"]:
+            _refuse_other_shapes(loaded.state.get(parameter, {}), parameter.shape)
+
+
+def _refuse_other_shapes(state: Mapping[str, Any], shape: torch.Size) -> None:
+    # Step counts are scalars, and Adafactor's two variances a row and a column.
+    parts = {name: part for name, part in state.items() if name not in ("row_var", "col_var")}
+    for name, part in parts.items():
+        if getattr(part, "shape", shape) not in (shape, torch.Size()):
+            raise ValueError(
+                f"The state is of other parameters: {name} has the shape {tuple(part.shape)}, the"
+                f" parameter {tuple(shape)}."
+            )
 
 
 def _checked_scale(saved: Any) -> Any:

@@ -9,10 +9,11 @@ shards a module, so nothing communicates; the views come from the kernels. Both 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,62 +25,71 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
 from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
 from dist_sparse.tables.tensors import steps_in_backward
-from dist_sparse.torchrec.contract import REFUSED
-from dist_sparse.torchrec.types import (
-    BoundsCheckMode,
-    DataType,
-    DMPCollection,
-    EmbeddingBagCollection,
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollection,
-    EmbeddingCollectionInterface,
-    FeatureProcessedEmbeddingBagCollection,
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-    ShardedEmbeddingModule,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-    ShardingEnv2D,
-    ShardingStrategy,
-    data_type_to_dtype,
-    get_embedding_names_by_table,
-)
+from dist_sparse.torchrec import types
 
 _FUSED: Final = ("fused", "fused_uvm", CACHED)
 _KERNELS: Final = ("dense", *_FUSED)
-_TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
+_TYPES: Final = (types.DataType.FP32, types.DataType.FP16, types.DataType.BF16)
 
 _KNOWN: Final = (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-    ShardedFeatureProcessedEmbeddingBagCollection,
+    types.EmbeddingBagCollection,
+    types.EmbeddingCollection,
+    types.ShardedEmbeddingBagCollection,
+    types.ShardedEmbeddingCollection,
+    types.ShardedFeatureProcessedEmbeddingBagCollection,
 )
-_BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
-_SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_BAGS: Final = (types.EmbeddingBagCollection, types.ShardedEmbeddingBagCollection)
+_SHARDED: Final = (types.ShardedEmbeddingBagCollection, types.ShardedEmbeddingCollection)
 _FEATURE_PROCESSED: Final = (
-    FeatureProcessedEmbeddingBagCollection,
-    ShardedFeatureProcessedEmbeddingBagCollection,
+    types.FeatureProcessedEmbeddingBagCollection,
+    types.ShardedFeatureProcessedEmbeddingBagCollection,
 )
 _ANY_COLLECTION: Final = (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-    ShardedEmbeddingModule,
+    types.EmbeddingBagCollectionInterface,
+    types.EmbeddingCollectionInterface,
+    types.ShardedEmbeddingModule,
 )
+
+_QUANTIZED: Final = "it is quantized; sparsify the float model before quantizing"
+_COLLISIONS: Final = "managed collisions move ids between rows"
+_ITEP: Final = "in-training pruning (ITEP) moves ids between rows"
+_PEC: Final = "PEC collections handle colliding ids on their own"
+
+REFUSED: Final = {
+    "torchrec.modules.mc_embedding_modules": _COLLISIONS,
+    "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
+    "torchrec.modules.itep_embedding_modules": _ITEP,
+    "torchrec.distributed.itep_embeddingbag": _ITEP,
+    "torchrec.modules.pec_embedding_modules": _PEC,
+    "torchrec.distributed.pec_embedding": _PEC,
+    "torchrec.distributed.embedding_tower_sharding": (
+        "an embedding tower lives on the ranks of one host only"
+    ),
+    "torchrec.modules.fused_embedding_modules": (
+        "it is a table batch of its own; use EmbeddingBagCollection"
+    ),
+    "torchrec.quant.embedding_modules": _QUANTIZED,
+    "torchrec.distributed.quant_embedding": _QUANTIZED,
+    "torchrec.distributed.quant_embeddingbag": _QUANTIZED,
+}
+"""Python modules whose collections change behind a mask which row an id means, or the row itself,
+and why. Not imported: several are slow."""
 
 
 def refusal(module: nn.Module) -> str | None:
     """Return why the tables below a module of TorchRec's can't be sparsified, and what would work;
     None if they can."""
-    if _is_fully_sharded(module):
+    env = module._env if isinstance(module, _SHARDED) else None
+    # One-dimensional parallelism has no strategy.
+    strategy = getattr(env, "sharding_strategy", None)
+    if strategy is types.ShardingStrategy.FULLY_SHARDED:
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"
             " strategy works"
         )
     for base in type(module).__mro__:
         # These files have helpers besides, which hold no tables.
-        holds_tables = base.__name__.startswith("Sharded") or "Collection" in base.__name__
-        if base.__module__ in REFUSED and holds_tables:
+        if base.__module__ in REFUSED and re.search("^Sharded|Collection", base.__name__):
             return REFUSED[base.__module__]
     if isinstance(module, _ANY_COLLECTION) and not isinstance(module, _KNOWN):
         return (
@@ -87,15 +97,6 @@ def refusal(module: nn.Module) -> str | None:
             " EmbeddingCollection work"
         )
     return None
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    if not is_sharded(module):
-        return False
-    sharded: Any = module
-    # One-dimensional parallelism has no strategy.
-    strategy = getattr(sharded._env, "sharding_strategy", None)
-    return strategy is ShardingStrategy.FULLY_SHARDED
 
 
 def processes_features(module: nn.Module) -> bool:
@@ -107,7 +108,7 @@ def processes_features(module: nn.Module) -> bool:
 def averages(module: nn.Module) -> bool:
     """Return whether a module averages copies of its tables now and then, by its method
     ``sync``."""
-    return isinstance(module, DMPCollection)
+    return isinstance(module, types.DMPCollection)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -117,26 +118,23 @@ def is_sharded(module: nn.Module) -> bool:
 
 def lookups(module: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection, [] of another module."""
-    if not is_sharded(module):
-        return []
-    sharded: Any = module
-    return list(sharded._lookups)
+    return list(module._lookups) if isinstance(module, _SHARDED) else []
 
 
 def collection(module: nn.Module) -> Collection | None:
     """Return a collection as it is now, None for another module."""
     if is_sharded(module):
         return ShardedTables(module)
-    if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+    if isinstance(module, (types.EmbeddingBagCollection, types.EmbeddingCollection)):
         return UnshardedTables(module)
     return None
 
 
 def configs_of(module: Any) -> list[Any]:
     """Return TorchRec's own configurations of a collection's tables, of a compact one too."""
-    if isinstance(module, ShardedEmbeddingBagCollection):
+    if isinstance(module, types.ShardedEmbeddingBagCollection):
         return list(module._embedding_bag_configs)
-    if isinstance(module, ShardedEmbeddingCollection):
+    if isinstance(module, types.ShardedEmbeddingCollection):
         return list(module._embedding_configs)
     bags = hasattr(module, "embedding_bag_configs")
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
@@ -389,14 +387,11 @@ class UnshardedTables:
         self._configs = configs_of(module)
         self.pooled = isinstance(module, _BAGS)
         self.attribute = "embedding_bags" if self.pooled else "embeddings"
-        self._set_flags(module)
-
-    def _set_flags(self, module: Any) -> None:
         # Only bags have weighted ids, and only sequences return the ids themselves.
         if self.pooled:
-            self.weighted = module.is_weighted()
+            self.weighted = module._is_weighted
         else:
-            self.needs_indices = module.need_indices()
+            self.needs_indices = module._need_indices
 
     @property
     def tables(self) -> list[TableConfig]:
@@ -410,7 +405,7 @@ class UnshardedTables:
     def outputs(self) -> dict[str, str]:
         """Return the table of each output, in no order."""
         found = {}
-        by_table = get_embedding_names_by_table(self._configs)
+        by_table = types.get_embedding_names_by_table(self._configs)
         for config, names in zip(self._configs, by_table, strict=True):
             found.update(dict.fromkeys(names, config.name))
         return found
@@ -480,28 +475,23 @@ class ShardedTables(UnshardedTables):
 
     is_sharded = True
 
-    def _set_flags(self, module: Any) -> None:
-        if self.pooled:
-            self.weighted = module._is_weighted
-        else:
-            self.needs_indices = module._need_indices
-
     def embeddings(self) -> dict[str, nn.Module]:
         """Return {}: kernels have the weights."""
         return {}
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield this rank's kernels, whoever steps their tables."""
-        for lookup in self._module._lookups:
-            yield from map(Kernel, _kernels_of(lookup))
+        yield from map(Kernel, self._kernels())
+
+    def _kernels(self) -> Iterator[Any]:
+        return chain.from_iterable(map(_kernels_of, self._module._lookups))
 
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""
-        for lookup in self._module._lookups:
-            for kernel in _kernels_of(lookup):
-                configs = kernel._config.embedding_tables
-                if any(config.compute_kernel.value in _FUSED for config in configs):
-                    yield FbgemmBatch(kernel)
+        for kernel in self._kernels():
+            configs = kernel._config.embedding_tables
+            if any(config.compute_kernel.value in _FUSED for config in configs):
+                yield FbgemmBatch(kernel)
 
     def fused_params(self) -> dict[str, dict[str, Any]]:
         """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same
@@ -516,12 +506,12 @@ class ShardedTables(UnshardedTables):
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
         modes = {
-            name: params.get("bounds_check_mode", BoundsCheckMode.WARNING)
+            name: params.get("bounds_check_mode", types.BoundsCheckMode.WARNING)
             for name, params in self.fused_params().items()
         }
         # FBGEMM lets this variable overrule the argument.
         if overruling := os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE"):
-            modes = dict.fromkeys(modes, BoundsCheckMode(int(overruling)))
+            modes = dict.fromkeys(modes, types.BoundsCheckMode(int(overruling)))
         return {name: mode.name.removeprefix("V2_") for name, mode in modes.items()}
 
     def optimizers(self) -> list[Any]:
@@ -537,10 +527,18 @@ class ShardedTables(UnshardedTables):
         places = self._places
         pieces = self._pieces[table]
         config = pieces.config
-        copied = isinstance(self._module._env, ShardingEnv2D) and config.local_metadata is not None
+        copied = (
+            isinstance(self._module._env, types.ShardingEnv2D) and config.local_metadata is not None
+        )
         _refuse_unknown_storage(name, config, copied)
         held = pieces.held[self._module._env.rank]
-        _refuse_other_sizes(name, held, pieces.views)
+        sizes = [(rect.rows, rect.cols) for rect in held]
+        found = [tuple(view.shape) for view in pieces.views]
+        if found != sizes:
+            raise ValueError(
+                f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels"
+                f" hold {found}."
+            )
         if config.compute_kernel.value == CACHED:
             # The caller may read and write the weights until the next lookup.
             for kernel in pieces.kernels:
@@ -548,7 +546,7 @@ class ShardedTables(UnshardedTables):
         return ShardedData(
             name=name,
             shape=_shape(config),
-            dtype=data_type_to_dtype(config.data_type),
+            dtype=types.data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
             ranks=tuple(places) if len(places) > 1 else None,
             # A row-wise table smaller than the world leaves the last ranks pieces of zero rows:
@@ -570,7 +568,7 @@ class ShardedTables(UnshardedTables):
         """For each global rank that holds the tables, in order: its number among those that share
         one copy."""
         env = self._module._env
-        if isinstance(env, ShardingEnv2D):
+        if isinstance(env, types.ShardingEnv2D):
             places = {}
             for copy in env.device_mesh.mesh.tolist():  # a row of ranks for each copy
                 places.update({rank: place for place, rank in enumerate(copy)})
@@ -642,16 +640,6 @@ def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
         )
 
 
-def _refuse_other_sizes(name: str, held: Sequence[Rect], views: Sequence[Tensor]) -> None:
-    sizes = [(rect.rows, rect.cols) for rect in held]
-    found = [tuple(view.shape) for view in views]
-    if found != sizes:
-        raise ValueError(
-            f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels"
-            f" hold {found}."
-        )
-
-
 def _shape(config: Any) -> tuple[int, int]:
     if config.global_metadata is None:  # data-parallel
         return config.local_rows, config.local_cols
@@ -664,11 +652,7 @@ def _rect(config: Any) -> Rect:
     whole."""
     if config.local_metadata is None:
         return Rect(0, 0, config.local_rows, config.local_cols)
-    (row, col), (rows, cols) = (
-        config.local_metadata.shard_offsets,
-        config.local_metadata.shard_sizes,
-    )
-    return Rect(row, col, rows, cols)
+    return Rect(*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
 
 
 def _not_empty(rects: Sequence[Rect]) -> tuple[Rect, ...]:

@@ -1,4 +1,5 @@
-"""DistributedModelParallel: built again around a module whose sharded collections were replaced.
+"""DistributedModelParallel, built again around a module whose sharded collections were replaced.
+TorchRec's optimizers: several in one, and stand-ins for what runs inside the backward.
 
 The new plan is derived from the old one, with the same sharding types, ranks and columns, so that
 the arithmetic of training stays the same.
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, Replacement
 from dist_sparse.tables.tensors import steps_in_backward
+from dist_sparse.torchrec import types
 from dist_sparse.torchrec.collections import (
     ShardedTables,
     UnshardedTables,
@@ -26,19 +28,11 @@ from dist_sparse.torchrec.collections import (
     configs_of,
     is_sharded,
 )
-from dist_sparse.torchrec.types import (
-    DistributedModelParallel,
-    EmbeddingModuleShardingPlan,
-    ParameterSharding,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-    ShardingPlan,
-    get_module,
-)
 
 
 def is_sharded_model(model: nn.Module) -> bool:
     """Return whether a model is a DistributedModelParallel."""
-    return isinstance(model, DistributedModelParallel)
+    return isinstance(model, types.DistributedModelParallel)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -50,7 +44,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def dense_layers(model: nn.Module) -> nn.Module:
     """Return the DDP module of a DistributedModelParallel's dense layers, the user's module if
     there is none."""
-    module: nn.Module = get_module(model)
+    module: nn.Module = types.get_module(model)
     return module
 
 
@@ -65,7 +59,7 @@ def compact_refusal(model: nn.Module, module: nn.Module) -> str | None:
 def _model_refusal(model: nn.Module, module: nn.Module) -> str | None:
     """Why no collection, or not this one, can be compacted where it is in the model."""
     for other in model.modules():
-        processes = isinstance(other, ShardedFeatureProcessedEmbeddingBagCollection)
+        processes = isinstance(other, types.ShardedFeatureProcessedEmbeddingBagCollection)
         if processes and module in other.modules():
             return (
                 "a feature processor weights ids by their positions, which removed ids would shift"
@@ -80,7 +74,7 @@ def _model_refusal(model: nn.Module, module: nn.Module) -> str | None:
 
 
 def _wrapper_refusal(model: Any) -> str | None:
-    if type(model) is not DistributedModelParallel:
+    if type(model) is not types.DistributedModelParallel:
         return (
             f"the model is a {type(model).__name__}; 2-D parallelism is not supported,"
             " DistributedModelParallel is"
@@ -162,7 +156,7 @@ def compact_plan(
             tables[name].weight._optimizer_kwargs = [dict(parameters)]
         old: Any = each.old
         plan.pop(each.old_path, None)
-        plan[each.new_path] = EmbeddingModuleShardingPlan(
+        plan[each.new_path] = types.EmbeddingModuleShardingPlan(
             {
                 name: _cut_again(sharding, tables[name])
                 for name, sharding in old.module_sharding_plan.items()
@@ -171,7 +165,7 @@ def compact_plan(
     return plan if planner is None else {**plan, **planner(root).plan}
 
 
-def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
+def _cut_again(sharding: types.ParameterSharding, table: Any) -> types.ParameterSharding:
     """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last
     ones smaller. Of a table that loses columns those shards stay that hold columns that are
     left."""
@@ -204,11 +198,11 @@ def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
     """
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
-        made: nn.Module = DistributedModelParallel(
+        made: nn.Module = types.DistributedModelParallel(
             root,
             env=model._env,
             device=model.device,
-            plan=ShardingPlan(dict(plan)),
+            plan=types.ShardingPlan(dict(plan)),
             sharders=model.sharders,
             init_data_parallel=False,
             data_parallel_wrapper=model._data_parallel_wrapper,
@@ -221,3 +215,27 @@ def wrap_layers(made: Any, model: Any) -> None:
     Collective."""
     if model._ddp_wrapped:
         made.init_data_parallel()
+
+
+def combined(optimizer: object) -> list[Any] | None:
+    """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
+    if not isinstance(optimizer, types.CombinedOptimizer):
+        return None
+    return [part for _, part in optimizer.optimizers]
+
+
+def is_fused(optimizer: object) -> bool:
+    """Return whether an optimizer only represents one that runs inside the backward."""
+    return isinstance(optimizer, types.FusedOptimizer)
+
+
+def named_parameters(optimizer: object) -> dict[str, Any] | None:
+    """Return the dict in which a keyed optimizer holds its parameters a second time, live; None for
+    another optimizer."""
+    # A CombinedOptimizer collects those of its parts anew at each read.
+    if not isinstance(optimizer, types.KeyedOptimizer) or isinstance(
+        optimizer, types.CombinedOptimizer
+    ):
+        return None
+    named: dict[str, Any] = optimizer.params
+    return named

@@ -10,14 +10,16 @@ from dist_sparse.torchrec.collections import (
     processes_features,
     refusal,
 )
+from dist_sparse.torchrec.jagged import among, with_outputs
 from dist_sparse.torchrec.models import (
+    combined,
     compact_plan,
     compact_refusal,
     dense_layers,
+    is_fused,
     is_sharded_model,
+    named_parameters,
     reshard,
     unwrapped,
     wrap_layers,
 )
-from dist_sparse.torchrec.optimizers import combined, is_fused, named_parameters
-from dist_sparse.torchrec.outputs import among, with_outputs

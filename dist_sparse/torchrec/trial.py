@@ -10,13 +10,9 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, train_pipeline
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.train_pipeline import (
-    TrainPipelineFusedSparseDist,
-    TrainPipelineSparseDist,
-)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -106,7 +102,4 @@ def pipeline_of(
     kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Any:
     """Return one of TorchRec's pipelines, by the name of its class."""
-    kinds: dict[str, Any] = {
-        each.__name__: each for each in (TrainPipelineSparseDist, TrainPipelineFusedSparseDist)
-    }
-    return kinds[kind](model, optimizer, device)
+    return getattr(train_pipeline, kind)(model, optimizer, device)

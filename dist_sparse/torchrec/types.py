@@ -1,15 +1,19 @@
 """TorchRec's own classes, for modules that subclass or build them.
 
-Every other module of this package that needs them imports them from here, behind the checks of
-releases and of private names: a release that lacks several names fails with one list.
+Every other module of this package that needs them imports them from here, behind the check of
+releases.
 """
 
 from __future__ import annotations
 
-from dist_sparse.torchrec.contract import check_contract
+import fbgemm_gpu
+import torch
+import torchrec
 
-# Before TorchRec's own imports, each of which would report the first missing name alone.
-check_contract()
+from dist_sparse.torchrec.versions import check_versions
+
+# Before TorchRec's own modules, whose errors name no release.
+check_versions(torch.__version__, torchrec.__version__, fbgemm_gpu.__version__)
 
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule

@@ -28,12 +28,9 @@ def advised(torch_version: str, torchrec_version: str) -> tuple[str, str]:
 
     Those that fit the torch; if none is known, those that fit the TorchRec; else the latest.
     """
-    base: Any = _minor(torch_version)
-    if base not in _TESTED:
-        by_torchrec: dict[Any, tuple[int, int]] = {
-            release: each for each, release in _TESTED.items()
-        }
-        base = by_torchrec.get(_minor(torchrec_version), max(_TESTED))
+    torch_of: dict[Any, tuple[int, int]] = {release: base for base, release in _TESTED.items()}
+    known = torch_of.get(_minor(torchrec_version), max(_TESTED))
+    base: Any = _minor(torch_version) if fitting(torch_version) else known
     return "{}.{}".format(*base), "{}.{}".format(*_TESTED[base])
 
 
@@ -44,37 +41,29 @@ def check_versions(torch_version: str, torchrec_version: str, fbgemm_version: st
         ImportError: two of them don't fit, or TorchRec is older than 1.0; says which part is wrong.
             Unknown (nightly, internal) versions and untested releases only warn.
     """
-    rec, gemm, base = (
-        _minor(version) for version in (torchrec_version, fbgemm_version, torch_version)
-    )
-    have = f"torch {torch_version}, torchrec {torchrec_version}, fbgemm-gpu {fbgemm_version}"
+    versions = torch_version, torchrec_version, fbgemm_version
+    base, rec, gemm = map(_minor, versions)
+    have = "torch {}, torchrec {}, fbgemm-gpu {}".format(*versions)
     if rec is None or gemm is None or base is None:
         warnings.warn(f"Can't tell whether these fit together: {have}.", stacklevel=2)
         return
     if rec[0] < 1:
         raise ImportError(f"The torchrec is too old: 1.0 or later is needed; installed: {have}.")
-    wanted = _torch_of(rec)
-    if rec != gemm:
-        raise ImportError(
-            f"The fbgemm-gpu is wrong: torchrec {torchrec_version} needs {rec[0]}.{rec[1]}.*;"
-            f" installed: {have}."
-        )
-    if rec[0] == 1 and base != wanted:
-        raise ImportError(
-            f"The torch is wrong: torchrec {torchrec_version} needs {wanted[0]}.{wanted[1]}.*;"
-            f" installed: {have}."
-        )
+    # TorchRec 2 may count otherwise.
+    torch = (2, rec[1] + 5) if rec[0] == 1 else base
+    for name, found, wanted in (("fbgemm-gpu", gemm, rec), ("torch", base, torch)):
+        if found != wanted:
+            raise ImportError(
+                f"The {name} is wrong: torchrec {torchrec_version} needs"
+                f" {wanted[0]}.{wanted[1]}.*; installed: {have}."
+            )
     if rec not in _TESTED.values():
-        tested = ", ".join(f"{major}.{minor}" for major, minor in _TESTED.values())
+        tested = ", ".join("{}.{}".format(*release) for release in _TESTED.values())
         warnings.warn(
             f"dist_sparse reads TorchRec's internals and knows those of {tested}; installed:"
             f" {have}.",
             stacklevel=2,
         )
-
-
-def _torch_of(torchrec: tuple[int, int]) -> tuple[int, int]:
-    return 2, torchrec[1] + 5
 
 
 def _minor(version: str) -> tuple[int, int] | None:

@@ -34,8 +34,8 @@ from dist_sparse.schedulers.ready import (
 )
 from dist_sparse.sparsifiers.importance import SCORES
 from dist_sparse.sparsifiers.score import SCOPES
-from dist_sparse.tables.shards import ROW, Rect, ShardedData, grid_of, resolve_block
-from dist_sparse.training.budget import budget_levels, parse_budget
+from dist_sparse.tables.shards import ROW, ShardedData
+from dist_sparse.training.budget import blocks_of, budget_levels, parse_budget
 
 Level: TypeAlias = float | Literal["untouched", "auto"]
 Levels: TypeAlias = Level | Mapping[str, Level]
@@ -109,44 +109,28 @@ class SparsifyArgs:
         if self.end is not None:
             # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
-        self._take_auto()
+        self.auto = self.level == AUTO
+        if self.auto:
+            # Equal steps, until one block is left: capped where the blocks of a table are known.
+            self.level = math.nextafter(1.0, 0.0)
+            self.schedule = self.schedule or "linear"
         for argument, check in _CHECKS.items():
             value = getattr(self, argument)
             if value is not None or argument not in _OPTIONAL:
                 setattr(self, argument, check(argument, value))
-        if self._removes_untouched:
+        levels = self.level.values() if isinstance(self.level, Mapping) else [self.level]
+        if checks.UNTOUCHED in levels:
             self._take_untouched()
         self.protect = checks.name_list("protect", self.protect)
-        if self.schedule is None:
-            self.schedule = "constant" if self.end is None else "cubic"
-        # A callable is a scheduler's class, and is taken as it is.
-        if not callable(self.schedule):
-            more = " or the class of a ready scheduler"
-            self.schedule = _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, more)]
+        self._take_schedule()
         self._refuse_conflicts()
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
             self.score = "norm"
 
-    @property
-    def _removes_untouched(self) -> bool:
-        given = self.level.values() if isinstance(self.level, Mapping) else [self.level]
-        return checks.UNTOUCHED in given
-
-    def _take_auto(self) -> None:
-        """Set the defaults of the level ``"auto"``: equal steps, until one block is left."""
-        self.auto = self.level == AUTO
-        if not self.auto:
-            return
-        # Capped for each table where its blocks are known.
-        self.level = math.nextafter(1.0, 0.0)
-        if self.schedule is None:
-            self.schedule = "linear"
-
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
-        if self.score is None:
-            self.score = "accumulator"
+        self.score = self.score or "accumulator"
         if self.schedule is None and self.end is not None:
             if self.begin:
                 raise ValueError(
@@ -155,6 +139,14 @@ class SparsifyArgs:
                 )
             # Before the end, rows that are yet to be looked up would be removed.
             self.begin, self.every, self.schedule = self.end, 1, "one_shot"
+
+    def _take_schedule(self) -> None:
+        if self.schedule is None:
+            self.schedule = "constant" if self.end is None else "cubic"
+        # A callable is a scheduler's class, and is taken as it is.
+        if not callable(self.schedule):
+            more = " or the class of a ready scheduler"
+            self.schedule = _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, more)]
 
     def _refuse_conflicts(self) -> None:
         # The other scores count nothing that could decay.
@@ -174,11 +166,11 @@ class SparsifyArgs:
         Args:
             names: of all tables.
         """
-        found = dict(vars(self))
-        for name, value in found.items():
-            if isinstance(value, Mapping):
-                # In order: of several globs that match, the last counts.
-                found[name] = list(value.items())
+        # Mappings in order: of several globs that match, the last counts.
+        found = {
+            name: list(value.items()) if isinstance(value, Mapping) else value
+            for name, value in vars(self).items()
+        }
         # A set of globs has another order on each rank.
         found["protect"] = sorted(self.protect)
         # Ranks compare text: a class crosses no rank.
@@ -244,11 +236,12 @@ def left_dense(
     reasons = _reasons(model, modules, located, args, include)
     # "table" means each table that is pruned; groups are names that a user expects to be rotated.
     if rotate not in (None, "table"):
-        rotated = list(chain.from_iterable(rotation_groups(rotate, names)))
-        refused = {name: reasons[name] for name in rotated if name in reasons}
+        rotated = set(chain.from_iterable(rotation_groups(rotate, names)))
+        refused = {name: reason for name, reason in reasons.items() if name in rotated}
         if refused:
             raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
-        reasons = {name: "in no group of rotate" for name in names if name not in rotated} | reasons
+        others = [name for name in names if name not in rotated]
+        reasons = dict.fromkeys(others, "in no group of rotate") | reasons
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     # In the order of the model, for summaries.
@@ -267,24 +260,26 @@ def _reasons(
     tables = _embedding_weights(modules)
     # Shards are views of parameters: only their memory tells which one they belong to.
     frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
-
-    def reason(data: ShardedData) -> str:
+    reasons = {}
+    for data in located:
+        whole = _whole(data)
+        included = any(_matches(data, pattern) for pattern in include)
         if data.name in guarded:
-            return "protected"
-        # A shard's tensor is not the parameter that knows whether it is trained.
-        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        if any(map(frozen, whole)):
-            return "frozen (requires_grad=False)"
-        if whole and not any(map(tables, whole)):
-            return ""  # a parameter that dense= selects, no table
-        if data.shape[0] < args.min_rows:
-            return f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
-        if _is_of_positions(data) and not any(_matches(data, pattern) for pattern in include):
-            return "position embeddings; include= prunes them"
-        return ""
+            reasons[data.name] = "protected"
+        elif any(map(frozen, whole)):
+            reasons[data.name] = "frozen (requires_grad=False)"
+        elif whole and not any(map(tables, whole)):
+            pass  # a parameter that dense= selects, no table
+        elif data.shape[0] < args.min_rows:
+            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
+        elif not included and _is_of_positions(data):
+            reasons[data.name] = "position embeddings; include= prunes them"
+    return reasons
 
-    reasons = {data.name: reason(data) for data in located}
-    return {name: why for name, why in reasons.items() if why}
+
+def _whole(data: ShardedData) -> list[Tensor]:
+    # A shard's tensor is not the parameter that knows whether it is trained.
+    return [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
 
 
 def _embedding_weights(modules: Iterable[nn.Module]) -> Callable[[Tensor], list[int]]:
@@ -322,12 +317,11 @@ def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str
     """
     found: set[str] = set()
     for pattern in protect:
-        matching = [data.name for data in located if _matches(data, pattern)]
+        matching = {data.name for data in located if _matches(data, pattern)}
         if not matching:
-            raise ValueError(
-                f"Invalid protect: {pattern!r} matches none of {[data.name for data in located]}."
-            )
-        found.update(matching)
+            names = [data.name for data in located]
+            raise ValueError(f"Invalid protect: {pattern!r} matches none of {names}.")
+        found |= matching
     return found
 
 
@@ -352,12 +346,11 @@ def final_levels(
         return {glob.escape(name): level for name, level in budgeted.items()}
     given = _by_name("level", args.level, located, left_dense)
     # Each capped by its own number of blocks, so that equal levels may become unequal here.
-    finals: dict[str, Level] = {}
-    for data in located:
-        if data.name in given:
-            block = resolve_block(data.name, args.block, data.shape)
-            blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
-            finals[data.name] = _capped(given[data.name], blocks)
+    finals = {
+        data.name: _capped(given[data.name], blocks_of(data, args.block))
+        for data in located
+        if data.name in given
+    }
     # One number keeps the repr, the state and the facts short.
     if not isinstance(args.level, Mapping) and set(finals.values()) == {args.level}:
         return args.level
@@ -367,10 +360,9 @@ def final_levels(
 def _capped(level: Level, blocks: int) -> Level:
     """Return the level at which one block stays, where ``level`` is below 1 and would round to
     all."""
-    if isinstance(level, str):
+    if isinstance(level, str) or level == 1 or round(level * blocks) < max(blocks, 1):
         return level
-    removes_all = level < 1 and blocks > 0 and round(level * blocks) == blocks
-    return (blocks - 1) / blocks if removes_all else level
+    return (blocks - 1) / blocks
 
 
 def table_floors(
@@ -389,17 +381,17 @@ def _by_name(
 ) -> dict[str, Any]:
     """Return the value of each pruned table: of several globs that match, the last counts."""
     found: dict[str, Any] = {}
+    # A glob may match tables that stay dense, if it matches one that does not.
+    pruned = [data for data in located if data.name not in left_dense]
     for pattern, value in given.items() if isinstance(given, Mapping) else [("*", given)]:
-        matching = [data.name for data in located if _matches(data, pattern)]
-        # A glob may match tables that stay dense, if it matches one that does not.
-        pruned = [name for name in matching if name not in left_dense]
-        if not pruned:
-            names = [data.name for data in located if data.name not in left_dense]
+        matching = [data.name for data in pruned if _matches(data, pattern)]
+        if not matching:
+            names = [data.name for data in pruned]
             raise ValueError(
                 f"Invalid {argument}: {pattern!r} matches no table that is pruned. Those are"
                 f" {names}; left dense: {_listed(left_dense) or 'none'}."
             )
-        found |= dict.fromkeys(pruned, value)
+        found |= dict.fromkeys(matching, value)
     return found
 
 

@@ -108,6 +108,12 @@ def budget_levels(
     return {t.data.name: t.removed_at(lowest, together) / max(t.blocks, 1) for t in pruned}
 
 
+def blocks_of(data: ShardedData, block: tuple[int | str, int | str]) -> int:
+    """Return the number of blocks of a table."""
+    shape = resolve_block(data.name, block, data.shape)
+    return grid_of(Rect(0, 0, *data.shape), shape).blocks
+
+
 _STEPS = 2**53
 """Levels that are tried are multiples of one part in so many: float64 holds them exactly."""
 
@@ -129,7 +135,7 @@ class _PrunedTable:
 
     @cached_property
     def blocks(self) -> int:
-        return grid_of(Rect(0, 0, *self.data.shape), self.block).blocks
+        return blocks_of(self.data, self.block)
 
     @property
     def most_removed(self) -> int:
@@ -172,13 +178,12 @@ class _PrunedTable:
 
 
 def _refuse_unequal_floors(pruned: Sequence[_PrunedTable], groups: Sequence[Sequence[str]]) -> None:
-    floors = {table.data.name: table.floor for table in pruned}
     for group in groups:
-        of_group = {name: floors[name] for name in group if name in floors}
-        if len(set(of_group.values())) > 1:
+        floors = {table.data.name: table.floor for table in pruned if table.data.name in group}
+        if len(set(floors.values())) > 1:
             raise ValueError(
                 "Invalid floor for a budget: tables rotated together keep as many columns, not"
-                f" {of_group}."
+                f" {floors}."
             )
 
 

@@ -9,7 +9,7 @@ ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,26 +26,14 @@ _ACTION = "load_state_dict()"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """The attributes of a sparsifier that a state replaces, beside its masks and configurations."""
-
-    scored_by: str
-    scope: str
-    floors: Mapping[str, float]
-
-    def put(self, sparsifier: ImportanceSparsifier) -> None:
-        for name, value in vars(self).items():
-            setattr(sparsifier, name, value)
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Saved:
     """The parts of a state, checked as far as one rank can alone."""
 
     masks: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
     schedule: Mapping[str, Any]
-    settings: _Settings
+    # Attributes of the sparsifier beside its masks and configurations.
+    settings: Mapping[str, Any]
     guard: GuardState
 
 
@@ -84,10 +72,9 @@ def prepare_load(
     # First what each rank can check alone; an error on one is an error on all.
     with together.agreeing(_ACTION) as facts:
         saved = _parsed(state, sparsifier, scheduler)
-        for name, value in vars(saved.settings).items():
-            facts[f"{name} of the state"] = value
-        facts["base_param of the state"] = saved.schedule["base_param"]
-        facts["guard of the state"] = asdict(saved.guard)
+        base, guarded = saved.schedule["base_param"], asdict(saved.guard)
+        compared = {**saved.settings, "base_param": base, "guard": guarded}
+        facts.update({f"{name} of the state": value for name, value in compared.items()})
     # Then the schedule, whose levels the masks must have.
     levels, commit_schedule = scheduler.prepare_load(saved.schedule)
     # Then the masks, under the settings that they were made with.
@@ -101,7 +88,7 @@ def prepare_load(
         # Nothing below communicates or can fail, so that no rank is left with half a state.
         commit_masks()
         commit_schedule()
-        saved.settings.put(sparsifier)
+        _put(sparsifier, saved.settings)
         guard.put(saved.guard)
 
     return commit
@@ -115,16 +102,14 @@ def _parsed(
             f"Invalid state of type {type(state).__name__}: must be what state_dict() returned."
         )
     # Lightning's callback adds its own.
-    _check_keys("The state", state, {"sparsifier", "schedule"}, only=False)
+    _check_keys("The state", state, {"sparsifier", "schedule"}, set(state))
     parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
     _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
-    schedule = parts["scheduler"]
+    schedule, kind = parts["scheduler"], type(scheduler).__name__
     if not isinstance(schedule, dict):
         raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
-    _check_keys(
-        f"The state of the {type(scheduler).__name__}", schedule, set(scheduler.state_dict())
-    )
+    _check_keys(f"The state of the {kind}", schedule, set(scheduler.state_dict()))
     if (param := schedule["schedule_param"]) != scheduler.schedule_param:
         raise ValueError(
             f"Invalid state: its schedule is one of {param!r}, not of the sparsity level."
@@ -133,32 +118,23 @@ def _parsed(
     # Counting is attached at construction: a state can't switch it on.
     if (score == "frequency") != sparsifier.counts_lookups:
         raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
-    settings = _Settings(
-        scored_by=score,
-        scope=checks.choice("scope", parts["scope"], SCOPES),
-        floors=_floors(parts.get("floors", {}), sparsifier.data_groups),
-    )
-    masks = state["sparsifier"]
+    scope = checks.choice("scope", parts["scope"], SCOPES)
+    floors = _floors(parts.get("floors", {}), sparsifier.data_groups)
     return _Saved(
-        masks=masks,
-        configs=saved_configs(masks),
+        masks=state["sparsifier"],
+        configs=saved_configs(state["sparsifier"]),
         schedule=schedule,
-        settings=settings,
+        settings={"scored_by": score, "scope": scope, "floors": floors},
         guard=GuardState.parsed(parts.get("guard")),
     )
 
 
 def _check_keys(
-    what: str,
-    found: Mapping[Any, Any],
-    needed: set[str],
-    optional: set[str] | None = None,
-    *,
-    only: bool = True,
+    what: str, found: Mapping[Any, Any], needed: set[str], optional: Set[str] = frozenset()
 ) -> None:
     if missing := sorted(needed - set(found)):
         raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, found))}.")
-    if only and (unknown := sorted(set(found) - needed - (optional or set()))):
+    if unknown := sorted(set(found) - needed - optional):
         raise ValueError(f"{what} has the unknown keys {unknown}: it may be of a newer release.")
 
 
@@ -175,17 +151,19 @@ def _floors(given: object, names: Mapping[str, Any]) -> dict[str, float]:
 @contextmanager
 def _as_in(saved: _Saved, sparsifier: ImportanceSparsifier) -> Iterator[None]:
     """Give the sparsifier the settings of a state within the block, to check them."""
-    before = _Settings(
-        scored_by=sparsifier.scored_by, scope=sparsifier.scope, floors=sparsifier.floors
-    )
-    groups = sparsifier.data_groups
+    groups = {name: dict(config) for name, config in saved.configs.items()}
+    settings = {**saved.settings, "data_groups": groups}
+    before = {name: getattr(sparsifier, name) for name in settings}
     try:
-        saved.settings.put(sparsifier)
-        sparsifier.data_groups = {name: dict(config) for name, config in saved.configs.items()}
+        _put(sparsifier, settings)
         yield
     finally:
-        before.put(sparsifier)
-        sparsifier.data_groups = groups
+        _put(sparsifier, before)
+
+
+def _put(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(sparsifier, name, value)
 
 
 def _prepared_masks(
@@ -207,18 +185,15 @@ def _check_steps(levels: Mapping[str, float], saved: _Saved, scheduler: ReadyDat
         return  # its functions are not part of the state: they may be others now
     for name, level in levels.items():
         found = saved.configs.get(name, {}).get("sparsity_level", level)
-        if not _same_level(found, level):
+        # A level may be a word.
+        are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
+        same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
+        if not same:
             raise ValueError(
                 f"Masks and schedule of the state are of different steps: the level of {name!r} is"
                 f" {found} with the masks and {level} at step {saved.schedule['last_epoch']} of the"
                 " schedule."
             )
-
-
-def _same_level(found: object, level: object) -> bool:
-    if not isinstance(found, (int, float)) or not isinstance(level, (int, float)):
-        return found == level
-    return math.isclose(found, level, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _check_next_updates(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -108,8 +107,9 @@ class SparseTraining:
         self._auto_step = False
         self._following: Following | None = None
         self._unwrapped: Unwrapped | None = None
+        self._world_rank = rank_in(world_ranks())
         # Once, on one rank: all ranks have one schedule.
-        self._warns = rank_in(world_ranks()) == 0
+        self._warns = self._world_rank == 0
 
     def step(self) -> None:
         """Call after each optimizer step: update the masks when the schedule has an update.
@@ -138,9 +138,8 @@ class SparseTraining:
         """The achieved fraction of removed blocks, over all tables and ranks. Collective if tables
         are sharded."""
         stats = self.sparsifier.table_stats()
-        return sum(table.removed_blocks for table in stats) / max(
-            sum(table.blocks for table in stats), 1
-        )
+        blocks = sum(table.blocks for table in stats)
+        return sum(table.removed_blocks for table in stats) / max(blocks, 1)
 
     @property
     def partial_tables(self) -> list[str]:
@@ -216,8 +215,14 @@ class SparseTraining:
             facts.update(guard=self._guard.saved(), can_undo=can_undo)
         holds = self._guard.judge(value, most, mode)
         undone = self._guard.state.undone if undone_before is None else None
-        if undone is not None and not can_undo:
-            self._warn_of_kept_update(undone)
+        if undone is not None and not can_undo and self._world_rank == 0:
+            warnings.warn(
+                f"The metric fell after the mask update at step {undone}, which can't be undone:"
+                " weights or a state from before its validation were loaded. The level stays; no"
+                " update follows. Save states after guard().",
+                UserWarning,
+                stacklevel=2,
+            )
         self.validations.append(
             GuardCheck(
                 step=max(self.scheduler.last_epoch - 1, 0),
@@ -237,36 +242,26 @@ class SparseTraining:
         since the last mask update (one training forward in 16). Collective if tables are
         sharded."""
         head = ("table", "shape", "sharding", "block", "level", "sparsity", "removed blocks")
-        rows = [
-            (
-                table.name,
-                shape_text(table.shape),
-                table.sharding,
-                block_shape_text(table.sparse_block_shape),
-                level_text(self.sparsifier.data_groups[table.name]["sparsity_level"]),
-                f"{table.sparsity:.4f}",
-                count(table.removed_blocks),
-            )
-            for table in self.sparsifier.table_stats()
-        ]
+        rows = []
+        for table in self.sparsifier.table_stats():
+            shape, block = shape_text(table.shape), block_shape_text(table.sparse_block_shape)
+            level = level_text(self.sparsifier.data_groups[table.name]["sparsity_level"])
+            removed = f"{table.sparsity:.4f}", count(table.removed_blocks)
+            rows.append((table.name, shape, table.sharding, block, level, *removed))
         dense = [f"{name} is left dense: {reason}" for name, reason in self.left_dense.items()]
         below = [*dense, f"lookups of removed rows: {self._lookups_text()}"]
         lines = [*wrapped(repr(self), "  "), *table_lines(head, rows, right={4, 5, 6})]
         return "\n".join([*lines, *chain(*(wrapped(text, "  ") for text in below))])
 
     def _lookups_text(self) -> str:
-        shares = []
-        all_counted = all_removed = 0.0
         known = removed_lookups(self.sparsifier.masks.tables, "summary()")
-        for name, (counted, removed) in known.items():
-            # A table that no forward has looked up has no share.
-            if counted:
-                shares.append(f"{name} {percent(removed / counted)}")
-                all_counted += counted
-                all_removed += removed
-        if not shares:
+        # A table that no forward has looked up has no share.
+        seen = {name: counts for name, counts in known.items() if counts[0]}
+        if not seen:
             return "not known (no training forward was counted)"
-        return f"{percent(all_removed / all_counted)} ({', '.join(shares)})"
+        every, removed = map(sum, zip(*seen.values(), strict=True))
+        shares = [f"{name} {percent(gone / of)}" for name, (of, gone) in seen.items()]
+        return f"{percent(removed / every)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, counts of lookups, configurations, the score and the schedule, for
@@ -292,7 +287,7 @@ class SparseTraining:
         # The state's schedule replaces this one below.
         endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, self._guard, state_dict)()
-        if endless and self.scheduler.end is not None and rank_in(world_ranks()) == 0:
+        if endless and self.scheduler.end is not None and self._world_rank == 0:
             warnings.warn(
                 f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
                 " masks freeze then. Load its masks alone, by"
@@ -312,16 +307,9 @@ class SparseTraining:
     def __enter__(self) -> SparseTraining:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.detach()
-        else:
-            self._detached()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._detached() and error is None:
+            self.warn_of_early_end()
 
     def __repr__(self) -> str:
         parts = [
@@ -332,7 +320,7 @@ class SparseTraining:
             f"{len(self.left_dense)} left dense" if self.left_dense else "",
             "attached" if self.enforcer.attached else "detached",
         ]
-        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
+        return f"SparseTraining({', '.join(filter(None, parts))})"
 
     def _step_text(self) -> str:
         step, end = self.scheduler.last_epoch, self.scheduler.end
@@ -375,16 +363,6 @@ class SparseTraining:
         self.sparsifier.step()
         self._guard.after_step()
         self.scheduler.step()
-
-    def _warn_of_kept_update(self, step: int) -> None:
-        if rank_in(world_ranks()) == 0:
-            warnings.warn(
-                f"The metric fell after the mask update at step {step}, which can't be undone:"
-                " weights or a state from before its validation were loaded. The level stays; no"
-                " update follows. Save states after guard().",
-                UserWarning,
-                stacklevel=3,
-            )
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
@@ -594,8 +572,7 @@ def sparsify(
 
 
 def _warn_of_emptied(levels: Mapping[str, Level]) -> None:
-    emptied = [name for name, level in levels.items() if level == 1]
-    if emptied:
+    if emptied := [name for name, level in levels.items() if level == 1]:
         warnings.warn(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
@@ -622,16 +599,14 @@ def _scheduler(
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
     window = {"begin": args.begin, "end": args.end, "every": args.every}
+    made: Callable[..., ReadyDataScheduler] = args.schedule
     try:
-        scheduler: ReadyDataScheduler = args.schedule(
-            sparsifier, "sparsity_level", final=final, **window
-        )
+        return made(sparsifier, "sparsity_level", final=final, **window)
     except TypeError as fault:
         # A call that a user's class does not take fails before any communication, perhaps on one
         # rank alone.
         group_over(world_ranks()).agree("sparsify()", {}, fault)
         raise
-    return scheduler
 
 
 def _levels_by_table(final: Level | Mapping[str, Level], names: Iterable[str]) -> dict[str, Level]:

@@ -1,8 +1,8 @@
 """Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or models
 of each rank alone.
 
-Ranks whose tables are all equal when ``sparsify()`` is called count as replicas: their weights, and
-all other inputs of masks, are compared before each mask update. Ranks whose tables differ train
+Ranks whose tables are all equal when ``sparsify()`` is called count as replicas: their weights and
+configurations are compared before each mask update. Ranks whose tables differ train
 models of their own, which are never compared. Either way the first rank warns once.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dist_sparse.facts import ranks_text
 from dist_sparse.groups import Replica, group_over, world_ranks
-from dist_sparse.sparsifiers.digest import hash_tensor, shared_weights
+from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.shards import ShardedData
 
@@ -52,8 +52,7 @@ class Unwrapped:
         there are any.
 
         Raises:
-            ValueError: weights, optimizer state that scores read, or configurations differ; on
-                every rank.
+            ValueError: weights or configurations differ; on every rank.
         """
         if not self._names:
             return
@@ -69,31 +68,12 @@ class Unwrapped:
 
     def _replicas(self, located: Mapping[str, ShardedData]) -> dict[str, Replica]:
         """Hashes of the tables as if each rank held one replica of them. Local."""
-        found: dict[str, Replica] = {}
-        for name in self._names:
-            data = located.get(name)
-            if data is None:
-                continue  # squashed since
-            # Located alone, the table is in a world of one: every rank holds its one tile.
-            held = replace(data, ranks=self._world.ranks, tiling=data.tiling * self._world.size)
-            found |= shared_weights([held], self._world.rank)
-            found |= self._sums(data)
-        return found
-
-    def _sums(self, data: ShardedData) -> dict[str, Replica]:
-        """Hashes of Adagrad's sums of a table, if scores read them."""
-        enforcer, scored_by = self._sparsifier.masks.enforcer, self._sparsifier.scored_by
-        if enforcer is None or scored_by not in ("accumulator", "norm_accumulator"):
-            return {}
-        totals = enforcer.accumulators()
-        found = {}
-        for shard in data.shards:
-            known = totals.get(shard.tensor.data_ptr())
-            if known is not None:
-                first = self._world.rank == 0
-                digest = hash_tensor(known[0])
-                found[f"optimizer state of {data.name}"] = Replica(digest, first, self._world.size)
-        return found
+        ranks, size = self._world.ranks, self._world.size
+        # Tables may have been squashed since. Located alone, a table is in a world of one: every
+        # rank holds its one tile.
+        tables = [located[name] for name in self._names if name in located]
+        held = [replace(data, ranks=ranks, tiling=data.tiling * size) for data in tables]
+        return shared_weights(held, self._world.rank)
 
     def _warn(self, drifted: Mapping[str, list[int]]) -> None:
         if self._world.rank != 0:

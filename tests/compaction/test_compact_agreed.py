@@ -23,7 +23,7 @@ from dist_sparse.compaction import kept_rows
 from dist_sparse.compaction.sites import CollectionSite
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import stats
-from dist_sparse.torchrec import models
+from dist_sparse.torchrec import types
 from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
 from tests.dist.enforcing import optimizer_of
@@ -80,7 +80,7 @@ PLACES = {
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
     "in place": (replacing, "replace_modules", 1),
-    "sharding": (models, "ShardingPlan", 1),
+    "sharding": (types, "ShardingPlan", 1),
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
     "moving": (replacing, "_move_rows", 1),

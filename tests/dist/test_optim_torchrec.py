@@ -1,7 +1,6 @@
 """OptimScheduler trains a DistributedModelParallel as one process trains the plain model.
 
-With fused tables, which only take the learning rate, and with dense kernels, whose gradients are
-sharded.
+With fused tables, which keep their own optimizer, and with data-parallel ones, which it steps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from dist_sparse import (
     CubicDataScheduler,
     DataNormSparsifier,
-    ExponentDecayLr,
     MaskEnforcer,
     Noamlr,
     OptimScheduler,
@@ -34,7 +32,7 @@ from dist_sparse import (
 from tests.dist.cells import Cell, Net, batch, build, cells, gathered, plain, set_weights, weights
 from tests.dist.plugin import on_ranks
 from tests.dist.test_optim_scheduler import refuses
-from tests.optim.optim_loop import Clock, Log, Steady
+from tests.optim.optim_loop import Steady
 
 WORLD, STEPS, LR = 2, 6, 0.02
 OVER, BOTH = ("weight", "bias"), ["sparse", "over"]
@@ -82,12 +80,8 @@ def trained(
             scheduler.step(losses, None, "a", step_num, epoch)
 
 
-def reference(
-    cell: Cell,
-    parts: list[dict[str, Any]],
-    rate: Callable[[int, int], float] = lambda real_step, epoch: LR,
-) -> dict[str, Tensor]:
-    """One process with the batches of all ranks. ``parts``: modules, loss, accum, clip."""
+def reference(cell: Cell, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """One process with the batches of all ranks. ``parts``: modules, loss, accum, clip, rate."""
     torch.manual_seed(0)
     model = plain(cell)
     groups = [
@@ -109,7 +103,8 @@ def reference(
                     torch.stack([k.norm(part.get("p", 2.0)) for k in kept]).norm(part.get("p", 2.0))
                 )
                 factor = min(1.0, part.get("clip", math.inf) / (norm + 1e-6))
-                lr = rate((step_num - 1) // part.get("accum", 1) + 1, 1 + (step_num - 1) // 3)
+                real_step = (step_num - 1) // part.get("accum", 1) + 1
+                lr = part["rate"](real_step) if "rate" in part else LR
                 with torch.no_grad():
                     for parameter, grad in zip(group, kept, strict=True):
                         parameter -= lr * factor * grad
@@ -130,11 +125,10 @@ def check_close(
     assert untrained in ([], [f"over.{name}" for name in OVER])
 
 
-def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) -> None:
-    """The norm is global, each piece counted once; loss scales stay alike, on a rank without a
-    table too."""
-    name, conf, parts, together = case
-    cell = dense(name)
+def check_dense(case: tuple[dict[str, Any], list[dict[str, Any]], bool]) -> None:
+    """Data-parallel tables are parameters as any others."""
+    conf, parts, together = case
+    cell = dense("data_parallel")
     model = build(cell)
     start = held(model)
     schedulers = [
@@ -171,10 +165,10 @@ def check_dense(case: tuple[str, dict[str, Any], list[dict[str, Any]], bool]) ->
             )
 
 
-def check_dense_losses(name: str) -> None:
-    """Gradients of sharded tables can't be taken one loss at a time, with a static graph of DDP's
-    or without."""
-    cell = dense(name)
+def check_dense_losses(_: None) -> None:
+    """Gradients of TorchRec's tables can't be taken one loss at a time, with a static graph of
+    DDP's or without."""
+    cell = dense("data_parallel")
     torch.manual_seed(0)
     net, sharder = Net(cell), EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
@@ -207,161 +201,52 @@ def check_dense_losses(name: str) -> None:
     check_close(held(model), reference(cell, [{"modules": BOTH}]), before)
 
 
-def check_dense_not_finite(name: str) -> None:
-    """A NaN in one rank's piece, and there alone: no rank updates anything, and all go on alike."""
-    cell = dense(name)
-    model, log = build(cell), Log()
-    scheduler = Steady("SGD", {"lr": LR}, model, distributed=True, scale=128.0)
-    assert scheduler.scaler is not None
-    stepped = {id(p) for p in scheduler.optimizer.param_groups[0]["params"]}
-    tables = [
-        p for key, p in model.named_parameters() if ".embedding_bags." in key and id(p) in stepped
-    ]
-    piece = next((p for p in tables if p.numel()), None)
-    before = held(model)
-
-    def spoil(clock: str) -> None:
-        if clock == "loss_backward_time" and dist.get_rank() == 1:
-            assert piece is not None and piece.grad is not None
-            piece.grad.view(-1)[0] = math.nan
-
-    scheduler.step(losses_of(model, cell, 9), Clock(spoil), "a", 1, 1, log)
-    after = held(model)
-    assert (
-        all(torch.equal(after[key], value) for key, value in before.items()) and len(log.lines) == 1
-    )
-    assert scheduler.scaler.get_scale() == 64.0
-    trained(model, cell, [scheduler], context=False)
-    assert all(bool(value.isfinite().all()) for value in held(model).values())
-    assert not torch.equal(held(model)["over.weight"], before["over.weight"])
-    scales = [torch.zeros(1) for _ in range(WORLD)]
-    dist.all_gather(scales, torch.tensor([scheduler.scaler.get_scale()]))
-    assert torch.equal(*scales)
-
-
 def noam(model: nn.Module, **conf: Any) -> Noamlr:
     return Noamlr(
         "SGD", {"lr": 2 * LR}, model, distributed=True, use_amp=False, warmup_steps=3, **conf
     )
 
 
-def noam_rate(real_step: int, epoch: int) -> float:
+def noam_rate(real_step: int) -> float:
     return 2 * LR * 3**0.5 * min(real_step**-0.5, real_step * 3**-1.5)
 
 
 def check_fused(name: str) -> None:
-    """The learning rate of each step is that with which its backward moves the tables."""
+    """The tables keep their learning rate; the layer has that of the scheduler, and is clipped."""
     cell = cells(WORLD)[name]
-    model = build(cell, torch.optim.SGD, {"lr": 7.0})
+    model = build(cell, torch.optim.SGD, {"lr": LR})
     start = held(model)
-    trained(model, cell, [noam(model, grad_clip=None)])
-    check_close(held(model), reference(cell, [{"modules": BOTH}], noam_rate), start)
-
-
-def check_fused_epochs(_: None) -> None:
-    """A learning rate that changes with the epoch needs forward_context() to be told which one it
-    is."""
-    cell = cells(WORLD)["mixed"]
-    model = build(cell, torch.optim.SGD, {"lr": 7.0})
-    start = held(model)
-    conf: dict[str, Any] = {
-        "distributed": True,
-        "use_amp": False,
-        "grad_clip": None,
-        "decay_factor": 0.25,
-    }
-    trained(model, cell, [ExponentDecayLr("SGD", {"lr": 2 * LR}, model, ft_factor=0.5, **conf)])
-    wanted = reference(cell, [{"modules": BOTH}], lambda real_step, epoch: LR * 0.25 ** (epoch - 1))
-    check_close(held(model), wanted, start)
-
-
-class Listed(Steady):
-    """A learning rate for each real step that there will be, and for no other."""
-
-    def update_lr(self, real_step: int, epoch_num: int) -> float:
-        return [LR, 2 * LR, LR / 2, 3 * LR, LR / 4, LR][real_step - 1]
-
-
-def check_fused_resumed(_: None) -> None:
-    """A resumed run has each step's learning rate; nothing is made of a step that never comes."""
-    cell = cells(WORLD)["row_wise"]
-    conf: dict[str, Any] = {"distributed": True, "use_amp": False, "grad_clip": None}
-    model, twin = (build(cell, torch.optim.SGD, {"lr": 7.0}) for _ in range(2))
-    start = held(model)
-    halves = [Listed("SGD", {"lr": LR}, each, **conf) for each in (model, twin)]
-    for step_num in (1, 2, 3):
-        with halves[0].forward_context(step_num, 1):
-            losses = losses_of(model, cell, WORLD * step_num + dist.get_rank())
-        halves[0].step(losses, None, "a", step_num, 1)
-    twin.load_state_dict(model.state_dict())
-    halves[1].load_state_dict(halves[0].state_dict())
-    trained(twin, cell, halves[1:], first=4)
-    rate = partial(Listed.update_lr, halves[1])
-    check_close(held(twin), reference(cell, [{"modules": BOTH}], rate), start)
-    try:
-        with halves[1].forward_context(STEPS + 1, 3):
-            losses_of(twin, cell, 1)
-    except IndexError:
-        return
-    raise AssertionError("a step without a learning rate")
-
-
-def check_fused_pair(turned: bool) -> None:
-    """One in charge of the tables, another of the rest, which clips."""
-    cell = cells(WORLD)["row_wise"]
-    model = build(cell, torch.optim.SGD, {"lr": 7.0})
-    start = held(model)
-    pair = [
-        noam(model, updated_modules="sparse", grad_clip=None),
-        noam(model, updated_modules="over", grad_clip=0.1),
-    ]
-    trained(model, cell, pair[::-1] if turned else pair)
-    parts: list[dict[str, Any]] = [{"modules": ["sparse"]}, {"modules": ["over"], "clip": 0.1}]
-    check_close(held(model), reference(cell, parts, noam_rate), start)
-    assert pair[0].optimizer.param_groups[0]["params"] == []
+    trained(model, cell, [noam(model, updated_modules="over", grad_clip=0.1)])
+    over = {"modules": ["over"], "clip": 0.1, "rate": noam_rate}
+    check_close(held(model), reference(cell, [{"modules": ["sparse"]}, over]), start)
 
 
 def check_fused_refused(_: None) -> None:
-    cell = cells(WORLD)["mixed"]
+    cell = cells(WORLD)["row_wise"]
     model = build(cell, torch.optim.SGD, {"lr": 0.5})
-    before = held(model)
     make = partial(Steady, "SGD", {"lr": 0.1}, model, distributed=True)
     for said, conf in [
         ("amp_dtype=torch.bfloat16", {}),
         ("Invalid accum_grad=2", {"use_amp": False, "accum_grad": 2}),
-        ("gradient_clipping", {"use_amp": False}),
-        ("gradient_clipping", {"use_amp": False, "updated_modules": "sparse"}),
+        ("or only fused tables", {"use_amp": False, "updated_modules": "sparse"}),
         (
             "name the collection, 'sparse.tables'",
             {"updated_modules": "sparse.tables.embedding_bags.user"},
         ),
     ]:
         refuses(said, partial(make, **conf))
-    tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", step_per_update=2)
-    over = make(use_amp=False, updated_modules="over")
-    with over.forward_context(1, 1):
-        losses = losses_of(model, cell, 1)
-    refuses("is not due at step_num=1", partial(over.step, losses, None, "a", 1, 1))
-    tables = make(use_amp=False, grad_clip=None, updated_modules="sparse", optim_loss="other")
-    refuses("must be one and the same tensor", partial(over.step, losses, None, "a", 1, 1))
-    after = held(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    tables = make(use_amp=False, grad_clip=None, updated_modules="sparse")
-    refuses("was not in forward_context()", partial(over.step, losses, None, "a", 1, 1))
-    with over.forward_context(1, 1):
-        losses = losses_of(model, cell, 1)
-    for scheduler in (over, tables):
-        scheduler.step(losses, None, "a", 1, 1)
-    assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
+    unfused = build(dense("row_wise"))
+    refuses(
+        "are sharded and have a dense kernel",
+        partial(Steady, "SGD", {"lr": 0.1}, unfused, updated_modules="over"),
+    )
 
 
 def check_bfloat16(_: None) -> None:
     cell = cells(WORLD)["row_wise"]
     model = build(cell, torch.optim.SGD, {"lr": 0.1})
     before = held(model)
-    scheduler = Steady(
-        "SGD", {"lr": 0.1}, model, distributed=True, grad_clip=None, amp_dtype=torch.bfloat16
-    )
+    scheduler = Steady("SGD", {"lr": 0.1}, model, distributed=True, amp_dtype=torch.bfloat16)
     assert scheduler.scaler is None
     trained(model, cell, [scheduler])
     assert not any(torch.equal(held(model)[name], value) for name, value in before.items())
@@ -377,23 +262,19 @@ def sparse(model: nn.Module, **conf: Any) -> tuple[OptimScheduler, MaskEnforcer]
     return scheduler, MaskEnforcer(sparsifier).attach(*optimizers)
 
 
-def check_sparsity(case: tuple[str, bool, str | None]) -> None:
+def check_sparsity(case: tuple[str, bool]) -> None:
     """Masks move with the real steps; what is removed stays so; a state brings it all back."""
-    name, fused, modules = case
+    name, fused = case
     cell = cells(WORLD)[name] if fused else dense(name)
-    conf: dict[str, Any] = {"grad_clip": None if fused else 0.5, "updated_modules": modules}
+    conf: dict[str, Any] = {"grad_clip": 0.5, "updated_modules": "over" if fused else None}
     model, twin = (build(cell, torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
-    for parameter in (
-        p for each in (model, twin) for key, p in each.named_parameters() if key.startswith("over.")
-    ):
-        parameter.requires_grad_(False)  # tables alone move, and that is enough of an update
     scheduler, enforcer = sparse(model, **conf)
     trained(model, cell, [scheduler])
     enforcer.settle()
     for key in ("user", "item", "word"):
         assert float((held(model)[key] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
     assert scheduler.data_scheduler is not None and scheduler.data_scheduler.last_epoch == STEPS
-    set_weights(twin, gathered(model))
+    twin.load_state_dict(model.state_dict())
     other, _ = sparse(twin, **conf)
     state = scheduler.state_dict()
     broken = {k: v for k, v in state.items() if k != "optimizer" or dist.get_rank() == 0}
@@ -413,51 +294,25 @@ def check_sparsity(case: tuple[str, bool, str | None]) -> None:
 
 
 def dense_cases() -> dict[str, Any]:
-    cases: dict[str, Any] = {}
     clip = {"modules": BOTH, "clip": 0.1}
     apart = [{"modules": ["sparse"], "clip": 0.1}, {"modules": ["over"], "clip": 0.05}]
-    for name in (
-        "table_wise_one_rank",
-        "row_wise",
-        "column_wise_uneven",
-        "two_shards",
-        "mixed",
-        "data_parallel",
-    ):
-        cases[f"{name}, clip"] = (name, {}, [clip], True)
-        cases[f"{name}, AMP, accum"] = (name, {"use_amp": True}, [{**clip, "accum": 3}], True)
-    for p in (1.0, math.inf):
-        cases[f"table_wise_one_rank, norm {p}"] = (
-            "table_wise_one_rank",
-            {},
-            [{**clip, "p": p}],
-            True,
-        )
-    cases["no gradient on rank 0"] = ("table_wise_one_rank", {"use_amp": True}, apart[:1], False)
-    cases["row_wise, no clip"] = ("row_wise", {}, [{"modules": BOTH}], True)
-    for name in ("table_wise_one_rank", "mixed"):
-        cases[f"{name}, two"] = (name, {}, [{**part, "accum": 2} for part in apart], False)
-    return cases
+    return {
+        "clip": ({}, [clip], True),
+        "AMP, accum": ({"use_amp": True}, [{**clip, "accum": 3}], True),
+        "norm 1": ({}, [{**clip, "p": 1.0}], True),
+        "no clip": ({}, [{"modules": BOTH}], True),
+        "two": ({}, [{**part, "accum": 2} for part in apart], False),
+    }
 
 
 CASES: dict[str, tuple[Callable[[Any], None], Any]] = {
     **{f"dense: {name}": (check_dense, case) for name, case in dense_cases().items()},
-    "dense losses": (check_dense_losses, "row_wise"),
-    "dense, NaN": (check_dense_not_finite, "row_wise"),
-    "dense, NaN, one rank": (check_dense_not_finite, "table_wise_one_rank"),
-    **{
-        f"fused: {name}": (check_fused, name)
-        for name in ("row_wise", "two_shards", "mixed", "table_wise_one_rank")
-    },
-    "fused, epochs": (check_fused_epochs, None),
-    "fused, resumed": (check_fused_resumed, None),
-    "fused, pair": (check_fused_pair, False),
-    "fused, pair, turned": (check_fused_pair, True),
+    "dense losses": (check_dense_losses, None),
+    **{f"fused: {name}": (check_fused, name) for name in ("row_wise", "table_wise_one_rank")},
     "fused, refused": (check_fused_refused, None),
     "fused, bfloat16": (check_bfloat16, None),
-    "sparsity, fused": (check_sparsity, ("row_wise", True, None)),
-    "sparsity, fused, tables alone": (check_sparsity, ("row_wise", True, "sparse")),
-    "sparsity, dense": (check_sparsity, ("table_wise_one_rank", False, None)),
+    "sparsity, fused": (check_sparsity, ("row_wise", True)),
+    "sparsity, dense": (check_sparsity, ("data_parallel", False)),
 }
 
 

@@ -78,28 +78,6 @@ def test_the_module_inside_ddp_drifts() -> None:
 
 
 @on_ranks(2)
-def test_what_adagrad_sums_is_compared_where_scores_read_it() -> None:
-    model = replicas()
-    optimizer, sparse, said = sparsified(model, optim.Adagrad)
-    assert sparse.sparsifier.scored_by == "norm_accumulator" and len(said) == (dist.get_rank() == 0)
-    for step in range(2):
-        optimizer.zero_grad()
-        (
-            model["user"](torch.arange(8).view(2, 4)) + model["item"](torch.arange(8).view(2, 4))
-        ).sum().backward()
-        optimizer.step()
-        if step == 0:
-            sparse.step()
-    sparse.step()
-    optimizer.state[model["item"].weight]["sum"][2] += dist.get_rank()
-    with pytest.raises(
-        ValueError, match=r"drifted from rank 0's: optimizer state of item on rank 1\."
-    ):
-        sparse.step()
-    sparse.detach()
-
-
-@on_ranks(2)
 def test_a_configuration_of_one_rank() -> None:
     _, sparse, _ = sparsified(replicas())
     sparse.sparsifier.data_groups["user"]["zeros_per_block"] = 2 + dist.get_rank()

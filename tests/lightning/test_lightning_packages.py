@@ -36,9 +36,3 @@ class TestPackages:
         )
         done = imported(["lightning"], code)
         assert done.returncode == 0, done.stderr
-
-    def test_the_old_import_path(self) -> None:
-        from dist_sparse.lightning import SparsifyCallback
-        from dist_sparse.training import lightning
-
-        assert lightning.SparsifyCallback is SparsifyCallback

@@ -185,8 +185,8 @@ def test_norms_are_torchs(norm_type: float) -> None:
     for i, parameter in enumerate(parameters[:-1]):
         parameter.grad = torch.randn_like(parameter) * (i + 1)
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm, any_gradient = gradient_norm(parameters, frozenset(), norm_type)
-    assert torch.equal(norm, nn.utils.get_total_norm(grads, norm_type)) and any_gradient
+    norm = gradient_norm(parameters, norm_type)
+    assert torch.equal(norm, nn.utils.get_total_norm(grads, norm_type))
     copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     for copy, parameter in zip(copies, parameters, strict=True):
         copy.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -198,18 +198,3 @@ def test_norms_are_torchs(norm_type: float) -> None:
             and copy.grad is not None
             and torch.equal(parameter.grad, copy.grad)
         )
-
-
-def test_pieces_and_wholes_make_one_norm() -> None:
-    """In a world of one equal up to the order of the sum."""
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
-    for parameter, value in zip(parameters, (1.0, 2.0, 2.0), strict=False):
-        parameter.grad = torch.tensor([value, 0.0, 0.0])
-    pieces = frozenset(parameters[1:])
-    norm, any_gradient = gradient_norm(parameters, pieces, 2.0)
-    assert float(norm) == pytest.approx(3) and any_gradient and norm.dtype is torch.float32
-    assert float(gradient_norm(parameters, pieces, 1.0)[0]) == pytest.approx(5)
-    assert float(gradient_norm(parameters, pieces, math.inf)[0]) == pytest.approx(2)
-    nothing = [nn.Parameter(torch.zeros(3))]
-    assert gradient_norm(nothing, frozenset(nothing), 2.0)[1] is False
-    assert gradient_norm(nothing, frozenset(), 2.0) == (torch.tensor(0.0), False)

@@ -118,20 +118,6 @@ def test_one_forward_has_one_precision() -> None:
         made(model, updated_modules="decoder", use_amp=True)
 
 
-class Older(Steady):
-    """An ``update_lr`` of older versions of SpeeChain."""
-
-    def update_lr(self, real_step: int) -> float:  # type: ignore[override]
-        return 0.1 / real_step
-
-
-def test_an_update_lr_without_epochs() -> None:
-    model = Two()
-    scheduler = Older("SGD", {"lr": 1.0}, model, use_amp=False)
-    train(model, [scheduler], 4)
-    assert scheduler.get_lr() == 0.025
-
-
 def test_numbers_of_a_configuration() -> None:
     model, same_model = Two(), Two()
     conf = {"accum_grad": np.int64(2), "step_per_update": np.int32(1), "grad_clip": np.float32(0.5)}

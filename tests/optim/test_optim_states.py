@@ -66,6 +66,12 @@ def turned(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "optimizer": other.optimizer.state_dict()}
 
 
+def of_sgd(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run with another class of optimizer."""
+    other = Steady("SGD", {"lr": 0.1}, Two())
+    return {**state, "optimizer": other.optimizer.state_dict()}
+
+
 def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) -> Any:
     return change({**state, "optimizer": {**state["optimizer"]}})
 
@@ -78,10 +84,11 @@ def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) ->
         (lambda s: {**s, "optimizer": {}}, "KeyError: 'param_groups'"),
         (lambda s: {**s, "optimizer": None}, "The state does not fit"),
         (lambda s: {**s, "optimizer": {**s["optimizer"], "param_groups": []}}, "parameter group"),
+        (of_sgd, r"of another class than Adam: its groups lack \['betas', 'eps'\]"),
         (
             lambda s: turned(s),
             (
-                r"of other parameters: exp_avg of number 0 has the shape \(3, 6\), the parameter"
+                r"of other parameters: exp_avg has the shape \(3, 6\), the parameter"
                 r" \(6, 4\)"
             ),
         ),
@@ -166,9 +173,7 @@ def test_a_size_of_1_does_not_fit_any_size() -> None:
         Steady("Adam", {"lr": 0.1}, model, use_amp=False) for model in (small, large)
     )
     saved.step({"loss": small(torch.ones(1, 3)).sum()}, None, "a", 1, 1)
-    with pytest.raises(
-        ValueError, match=r"exp_avg of number 0 has the shape \(1, 3\), the parameter \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"exp_avg has the shape \(1, 3\), the parameter \(2, 3\)"):
         scheduler.load_state_dict(saved.state_dict())
 
 

@@ -1,8 +1,7 @@
-"""The private names of TorchRec and FBGEMM that this package reads, checked all at once.
+"""The private names of TorchRec and FBGEMM that the package reads, in one list.
 
 TorchRec has no public way to a shard's place, its kernel or its optimizer state. A release that
-renames or removes one of these names is refused when the package first meets it, with the list of
-all missing ones, before a default or a comparison could make masks wrong in silence.
+renames or removes one of these names fails the tests with the list of all missing ones.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any, Final
 
-import fbgemm_gpu
-import torch
-import torchrec
+from dist_sparse.torchrec.collections import REFUSED
 
-from dist_sparse.torchrec.versions import check_versions
+__all__ = ["NAMES", "missing_names"]
 
 _KERNEL: Final = "_config _feature_table_map emb_module"
 _FUSED_KERNEL: Final = f"{_KERNEL} fused_optimizer"
@@ -83,48 +80,6 @@ NAMES: Final = {
     },
 }
 """By package, then class or module: the attributes that it defines, or that its code sets."""
-
-_QUANTIZED: Final = "it is quantized; sparsify the float model before quantizing"
-_COLLISIONS: Final = "managed collisions move ids between rows"
-_ITEP: Final = "in-training pruning (ITEP) moves ids between rows"
-_PEC: Final = "PEC collections handle colliding ids on their own"
-
-REFUSED: Final = {
-    "torchrec.modules.mc_embedding_modules": _COLLISIONS,
-    "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
-    "torchrec.modules.itep_embedding_modules": _ITEP,
-    "torchrec.distributed.itep_embeddingbag": _ITEP,
-    "torchrec.modules.pec_embedding_modules": _PEC,
-    "torchrec.distributed.pec_embedding": _PEC,
-    "torchrec.distributed.embedding_tower_sharding": (
-        "an embedding tower lives on the ranks of one host only"
-    ),
-    "torchrec.modules.fused_embedding_modules": (
-        "it is a table batch of its own; use EmbeddingBagCollection"
-    ),
-    "torchrec.quant.embedding_modules": _QUANTIZED,
-    "torchrec.distributed.quant_embedding": _QUANTIZED,
-    "torchrec.distributed.quant_embeddingbag": _QUANTIZED,
-}
-"""Python modules whose collections change behind a mask which row an id means, or the row itself,
-and why. Not imported: several are slow."""
-
-
-def check_contract() -> None:
-    """Refuse releases that were not built for each other, or that lack a name.
-
-    Raises:
-        ImportError: lists all missing names.
-    """
-    torchrec_version = str(getattr(torchrec, "__version__", "?"))
-    fbgemm_version = str(getattr(fbgemm_gpu, "__version__", "?"))
-    check_versions(str(torch.__version__), torchrec_version, fbgemm_version)
-    if missing := missing_names():
-        raise ImportError(
-            f"torchrec {torchrec_version} and fbgemm-gpu {fbgemm_version} lack names that"
-            f" dist_sparse needs to find tables and to mask them: {', '.join(missing)}. Install"
-            " releases that it was tested with: dist-sparse doctor prints them."
-        )
 
 
 def missing_names() -> list[str]:
