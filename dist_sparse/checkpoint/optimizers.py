@@ -190,10 +190,10 @@ class OptimizerState:
         """What to load of row-wise state that was saved with other cuts, and how to merge it."""
         targets: dict[str, Tensor] = {}
         changes: list[Change] = []
-        for path, now in self._cuts.items():
+        for path in sorted(self._cuts.keys() & saved.keys()):
             # It fits its saved size where the number of cuts is equal, and would be wrong still.
-            before = cuts.get(path, _UNCUT)
-            if path not in saved or before == now:
+            before, now = cuts.get(path, _UNCUT), self._cuts[path]
+            if before == now:
                 continue
             if not merge:
                 raise ValueError(
