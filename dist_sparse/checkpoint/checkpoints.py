@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,14 @@ class Resumed:
         path: of its folder.
         rng: whether the states of torch's random number generators were restored: on as many ranks
             as saved them.
+        merged: optimizer state that was merged because its table is cut into other columns.
     """
 
     step: int
     extra: Json
     path: str
     rng: bool
+    merged: tuple[str, ...] = ()
 
 
 class Checkpoints:
@@ -180,11 +182,15 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Any = None,
         sparse: Stateful | Mapping[str, Stateful] | None = None,
+        row_wise_state: Literal["refuse", "merge"] = "refuse",
     ) -> Resumed | None:
         """Load the newest checkpoint, if there is one. Collective.
 
         Args:
             model, optimizer, sparse: as in :meth:`save`, sharded as they like.
+            row_wise_state: what happens to row-wise optimizer state of a table that is cut into
+                other columns now: ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`),
+                and reports it.
 
         Returns:
             What was loaded; None if there is no checkpoint.
@@ -197,13 +203,15 @@ class Checkpoints:
         self.wait()
         group = self._group()
         with group.agreeing("resume_latest()") as facts:
+            choice = checks.choice("row_wise_state", row_wise_state, ("refuse", "merge"))
+            merge = choice == "merge"
             facts["root"] = self.root
             steps = self.steps() if group.rank == 0 else []
             if steps:
                 self._folders.warn_of_unmarked(steps[-1])
         # Rank 0 alone has listed the folder: listings of several ranks may differ.
         step = group.all_gather_json(steps[-1] if steps else None)[0]
-        return None if step is None else self._load(step, model, optimizer, sparse)
+        return None if step is None else self._load(step, model, optimizer, sparse, merge)
 
     def _due(self, step: int, force: bool) -> bool:
         due = True
@@ -280,7 +288,9 @@ class Checkpoints:
                 warnings.warn(f"Old checkpoints can't be deleted: {error}.", stacklevel=2)
 
     @quiet()
-    def _load(self, step: int, model: nn.Module, optimizer: Any, sparse: Any) -> Resumed:
+    def _load(
+        self, step: int, model: nn.Module, optimizer: Any, sparse: Any, merge: bool
+    ) -> Resumed:
         from dist_sparse.checkpoint import storage
 
         group, folders = self._group(), self._folders
@@ -301,7 +311,7 @@ class Checkpoints:
             masks, others = split(trees)
             _check_owners(values["state"], held | others)
             optimizers = OptimizerState(optimizer, _inner(model))
-            states, changes = optimizers.prepare_load(metadata, values["optimizer"])
+            states, changes, merged = optimizers.prepare_load(metadata, values["optimizer"], merge)
             # On another number of ranks no state of a generator would fit.
             random = _rng() if marker.world == group.size else {}
             # A machine with another kind of device has other generators.
@@ -324,7 +334,11 @@ class Checkpoints:
         generators = _generators()
         for key, state in random.items():
             generators[key].set_rng_state(state)
-        return Resumed(step=step, extra=values["extra"], path=path, rng=bool(random))
+        # Each rank knows the tables that it holds.
+        merged = sorted(set().union(*group.all_gather_json(merged)))
+        return Resumed(
+            step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged)
+        )
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -5,8 +5,8 @@ and combined ones.
   values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every rank
   holds every parameter.
 - A dense optimizer that has not stepped yet has no state: it gets the saved one.
-- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel. A table that
-  is cut by columns has sums of its own for each cut, so a load needs the cuts of the save.
+- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other
+  column cuts see :mod:`dist_sparse.checkpoint.row_wise`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.checkpoint.row_wise import merging
 from dist_sparse.checkpoint.trees import as_json
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class OptimizerState:
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._scalars: dict[str, dict[str, Json]] = {}
-        # First columns of the cuts of row-wise state, by the key of its tensor.
+        # First columns of the cuts of row-wise state, in order, by the key of its tensor.
         self._cuts: dict[str, list[int]] = {}
         self._part_of: dict[str, _Part] = {}
         names = {id(param): name for name, param in model.named_parameters()}
@@ -129,10 +130,11 @@ class OptimizerState:
             is_adagrad_step = name == "step" and "sum" in state
             if name == "sum" and _is_row_wise(value, param):
                 # As FBGEMM names and stores it.
-                self.tensors[f"{_PREFIX}{key}.momentum1"] = value.view(-1)
+                path = f"{_PREFIX}{key}.momentum1"
+                self.tensors[path], self._cuts[path] = value.view(-1), _UNCUT
             elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
-                if (cuts := _column_cuts(value, param)) != _UNCUT:
+                if cuts := _column_cuts(value, param):
                     self._cuts[path] = cuts
             else:
                 self._scalars.setdefault(key, {})[name] = _plain(path, value)
@@ -152,24 +154,26 @@ class OptimizerState:
         }
 
     def prepare_load(
-        self, metadata: Metadata, saved: Json
-    ) -> tuple[dict[str, Tensor], list[Change]]:
-        """Return the tensors to load into, and functions that set everything else. Nothing is
-        changed before they are called.
+        self, metadata: Metadata, saved: Json, merge: bool
+    ) -> tuple[dict[str, Tensor], list[Change], list[str]]:
+        """Return the tensors to load into, functions that set everything else, and the keys of
+        row-wise state that they merge. Nothing is changed before they are called.
 
         Args:
             metadata: of the checkpoint.
             saved: from :func:`gathered`.
+            merge: whether row-wise state of a table that was cut into other columns is merged;
+                it is refused otherwise.
 
         Raises:
             ValueError: a parameter was not stepped when the checkpoint was saved, or by another
-                class of optimizer, or the table of row-wise state was cut into other columns.
+                class of optimizer, or row-wise state is refused.
         """
-        self._refuse_other_cuts(metadata.state_dict_metadata, saved["cuts"])
+        merged, changes = self._merged(metadata.state_dict_metadata, saved["cuts"], merge)
         fresh = list(self._fresh(metadata, saved["values"]))
         targets = {f"{_PREFIX}{key}.{name}": value for key, name, value in fresh}
         tensors = {path: value for path, value in targets.items() if isinstance(value, Tensor)}
-        changes: list[Change] = [partial(self._put, *each) for each in fresh]
+        changes += [partial(self._put, *each) for each in fresh]
         for key, held in self._scalars.items():
             changes += _setting(self._part_of[key].state(key), held, saved["values"].get(key, {}))
         options = {key: found for found, keys in saved["groups"] for key in keys}
@@ -178,19 +182,30 @@ class OptimizerState:
             if part.fused_steps is not None and saved["fused_steps"] is not None:
                 # They live in the kernel and not in any state.
                 changes.append(partial(part.optimizer.set_optimizer_step, saved["fused_steps"]))
-        return self.tensors | tensors, changes
+        return self.tensors | tensors | merged, changes, list(merged)
 
-    def _refuse_other_cuts(self, saved: Mapping[str, object], cuts: Json) -> None:
-        """Refuse row-wise state that was saved with other column cuts. It fits its saved size where
-        the number of cuts is equal, and would be wrong still."""
-        for path in sorted(self.tensors.keys() & saved.keys()):
-            before, now = cuts.get(path, _UNCUT), self._cuts.get(path, _UNCUT)
-            if before != now:
+    def _merged(
+        self, saved: Mapping[str, object], cuts: Json, merge: bool
+    ) -> tuple[dict[str, Tensor], list[Change]]:
+        """What to load of row-wise state that was saved with other cuts, and how to merge it."""
+        targets: dict[str, Tensor] = {}
+        changes: list[Change] = []
+        for path in sorted(self._cuts.keys() & saved.keys()):
+            # It fits its saved size where the number of cuts is equal, and would be wrong still.
+            before, now = cuts.get(path, _UNCUT), self._cuts[path]
+            if before == now:
+                continue
+            if not merge:
                 raise ValueError(
                     f"{path!r} has a number for each row of a column shard: it was saved with"
                     f" cuts at columns {before}, and they are at {now} now. Cut the table as"
-                    " before."
+                    " before, or pass row_wise_state='merge'."
                 )
+            key = path.removeprefix(_PREFIX).rpartition(".")[0]
+            shape = self._part_of[key].params[key].shape
+            targets[path], change = merging(self.tensors[path], shape, before, now)
+            changes.append(change)
+        return targets, changes
 
     def _fresh(self, metadata: Metadata, values: Json) -> Iterator[tuple[str, str, Any]]:
         """State by parameter and name, where it has none yet and had some when it was saved:
@@ -231,11 +246,13 @@ def _is_row_wise(value: Tensor, param: Tensor) -> bool:
 
 def _column_cuts(value: Tensor, param: Any) -> list[int]:
     """The first columns of the cuts of a table, if it is sharded and ``value`` has a number for
-    each row of each cut."""
+    each row of each cut; empty otherwise."""
     if value.dim() != 1 or not hasattr(param, "local_shards"):
-        return _UNCUT
+        return []
     shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
-    return sorted({shard.shard_offsets[1] for shard in shards})
+    cuts = sorted({shard.shard_offsets[1] for shard in shards})
+    # TorchRec has state of one number for each shard, too.
+    return cuts if value.size(0) == len(cuts) * param.size(0) else []
 
 
 def _parts(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[_Part]:

@@ -29,7 +29,7 @@ def test_a_resumed_training_ends_bit_equal(tmp_path: Path) -> None:
 
     resumed = Job(tmp_path / "whole", seed=7, lr=0.5)
     found = resumed.checkpoints.resume_latest(**resumed.parts)
-    assert found is not None and (found.step, found.rng) == (6, True)
+    assert found is not None and (found.step, found.rng, found.merged) == (6, True, ())
     assert found.extra == {"epoch": 2, "names": ["a", None]}
     group = resumed.optimizers[1].param_groups[0]
     assert (
@@ -230,6 +230,8 @@ def test_arguments() -> None:
     twice = [torch.optim.SGD(linear.parameters()), torch.optim.SGD(linear.parameters())]
     with pytest.raises(ValueError, match=r"two of them step 'weight'"):
         Checkpoints("here").save(1, model=linear, optimizer=twice)
+    with pytest.raises(ValueError, match=r"Invalid row_wise_state='guess'"):
+        Checkpoints("here").resume_latest(model=linear, row_wise_state="guess")  # type: ignore[arg-type]
 
 
 def test_any_file_system_of_fsspec(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def save_all(folder: Path) -> None:
 LOADS = [
     *[(2, sharding, sharding) for sharding in SHARDINGS],
     *[(1, "row_wise", "table_wise"), (2, "row_wise", "data_parallel")],
-    *[(2, "data_parallel", "table_wise"), (4, "table_wise", "data_parallel")],
+    *[(1, "row_wise", "column_wise"), (1, "row_wise", "mixed")],
+    *[(2, "mixed", "row_wise"), (2, "column_wise", "mixed"), (2, "data_parallel", "table_wise")],
+    *[(4, "mixed", "mixed"), (4, "table_wise", "data_parallel")],
 ]
 """Ranks, the sharding on them, and the one that was saved. ``python -m tests.checkpoint.ranks`` has
 all pairs."""
@@ -49,10 +51,15 @@ all pairs."""
 @on_ranks()
 @pytest.mark.parametrize(("world", "sharding", "before"), LOADS)
 def test_load(world: int, sharding: str, before: str, saved: Path) -> None:
-    """Weights, masks and optimizer state are equal. Training goes on alike."""
+    """Weights and masks are equal, optimizer state too, unless column cuts differ. Training goes on
+    alike."""
     found = compared(sharding, saved / f"2-{before}")
-    assert found["masks"] and found["far"] < 1e-5
-    assert found["far"] == 0 or (world, sharding) != (2, before)
+    if (world, sharding) == (2, before):
+        assert found == {"merged": 0, "masks": True, "far": 0.0}
+    elif not found["merged"]:
+        assert found["masks"] and found["far"] < 1e-5
+    else:
+        assert "column_wise" in (sharding, before) or "mixed" in (sharding, before)
 
 
 OTHER_CUTS = [(1, "row_wise", "column_wise"), (2, "mixed", "row_wise"), (4, "mixed", "mixed")]
@@ -68,6 +75,30 @@ def test_row_wise_state_of_other_column_cuts_is_refused(
     with pytest.raises(ValueError, match=r"it was saved with cuts at columns \[0.*, and they are"):
         job.checkpoints.resume_latest(**job.parts)
     assert all(torch.equal(value, fresh[name]) for name, value in job.state().items())
+
+
+@on_ranks(2)
+def test_merged_row_wise_state_follows_the_rule(world: int, saved: Path, tmp_path: Path) -> None:
+    """Refused unless the user wants it; then the mean of the cuts, weighted by their columns."""
+    whole, cut = Job("row_wise", saved / "2-column_wise"), Job("column_wise", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"saved with cuts at columns \[0, 8\], and they are at \[0\] now.*'merge'"
+    ):
+        whole.checkpoints.resume_latest(**whole.parts)
+    resumed = whole.checkpoints.resume_latest(**whole.parts, row_wise_state="merge")
+    assert resumed is not None and len(resumed.merged) == 4
+    then, found = torch.load(saved / "2-column_wise" / "states.pt")[0], whole.state()
+    for table in whole.cell.tables:
+        name = next(name for name in found if name.endswith(f"{table.name}.sums"))
+        sums = then[name].view(-1, found[name].numel()).double()  # cuts of equal width
+        assert torch.equal(found[name], sums.mean(0).float())
+    whole.checkpoints = Checkpoints(tmp_path)
+    whole.checkpoints.save(1, **whole.parts)
+    resumed = cut.checkpoints.resume_latest(**cut.parts, row_wise_state="merge")
+    assert resumed is not None and len(resumed.merged) == 4
+    for name, sums in cut.state().items():
+        if name.endswith(".sums"):
+            assert torch.equal(sums, found[name].repeat(sums.numel() // found[name].numel()))
 
 
 FAULTS = {
