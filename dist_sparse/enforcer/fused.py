@@ -223,9 +223,11 @@ class TableBatchHooks:
             return
         slots = self._current()
         if reader == "scores":
-            masks = ((table, slot.mask) for table, slot in slots.items())
-            large = [table for table, mask in masks if worth_keeping(mask.rect, mask.block)]
-            slots = {table: slots[table] for table in large}
+            slots = {
+                table: slot
+                for table, slot in slots.items()
+                if worth_keeping(slot.mask.rect, slot.mask.block)
+            }
         record = self._written.get(reader)
         if record is None or record.keys() != slots.keys():
             record = {table: RowFlags(len(slot.weight)) for table, slot in slots.items()}

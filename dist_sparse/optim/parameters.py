@@ -47,8 +47,8 @@ def wiring_of(model: nn.Module) -> Wiring:
             "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
             " DistributedDataParallel or DistributedModelParallel."
         )
-    plans = list(map(_plan_of, modules.values()))
-    tables = [item for plan in plans for item in plan.items()]
+    plans = map(_plan_of, modules.values())
+    tables = [*chain.from_iterable(plan.items() for plan in plans)]
     # Data-parallel tables have a dense kernel, and are whole on every rank.
     placed = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
     if unfused := [name for name, table in placed if table.compute_kernel == "dense"]:

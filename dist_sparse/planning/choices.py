@@ -344,8 +344,9 @@ def attempts_of(
     for choice in choices.without_untouched():
         if choice.fits and choice.candidate.dtype in dtypes:
             found.append(Attempt(method="untouched", candidate=choice.candidate))
-    tried = [attempt for attempt in found if attempt.method in methods]
-    return [attempt for attempt in tried if trains or attempt.trained is None]
+    if not trains:
+        found = [attempt for attempt in found if attempt.trained is None]
+    return [attempt for attempt in found if attempt.method in methods]
 
 
 _OWN_METHOD: Final = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}

@@ -112,11 +112,10 @@ def check_candidate(
     Raises:
         ValueError: names the table and the rule.
     """
-    for name in (*candidate.levels, *candidate.narrowed):
-        if name not in located:
-            raise ValueError(
-                f"{name!r} of the candidate is none of the model's tables {sorted(located)}."
-            )
+    if unknown := sorted({*candidate.levels, *candidate.narrowed} - located.keys()):
+        raise ValueError(
+            f"{unknown} of the candidate are none of the model's tables {sorted(located)}."
+        )
     if candidate.columns < 1 and not candidate.groups:
         raise ValueError(
             f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained."

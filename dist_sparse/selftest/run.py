@@ -129,8 +129,8 @@ def _wait_for(
         if lost or time.monotonic() - started > _LIMIT:
             says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
             # The end of what each process has printed.
-            texts = [log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))]
-            logs = {"logs": [text[-2_000:] for text in texts]}
+            files = sorted(folder.glob("*.log"))
+            logs = {"logs": [file.read_text(errors="replace")[-2_000:] for file in files]}
             return Outcome(check=check, status="failed", says=says, figures=logs)
         time.sleep(0.05)
 

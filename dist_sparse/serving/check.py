@@ -60,7 +60,7 @@ class MappedTable:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
         self.words = tensors.pop("kept", all_kept(self.entry.rows))
-        self._base = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
+        self._stored = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
         self._index = RowIndex(self.words, self.entry.rows, self.entry.default_row)
         self.whole = tensors
         # Ids, and their rows, of each delta.
@@ -73,7 +73,7 @@ class MappedTable:
         with _refusing(delta, name):
             self.words = changed_words(self.words, self.entry.kept, change, tensors)
         self.whole = self.whole | {key: tensors[key] for key in change.whole}
-        self._layers.append((tensors["ids"], {key: tensors[key] for key in self._base}))
+        self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
         self.entry = change.after
 
     def index(self) -> RowIndex:
@@ -83,7 +83,7 @@ class MappedTable:
     def gather(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the stored rows of ids that have one, int64 ``(n,)``: ``rows``, and ``scale_bias``
         of grids of rows."""
-        found = {key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self._base.items()}
+        found = {key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self._stored.items()}
         left = torch.arange(len(ids))
         # The last delta that brought a row has what it is now.
         for theirs, rows in reversed(self._layers):
@@ -92,7 +92,7 @@ class MappedTable:
             here = F.pad(theirs, (0, 1), value=-1)[at] == wanted
             _put(found, left[here], rows, at[here])
             left = left[~here]
-        _put(found, left, self._base, rows_of(self._index, ids[left]))
+        _put(found, left, self._stored, rows_of(self._index, ids[left]))
         return found
 
     def chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -105,12 +105,12 @@ class MappedTable:
                     yield ids[part], self.gather(ids[part])
                 else:
                     numbers = slice(first + part.start, first + part.stop)
-                    yield ids[part], {key: rows[numbers] for key, rows in self._base.items()}
+                    yield ids[part], {key: rows[numbers] for key, rows in self._stored.items()}
 
     def stored(self) -> dict[str, Tensor]:
         """Return all stored rows: of an artifact without deltas where they are mapped."""
         if not self._layers:
-            return self._base
+            return self._stored
         every = [ids for _, ids in ids_of(self.words, self.entry.rows, self.entry.default_row)]
         return self.gather(torch.cat(every))
 

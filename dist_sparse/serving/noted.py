@@ -52,8 +52,7 @@ def with_changes(
     found = dict(tables)
     for names in sparsifier.masks.tables.groups.values():
         # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
-        plain = {name for name in names if name in tables and tables[name].is_plain}
-        fit = [registered[name] for name in names if name in plain]
+        fit = [registered[name] for name in names if name in tables and tables[name].is_plain]
         written = gather_rows(fit, partial(_flags, records)) if fit else {}
         for name, rows in written.items():
             rows |= ~note.kept[name]

@@ -270,9 +270,9 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
 
 
 def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> Any:
-    torchrec = torchrec_port()
-    found = None if torchrec is None else torchrec.collection(collection)
-    if torchrec is None or found is None or found.is_sharded:
+    torchrec = cast(Any, torchrec_port())
+    found = torchrec and torchrec.collection(collection)
+    if not found or found.is_sharded:
         raise ValueError(
             f"Invalid collection of type {type(collection).__name__}: must be an"
             " EmbeddingBagCollection or EmbeddingCollection that is not sharded yet."

@@ -35,10 +35,6 @@ class _Removed:
     rows: Tensor
     values: list[Tensor]
 
-    @property
-    def bytes(self) -> int:
-        return sum(each.nbytes for each in (self.mask.bits, self.rows, *self.values))
-
 
 class LastUpdate:
     """Keeps one mask update. All methods are local.

@@ -265,11 +265,11 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("run keeps 50.0% of table bytes (160 B of 320 B) at 0.5000 AUC; ")
-    assert said.endswith(f"report: {(folder / 'report.html').as_uri()}\n")
+    assert said.endswith(f"report:\n  {(folder / 'report.html').as_uri()}\n")
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_kept"] == 160
     assert main(["report", str(folder / "none")]) == 1
-    assert capsys.readouterr().err.startswith("dist-sparse report: ")
+    assert capsys.readouterr().err.startswith("dist-sparse report:")
     edit(folder, lambda line: line | {"kind": "other"})
     before = (folder / "report.html").read_text()
     assert main(["report", str(folder)]) == 1

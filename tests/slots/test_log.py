@@ -67,7 +67,7 @@ def test_fates(world: int, tmp_path: Path) -> None:
                 changes,
                 expected,
             )
-        assert "% hit removed rows" in inspect_text(run)
+        assert "% hit removed rows" in " ".join(inspect_text(run).split())
         assert "hit removed rows" in write_report(run).read_text()
     assert slots.updates is None
     with pytest.raises(ValueError, match=r"Invalid slots of type Linear: must be a Following"):

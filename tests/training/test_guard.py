@@ -198,9 +198,7 @@ def kept_bytes(sparse: SparseTraining) -> int:
     total = 0
     for shards in vars(vars(vars(sparse)["_guard"])["_last"])["_removed"].values():
         for shard in shards:
-            states = [state for state in shard.states if state is not None]
-            kept = (shard.mask.bits, shard.rows, shard.weights, *states)
-            total += sum(each.nbytes for each in kept)
+            total += sum(each.nbytes for each in (shard.mask.bits, shard.rows, *shard.values))
     return total
 
 
