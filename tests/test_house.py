@@ -30,17 +30,17 @@ CODE = sources("dist_sparse", "launch", "examples", "benchmarks", "tests")
 
 # What is reached by now, and the aim. Lower a limit with the change that allows it.
 LIMITS = {
-    "characters of code": 899_000,  # 680,000
+    "characters of code": 889_000,  # 680,000
     "decisions per 100 lines of code": 22.5,  # 20
-    "decisions per 1,000 characters": 6.0,  # 5
+    "decisions per 1,000 characters": 5.9,  # 5
     "decisions of a function": 12,
     "functions above 12 decisions": 0,
     "nested comprehensions": 2,
-    "lines without a comment, %": 96.0,  # 96
+    "lines without a comment, %": 95.9
     "lines of a file": 700,
     "private reads": 0,
     "import circles": 0,
-    "modules crossed by an update": 27,  # 18
+    "modules crossed by an update": 18
     "walks of an update": 1,
     "walks of sparsify()": 3,
     "walks of export()": 2,
