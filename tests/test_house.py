@@ -36,11 +36,11 @@ LIMITS = {
     "decisions of a function": 12,
     "functions above 12 decisions": 0,
     "nested comprehensions": 2,
-    "lines without a comment, %": 95.9
+    "lines without a comment, %": 95.9,
     "lines of a file": 700,
     "private reads": 0,
     "import circles": 0,
-    "modules crossed by an update": 18
+    "modules crossed by an update": 18,
     "walks of an update": 1,
     "walks of sparsify()": 3,
     "walks of export()": 2,
