@@ -157,5 +157,14 @@ def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
 
 if __name__ == "__main__":
     results = Path(__file__).with_name("results")
-    newest = max([*results.glob("*-quality.json"), *results.glob("*-quality-gowalla-*.json")])
-    plot([row for row in json.loads(newest.read_text())["cases"] if row["chosen"]], _IMAGE)
+    cells: dict[str, list[Row]] = {}
+    # Of a method and its bytes the newest result.
+    for file in sorted(
+        [*results.glob("*-quality.json"), *results.glob("*-quality-gowalla-*.json")]
+    ):
+        rows = [row for row in json.loads(file.read_text())["cases"] if row["chosen"]]
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            found.setdefault(f"{row['method']} {row['budget']}", []).append(row)
+        cells |= found
+    plot([row for some in cells.values() for row in some], _IMAGE)

@@ -43,13 +43,14 @@ def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
         entries = json.loads(body + _END)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(entries, dict) or entries.get("format") != form:
-        raise ValueError(f"it does not say that its format is {form!r}")
+    found = entries.get("format") if isinstance(entries, dict) else None
+    if found != form:
+        raise ValueError(f"it does not say that its format is {form!r}, but {found!r}")
     if entries.get("version") != version:
         raise ValueError(
             f"version {entries.get('version')!r} is not {version}, the one that this release reads"
         )
-    return entries
+    return dict(entries)
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

@@ -347,6 +347,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Return the codes of a row, by table."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
+    if not by_name:
+        raise ValueError(f"Invalid {codes=}: it names none of the tables {sorted(located)}.")
     if unknown := sorted(set(by_name) - set(located)):
         raise ValueError(f"Invalid {codes=}: {unknown} are none of the tables {sorted(located)}.")
     found = {}

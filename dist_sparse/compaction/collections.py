@@ -173,6 +173,10 @@ class CompactIds(nn.Module):
             found = self.indexes[table](inside)
         return torch.where(inside == ids, found.int(), UNKNOWN)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The version of a copied tensor begins anew: maps of the old one would seem to be its.
+        return {**self.__dict__, "_maps": {}}
+
     def _map(self, table: str) -> Tensor:
         """Return the row of every id of a small table, as :meth:`rows` does."""
         index: Any = self.indexes[table]

@@ -283,7 +283,8 @@ def _code_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
         level = f"level={1 - candidate.columns:.6g}"
         lines += _sparsify_lines(level, 'block="col"', f"rotate={groups}", *ending)
         lines.append("model = compact(model, sparse)")
-        lines.append("# then train on, with the new fused optimizer")
+        lines.append("# then train on; tables with a fused optimizer have another one now. If an")
+        lines.append('# optimizer keeps a number for each weight, add optimizer_state="reset"')
     elif candidate.columns < 1:
         widths = dict.fromkeys(str(candidate.shape(table)[1]) for table in tables)
         lines.append(f"# of a model that was trained with embedding_dim={', '.join(widths)}")

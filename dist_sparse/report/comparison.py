@@ -14,7 +14,7 @@ from typing import Any, Final
 from dist_sparse.records import FATES, MaskChange, TableStats
 from dist_sparse.report.artifacts import ArtifactBytes
 from dist_sparse.report.run import Run, flat, share_of, total
-from dist_sparse.text import count, percent, printable, shortened, size
+from dist_sparse.text import count, number_of, percent, printable, shortened, size
 
 TOLERANCE: Final = 0.002
 """Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
@@ -214,10 +214,9 @@ def fates_text(run: Run) -> str:
     if not run.slots:
         return ""
     changes = run.slots[-1].update.tables
-    lookups, came, went = (count(total(changes, name)) for name in ("lookups", "came", "went"))
-    whole = total(changes, "lookups")
+    whole, came, went = (total(changes, name) for name in ("lookups", "came", "went"))
     shares = [f"{percent(share_of(total(changes, f), whole))} {text}" for f, text in FATES.items()]
     return (
-        f"Of {lookups} lookups before the last update {', '.join(shares)}; {came} rows came,"
-        f" {went} went."
+        f"Of {number_of(whole, 'lookup')} before the last update {', '.join(shares)};"
+        f" {number_of(came, 'row')} came, {count(went)} went."
     )

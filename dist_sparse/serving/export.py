@@ -117,7 +117,9 @@ def export(
             with a fused optimizer on the CPU, only rows that the enforcer has seen written: after
             writes that torch does not count (through ``.data``, numpy, or a collective on weights)
             call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that has
-            changed may change the codes of all rows. Only rank 0 reads these folders.
+            changed may change the codes of all rows. Only rank 0 reads these folders; of tables
+            whose written rows were noted, only rows that changed: damage elsewhere is found by
+            what loads, checks or merges the chain.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are

@@ -286,7 +286,7 @@ def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> Any:
         raise ValueError(f"This collection can't follow its traffic: {reason}.")
     configs = configs_of(collection)
     ids = {config.name: config.num_embeddings for config in configs}
-    if not rows or not set(rows) <= set(ids):
+    if not (isinstance(rows, Mapping) and rows and set(rows) <= set(ids)):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
     indexes = {}
     for name, count in rows.items():

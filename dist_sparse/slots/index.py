@@ -100,6 +100,10 @@ class SlotIndex(nn.Module):
         self._made_of: tuple[Tensor | None, int] = (None, -1)
         self._buckets: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The version of a copied tensor begins anew: buckets of the old one would seem to be its.
+        return {**self.__dict__, "_made_of": (None, -1), "_buckets": None}
+
     @property
     def nbytes(self) -> int:
         """Bytes of the state and of what lookups read."""

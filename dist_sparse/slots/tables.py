@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,7 @@ from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.text import count, percent, table_lines
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Table:
     """A following table.
 
@@ -47,6 +48,7 @@ class _Table:
         protected: ids that always hold a slot, ascending, int64.
         candidates: how many ids have a count over all ranks, where there are too many ids.
         totals: lookups of all ranks until the last update, as of :class:`Fates`: int64 ``(4,)``.
+        new: ids of this rank's range that had no count at the last update, int64, in any order.
     """
 
     name: str
@@ -57,6 +59,7 @@ class _Table:
     protected: Tensor
     candidates: int
     totals: Tensor
+    new: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.int64))
 
     @property
     def ids(self) -> FollowingIds:
@@ -92,11 +95,15 @@ class _Table:
 
     def count(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
         """Add lookups of this rank's ids: distinct ids and how often, from each rank."""
-        fates = self.ids.fates[self.name]
+        fates, added = self.ids.fates[self.name], [self.new]
         for ids, times in arrived:
-            # Of an id that several ranks bring, all lookups are the first.
-            new = (self.counts.of(ids.long()) == 0) & ~self.holds(ids)
-            fates.unseen += int(times[new].sum())
+            # Of an id that several ranks bring, or that a summary has counted since the last
+            # update, all lookups are the first.
+            first = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new)
+            first &= ~self.holds(ids)
+            fates.unseen += int(times[first].sum())
+            added.append(ids[first].long())
+        self.new = torch.cat(added)
         for ids, times in arrived:
             self.counts.add(ids, times, weight)
 
@@ -233,6 +240,7 @@ class FollowingTables:
                 )
         ahead = int(self._group.all_gather(torch.tensor([ahead])).max())
         self._count()
+        self._forget()
         changes = self._select()
         for table, (leaving, coming) in zip(self._tables.values(), changes, strict=True):
             device = table.index.id_of_slot.device
@@ -254,6 +262,7 @@ class FollowingTables:
         sums = self._group.all_reduce(_fates(tables))
         for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
             table.ids.fates[table.name] = Fates()
+            table.new = table.new[:0]
             table.totals.add_(row)
             lookups, missed, unseen, out_of_range = row.tolist()
             found.append(
@@ -286,7 +295,6 @@ class FollowingTables:
         for number, table in enumerate(tables):
             pairs = [(each[2 * number], each[2 * number + 1]) for each in arrived]
             table.count(pairs, self._weight.now)
-        self._forget()
 
     def _forget(self) -> None:
         """Keep the counts of the hottest ids, of tables with too many to count each. Collective."""
@@ -339,6 +347,8 @@ class FollowingTables:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
         them on any number of ranks. Who holds the slots is in the model's state. Collective."""
         self._count()
+        # A state has room for so many: the run that saves goes on as the one that resumes.
+        self._forget()
         return {
             "step": self.steps,
             "admits_at": -1 if self._admits_at is None else self._admits_at,
@@ -378,6 +388,7 @@ class FollowingTables:
         for name, table in self._tables.items():
             table.ids.take_noted(name)
             table.ids.fates[name] = Fates()
+            table.new = table.new[:0]
             table.counts.load(*counts[name])
 
     def summary(self) -> str:

@@ -70,8 +70,12 @@ def describe(sparsifier: MaskMaker | _Handle) -> str:
         ----  ------  -------  --------  ---------  -----  ----------  -----  ----------
         user  10 x 4  float32  plain     1 (1)      1x4    all         0.5    160
     """
+    given, sparsifier = sparsifier, getattr(sparsifier, "sparsifier", sparsifier)
     if not isinstance(sparsifier, MaskMaker):
-        sparsifier = sparsifier.sparsifier
+        raise TypeError(
+            f"Invalid sparsifier of type {type(given).__name__}: must be a sparsifier, or what"
+            " sparsify() returned."
+        )
     packed = sparsifier.masks.tables
     rows = []
     held = _all_held(sparsifier.masks, packed.locate())

@@ -184,6 +184,17 @@ def test_unsharded_collection() -> None:
     assert (len(inner["a"].weight), len(inner["b"].weight)) == (6, 30)
     assert torch.equal(optimizer.state[inner["b"].weight]["sum"], sums)
 
+    # A copy that is loaded as often as the model was has maps of its own.
+    state = model.state_dict()
+    for loads in range(1, 4):
+        model.load_state_dict(state)
+        model["bags"](ids)
+        other = copy.deepcopy(model)
+        name = next(key for key in state if key.endswith("words"))
+        for _ in range(loads):
+            other.load_state_dict(state | {name: torch.zeros_like(state[name])})
+            assert not other["bags"](ids)["a"].any()
+
 
 class Odd(nn.Embedding):
     """A user's own."""

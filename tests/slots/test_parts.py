@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -37,6 +38,20 @@ def test_index_follows_its_state() -> None:
         other = SlotIndex(70, 6)
         other.load_state_dict(index.state_dict())
         assert torch.equal(other(torch.arange(70)), index(torch.arange(70)))
+
+
+def test_a_copy_follows_its_own_state() -> None:
+    """The version of a copied tensor begins anew, and loads may bring it where the other was."""
+    ids, loaded = torch.tensor([2, 7, 8]), torch.tensor([7, 8, 1], dtype=torch.int32)
+    for loads in range(1, 4):
+        index = SlotIndex(100, 3, torch.tensor([2, 5, 9]))
+        for _ in range(loads):
+            index.load_state_dict(index.state_dict())
+        index(ids)
+        other = copy.deepcopy(index)
+        for _ in range(loads):
+            other.load_state_dict({"id_of_slot": loaded})
+            assert other(ids).tolist() == [-1, 0, 1]
 
 
 def test_index_of_hashed_ids() -> None:

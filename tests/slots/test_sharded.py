@@ -156,6 +156,9 @@ def test_hashed_ids(world: int, kind: str) -> None:
         loss.backward()
         built.optimizer.step()
         before = {table: states(built.model, built.optimizer, table) for table in SLOTS}
+        if step % 4 == 0:
+            # It forgets no candidate.
+            slots.summary()
         slots.step()
         for table, oracle in oracles.items():
             oracle.step()
