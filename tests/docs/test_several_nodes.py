@@ -30,8 +30,8 @@ def test_two_launchers_train_as_two_nodes() -> None:
         words = shlex.split(
             command.replace("\\\n", "").replace(":29400", f":{free.getsockname()[1]}")
         )
-    assert words[0] == ".venv/bin/python"
-    words[0] = sys.executable
+    assert words[0] == "dist-sparse"
+    words[:1] = [sys.executable, "-m", "dist_sparse"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("GLOO_SOCKET_IFNAME", "PYTHONHASHSEED"):
         environment.pop(name, None)

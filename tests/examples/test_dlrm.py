@@ -384,6 +384,8 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     env["OMP_NUM_THREADS"] = "1"
+    # Tables are read back: none is folded.
+    env["COLUMNS"] = "200"
     command = [sys.executable, str(MAIN), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:  # where the job makes runs/
         return subprocess.run(
