@@ -42,6 +42,9 @@ _LOOKS = {
 }
 """Color and marker of a method."""
 
+_SIZE = {"*": 9}
+"""Of markers that are smaller than others of their size."""
+
 
 def report(rows: Sequence[Row], data: str, split: str) -> str:
     """Return the figures as markdown, with what they mean.
@@ -135,7 +138,14 @@ def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
             axes.axhline(max(auc for _, auc in full), color="#808080", lw=0.8, ls=(0, (4, 3)))
             for method in sorted(points, key=lambda name: -max(auc for _, auc in points[name])):
                 (color, marker), drawn = _LOOKS[method], zip(*sorted(points[method]), strict=True)
-                axes.plot(*drawn, color=color, marker=marker, label=method, lw=1.6, ms=5)
+                axes.plot(
+                    *drawn,
+                    color=color,
+                    marker=marker,
+                    label=method,
+                    lw=1.6,
+                    ms=_SIZE.get(marker, 5),
+                )
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(FixedLocator([5, 10, 20, 50, 100]))
             axes.xaxis.set_minor_locator(NullLocator())
@@ -150,7 +160,10 @@ def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
         near = [line for line in panels[0].get_lines() if not line.get_label().startswith("_")]
         near = [line for line in near if max(line.get_ydata()) > best - 0.013]
         panels[0].legend(handles=near, frameon=False, fontsize=8, loc="lower right")
-        panels[1].legend(frameon=False, fontsize=8, loc="lower right")
+        named = {line.get_label() for line in near}
+        rest = [line for line in panels[1].get_lines() if not line.get_label().startswith("_")]
+        rest = [line for line in rest if line.get_label() not in named]
+        panels[1].legend(handles=rest, frameon=False, fontsize=8, loc="lower right")
         figure.savefig(file)
     plt.close(figure)
 
