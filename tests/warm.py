@@ -80,9 +80,7 @@ def _run(
         processes: list[Any] = []
         for folder, env in zip(folders, envs, strict=True):
             folder.mkdir()
-            # Tables are read back: none is folded.
-            wide = {**os.environ, "COLUMNS": "200", **env}
-            args = (words, str(cwd), wide, str(folder))
+            args = (words, str(cwd), {**os.environ, **env}, str(folder))
             processes.append(context().Process(target=_main, args=args, daemon=False))
             processes[-1].start()
         try:

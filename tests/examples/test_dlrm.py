@@ -29,6 +29,12 @@ MAIN = Path(movielens.__file__).with_name("main.py")
 USERS, ITEMS = 400, 300
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are read back: none is folded."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture(scope="module")
 def ratings_folder() -> Path:
     try:
@@ -384,8 +390,6 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     env["OMP_NUM_THREADS"] = "1"
-    # Tables are read back: none is folded.
-    env["COLUMNS"] = "200"
     command = [sys.executable, str(MAIN), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:  # where the job makes runs/
         return subprocess.run(

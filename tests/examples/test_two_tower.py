@@ -19,6 +19,12 @@ MAIN = Path(data.__file__).with_name("main.py")
 USERS, ITEMS = 300, 200
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are read back: none is folded."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture(scope="module")
 def npz(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Users who like the items whose number has their own parity, so that there is something to
