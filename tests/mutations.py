@@ -119,7 +119,7 @@ MUTATIONS = [
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report
     # ----------------------------------------------------------------------------------------------------------
-    M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
+    M("report/run_log.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
     M("serving/export.py", "            consume(chunks)", "            consume(iter(list(chunks)))", "tests/serving/test_export_ranks.py -k no_rank_holds"),

@@ -7,14 +7,14 @@ no page, and none of them tensorboard or torchrec. ``__init__.pyi`` has the type
 from importlib import import_module
 
 _MODULE_OF = {
-    "ArtifactBytes": "artifacts",
-    "Quality": "quality",
+    "ArtifactBytes": "run",
+    "Quality": "run_log",
     "Run": "run",
     "RunLog": "run_log",
     "Sink": "run_log",
-    "TensorBoardSink": "sinks",
-    "WandbSink": "sinks",
-    "add_artifact": "artifacts",
+    "TensorBoardSink": "run_log",
+    "WandbSink": "run_log",
+    "add_artifact": "run",
     "numbers": "summary",
     "read_run": "run",
     "write_report": "page",

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from dist_sparse import Checkpoints
 from dist_sparse.report import read_run, write_report
-from dist_sparse.report.comparison import verdict
+from dist_sparse.report.summary import verdict
 from dist_sparse.text import block_shape_text, number_of, wrapped
 from dlrm import interactions, movielens
 from dlrm.batches import Dataset

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, RunLog
-from dist_sparse.report.quality import Quality
+from dist_sparse.report.run_log import Quality
 
 __all__ = ["Notes"]
 

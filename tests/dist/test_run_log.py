@@ -15,8 +15,8 @@ import torch.distributed as dist
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, RunLog
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.report.folder import LINES, read_lines
-from dist_sparse.report.quality import Quality
 from dist_sparse.report.run import read_run
+from dist_sparse.report.run_log import Quality
 from tests.dist.cells import batch, build, cells, set_weights, weights
 from tests.dist.enforcing import optimizer_of, trained_cells
 from tests.dist.plugin import on_ranks

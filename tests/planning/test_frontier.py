@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.cli.main import main
-from dist_sparse.planning.candidates import Candidate, TableShape
-from dist_sparse.planning.choices import Choices, attempts_of
+from dist_sparse.planning.candidates import Candidate, Choices, TableShape, attempts_of
 from dist_sparse.planning.frontier import frontier
 from dist_sparse.planning.trials import serving
 

@@ -16,12 +16,9 @@ from torch import nn
 from dist_sparse import ROW, DataNormSparsifier, RunLog
 from dist_sparse.cli.main import main
 from dist_sparse.report import add_artifact, read_run, write_report
-from dist_sparse.report.charts import charts
-from dist_sparse.report.comparison import baseline, compare, headline, verdict
-from dist_sparse.report.drawing import plot_of
-from dist_sparse.report.figures import BarChart, DotChart, Dots, LineChart
-from dist_sparse.report.page import page, svg_of
-from dist_sparse.report.summary import numbers, summary
+from dist_sparse.report.charts import BarChart, DotChart, Dots, LineChart, charts
+from dist_sparse.report.page import page, plot_of, svg_of
+from dist_sparse.report.summary import baseline, compare, headline, numbers, summary, verdict
 
 
 def log(

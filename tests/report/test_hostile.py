@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_sparse.report import Run, read_run
-from dist_sparse.report.charts import charts
-from dist_sparse.report.figures import LineChart
+from dist_sparse.report.charts import LineChart, charts
 from dist_sparse.report.folder import LINES, RUN
 from dist_sparse.report.page import page, svg_of
 from dist_sparse.report.run import Spent

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog, sparsify
-from dist_sparse.report.charts import charts
-from dist_sparse.report.figures import LineChart
+from dist_sparse.report.charts import LineChart, charts
 from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines
 from dist_sparse.report.page import write_report
 from dist_sparse.report.run import read_run
-from dist_sparse.report.sinks import TensorBoardSink, WandbSink
+from dist_sparse.report.run_log import TensorBoardSink, WandbSink
 from tests.report.folders import full_disk
 
 
