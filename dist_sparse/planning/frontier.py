@@ -1,4 +1,7 @@
-"""`frontier()`: metrics of a trained model at a few sizes, on the user's own data."""
+"""`frontier()`: metrics of a trained model at a few sizes, on the user's own data.
+
+What fits is measured with a line of JSON for each trial, so that an interrupted run continues.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import json
 import math
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +25,11 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import (
-    METHODS,
-    Attempt,
+    BY_COLUMN,
+    CODED,
     Candidate,
+    Choice,
     Choices,
-    attempts_of,
     dense_bytes,
     shape_of,
 )
@@ -38,36 +45,85 @@ from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import count, percent, table_lines
 from dist_sparse.training.arguments import protected
 
-# ------------------------------------------------------------------------------
-# Results of a frontier: its table, the sentence that recommends, and its files.
+BUDGETS = (0.5, 0.2, 0.1, 0.05)
+"""Fractions of the tables' bytes."""
 
-NOTE = (
+METHODS: Final = {
+    "bits": "bits alone",
+    "untouched": "untouched rows removed",
+    "small": "small dense",
+    "rotated": "rotated columns",
+    "rows": "rows",
+    "mix": "rotated columns and rows",
+    "column": "int4 by column",
+    "codes": "codes",
+}
+"""Name of each method in tables, the simplest first."""
+
+_METHOD_OF_KIND: Final = {"full": "bits", "small": "small", "columns": "rotated"}
+_METHOD_OF_DTYPE: Final = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
+"""The method of all trials in a dtype, of any columns."""
+
+_FILE: Final = "trials.jsonl"
+
+_UNTRAINED: Final = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
     "it trains, they lose less, rotated columns above all."
 )
+_NOTES: Final = {
+    **dict.fromkeys(("rotated", "rows", "mix"), _UNTRAINED),
+    "codes": (
+        "Codes were fitted to the trained weights: training through them with quantize() usually "
+        "gains more."
+    ),
+}
+"""What to know of a method's measurements."""
 
-CODES_NOTE = (
-    "Codes were fitted to the trained weights: training through them with quantize() usually gains "
-    "more."
-)
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+"""Returns metrics of a model by name, the same on all ranks; does not change the model."""
+
+Train = Callable[[float], tuple[nn.Module, Evaluate]]
+"""Trains a model whose tables have a fraction of their columns, and returns it with its
+evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """The best of a method within a budget.
+class Trial:
+    """A form in which the model may be served, and what it measured.
 
     Args:
-        budget: fraction of the tables' bytes.
-        measured: the attempt, its bytes and metrics.
+        budget: fraction of the tables' bytes that it was chosen for.
+        method: of :data:`METHODS`.
+        candidate: the form.
+        trained: fraction of the columns that its model was trained with; 1.0 is the model itself.
+        bytes: of the served tables.
+        metrics: by name.
     """
 
     budget: float
-    measured: Measured
+    method: str
+    candidate: Candidate
+    trained: float = 1.0
+    bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def method(self) -> str:
-        """As in :data:`~dist_sparse.planning.candidates.METHODS`."""
-        return self.measured.attempt.method
+    def key(self) -> str:
+        """Text that is equal for trials of equal weights."""
+        return _key(asdict(self))
+
+    @property
+    def left(self) -> str:
+        """The kept part of the tables, in a few words."""
+        parts = []
+        columns = self.trained * self.candidate.columns
+        if columns < 1:
+            parts.append(f"{percent(columns)} of the columns")
+        if self.method == "untouched":
+            parts.append("the touched rows")
+        elif self.candidate.levels:
+            parts.append(f"{percent(1 - max(self.candidate.levels.values()))} of the rows")
+        return ", ".join(parts) or "everything"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +137,6 @@ class Frontier:
         metric: by which methods are compared.
         lower_is_better: metrics of which less is better.
         tolerance: a smaller difference of the metric does not count.
-        points: by budget, the largest first, and method, the best first.
         trials: all that was measured.
     """
 
@@ -90,33 +145,43 @@ class Frontier:
     metric: str
     lower_is_better: tuple[str, ...]
     tolerance: float
-    points: tuple[Point, ...]
-    trials: tuple[Measured, ...]
+    trials: tuple[Trial, ...]
 
-    def loss(self, measured: Measured) -> float:
+    @cached_property
+    def points(self) -> tuple[Trial, ...]:
+        """Of each budget and method the smallest trial within tolerance of the best; by budget, the
+        largest first, then the best method first."""
+        by_method: dict[tuple[float, str], list[Trial]] = defaultdict(list)
+        for trial in self.trials:
+            by_method[trial.budget, trial.method].append(trial)
+        best = []
+        for some in by_method.values():
+            # Within the tolerance fewer bytes count more than the metric.
+            best.append(min(self._near_best(some), key=lambda t: (t.bytes, self.loss(t))))
+        return tuple(sorted(best, key=lambda t: (-t.budget, self.loss(t))))
+
+    def loss(self, trial: Trial) -> float:
         """Return by how much the metric is worse than that of the model as it is."""
-        worse = self.full[self.metric] - measured.metrics[self.metric]
+        worse = self.full[self.metric] - trial.metrics[self.metric]
         return -worse if self.metric in self.lower_is_better else worse
 
     @property
-    def recommended(self) -> Point | None:
+    def recommended(self) -> Trial | None:
         """The smallest budget within which a method loses no more than ``tolerance``, and the
         simplest method there that is as good as the best but for half of it, in the fewest bytes;
         None if all lose more."""
-        good = [point for point in self.points if self.loss(point.measured) <= self.tolerance]
-        if not good:
-            return None
+        good = [point for point in self.points if self.loss(point) <= self.tolerance]
         # Bytes count first: the quality is within tolerance in all of them.
-        smallest = min(point.budget for point in good)
-        near = self.near_best([point for point in good if point.budget == smallest])
+        smallest = min((point.budget for point in good), default=0.0)
+        near = self._near_best([point for point in good if point.budget == smallest])
         # Methods are listed from the simplest on.
         simplest = [*METHODS]
-        return min(near, key=lambda p: (simplest.index(p.method), p.measured.bytes))
+        return min(near, key=lambda t: (simplest.index(t.method), t.bytes), default=None)
 
-    def near_best(self, points: Sequence[Point]) -> list[Point]:
-        """Return the points that lose no more than the best but for half of the tolerance."""
-        best = min(self.loss(point.measured) for point in points)
-        return [p for p in points if self.loss(p.measured) <= best + self.tolerance / 2]
+    def _near_best(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials that lose no more than the best but for half of the tolerance."""
+        best = min(map(self.loss, trials), default=0.0)
+        return [trial for trial in trials if self.loss(trial) <= best + self.tolerance / 2]
 
     @property
     def recommendation(self) -> str:
@@ -126,240 +191,43 @@ class Frontier:
                 "Nothing fits the budgets that can be tried on this model; smaller dense tables"
                 " have to be trained."
             )
-        whole = f"{self.metric} {self.full[self.metric]:.4f} of the whole model"
-        point = self.recommended
-        if point is not None:
-            return f"Recommended: {self._advice(point)}, within {self.tolerance:g} of the {whole}."
-        nearest = min(self.points, key=lambda each: self.loss(each.measured))
-        return (
-            f"Nothing comes within {self.tolerance:g} of the {whole}; nearest is this: "
-            f"{self._advice(nearest)}"
+        goal = (
+            f"within {self.tolerance:g} of the {self.metric} {self.full[self.metric]:.4f} of the"
+            " whole model"
         )
-
-    def _advice(self, point: Point) -> str:
-        found = point.measured
-        dtype, left = found.attempt.candidate.dtype, _left(found.attempt)
-        share, metric = percent(found.bytes / self.table_bytes), found.metrics[self.metric]
-        how = f"{METHODS[point.method]} as {dtype} ({left})"
-        return f"{how}: {share} of the bytes at {self.metric} {metric:.4f}"
+        best = self.recommended
+        point = best or min(self.points, key=self.loss)
+        how = f"{METHODS[point.method]} as {point.candidate.dtype} ({point.left})"
+        share = percent(point.bytes / self.table_bytes)
+        advice = f"{how}: {share} of the bytes at {self.metric} {point.metrics[self.metric]:.4f}"
+        if best is None:
+            return f"Nothing comes {goal}; nearest is this: {advice}."
+        return f"Recommended: {advice}, {goal}."
 
     def __repr__(self) -> str:
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
-        whole = ("", "the model as it is", "", "", count(self.table_bytes), "100.0%")
-        rows = [(*whole, *_numbers(self.full))]
+        names = [("", "the model as it is", "", "")]
+        sizes, metrics = [self.table_bytes], [self.full]
         for point in self.points:
-            found = point.measured
-            share = percent(found.bytes / self.table_bytes)
-            cells = (METHODS[point.method], _left(found.attempt), found.attempt.candidate.dtype)
-            rows.append(
-                (percent(point.budget), *cells, count(found.bytes), share, *_numbers(found.metrics))
-            )
+            method, dtype = METHODS[point.method], point.candidate.dtype
+            names.append((percent(point.budget), method, point.left, dtype))
+            sizes.append(point.bytes)
+            metrics.append(point.metrics)
+        rows = []
+        for name, taken, found in zip(names, sizes, metrics, strict=True):
+            numbers = map("{:.4f}".format, found.values())
+            rows.append([*name, count(taken), percent(taken / self.table_bytes), *numbers])
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
-        order = f"Best first, by {self.metric}: {self._better} is better."
-        has_codes = any(point.method == "codes" for point in self.points)
-        notes = [order, NOTE, *[CODES_NOTE] * has_codes, self.recommendation]
-        return "\n\n".join(["\n".join(lines), *(textwrap.fill(note, 79) for note in notes)])
-
-    @property
-    def _better(self) -> str:
-        return "less" if self.metric in self.lower_is_better else "more"
+        better = "less" if self.metric in self.lower_is_better else "more"
+        # One of each, of the methods that are shown.
+        notes = dict.fromkeys(_NOTES[p.method] for p in self.points if p.method in _NOTES)
+        texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
+        return "\n\n".join(["\n".join(lines), *(textwrap.fill(text, 79) for text in texts)])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
-        return {**asdict(self), "recommendation": self.recommendation}
-
-
-def _numbers(metrics: Mapping[str, float]) -> list[str]:
-    return [f"{value:.4f}" for value in metrics.values()]
-
-
-def _left(attempt: Attempt) -> str:
-    """Return the kept part of the tables, in a few words."""
-    candidate, parts = attempt.candidate, []
-    if attempt.trained is not None:
-        parts.append(f"{percent(attempt.trained)} of the columns")
-    if candidate.columns < 1:
-        parts.append(f"{percent(candidate.columns)} of the columns")
-    if attempt.method == "untouched":
-        parts.append("the touched rows")
-    elif candidate.levels:
-        parts.append(f"{percent(1 - max(candidate.levels.values()))} of the rows")
-    return ", ".join(parts) or "everything"
-
-
-# ------------------------------------------------------------------------------
-# Measuring candidates on a trained model, with a line of JSON for each, so that an interrupted run
-# continues.
-
-_FILE: Final = "trials.jsonl"
-
-Evaluate = Callable[[nn.Module], Mapping[str, float]]
-"""Returns metrics of a model by name, the same on all ranks; does not change the model."""
-
-Train = Callable[[float], tuple[nn.Module, Evaluate]]
-"""Trains a model whose tables have a fraction of their columns, and returns it with its
-evaluation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Measurement of an attempt: the served bytes of its tables, and its metrics."""
-
-    attempt: Attempt
-    bytes: int
-    metrics: Mapping[str, float]
-
-
-class Measurements:
-    """Metrics of a trained model with the weights that attempts would serve. Construction and calls
-    are collective.
-
-    Args:
-        model: a DistributedModelParallel, a DDP module or any module; it is not changed.
-        evaluate: called with ``model`` while its tables hold the served weights.
-        train: trains the models of attempts that need another.
-        folder: made if need be. A line is added to its ``trials.jsonl`` for each attempt; those of
-            an earlier run are not measured again, if the weights, and the metrics of the model as
-            it is, were the same.
-
-    Attributes:
-        folder: on rank 0, which alone reads and writes it; None on others.
-        tables: of the model, their shapes.
-        table_bytes: of them as they are.
-        full: its metrics as it is.
-
-    Raises:
-        ValueError: weights or metrics are no finite numbers, metrics differ between ranks, or the
-            file can't be read; on every rank.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        evaluate: Evaluate,
-        train: Train | None,
-        folder: Path | None,
-    ) -> None:
-        self._world = group_over(world_ranks())
-        self._whole, self._train = (model, evaluate), train
-        self.folder = folder if self._world.rank == 0 else None
-        with self._world.agreeing("measuring a model") as facts:
-            if self.folder is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            located = model_source(model).locate()
-            self.tables = tuple(map(shape_of, located))
-            # A metric would not name the weights that are not finite.
-            check_range(located, "fp32")
-            facts["tables"] = [[table.name, table.shape, str(table.dtype)] for table in self.tables]
-        self.table_bytes = dense_bytes(self.tables)
-        self.full = self._metrics(model, evaluate)
-        # Lines of other weights or other metrics are of another model.
-        self._fingerprint = self._hash(located)
-        self._done = self._read()
-        self._small: tuple[float, tuple[nn.Module, Evaluate]] | None = None
-
-    def __call__(self, attempts: Sequence[Attempt]) -> list[Measured]:
-        """Return the measurements of attempts, in their order."""
-        new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
-        # In this order each model is trained once.
-        in_order = sorted(new.values(), key=lambda attempt: attempt.trained or 0.0)
-        with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
-            for attempt in in_order:
-                self._measure(attempt)
-                bar(1)
-        return [Measured(attempt=attempt, **self._done[_key(attempt)]) for attempt in attempts]
-
-    def _measure(self, attempt: Attempt) -> None:
-        model, evaluate = self._whole
-        tables = self.tables
-        if attempt.trained is not None:
-            model, evaluate = self._trained(attempt.trained)
-            tables = tuple(map(shape_of, model_source(model).locate()))
-        # The weights are restored on leaving, also after an error of evaluate().
-        with serving(model, attempt.candidate):
-            metrics = self._metrics(model, evaluate)
-        found = {"bytes": attempt.candidate.served_bytes(tables).total, "metrics": metrics}
-        self._done[_key(attempt)] = found
-        with self._world.agreeing("writing the file of trials"):
-            if self.folder is not None:
-                line = json.dumps({"model": self._fingerprint, **asdict(attempt), **found})
-                # Opened for each line, so that a killed run has lost none.
-                with (self.folder / _FILE).open("a") as stream:
-                    stream.write(line + "\n")
-
-    def write(self, result: Mapping[str, Any]) -> None:
-        """Write a result beside the trials. Collective."""
-        with self._world.agreeing("writing a frontier"):
-            if self.folder is not None:
-                text = json.dumps(result, indent=1, allow_nan=False)
-                (self.folder / "frontier.json").write_text(f"{text}\n")
-
-    def _trained(self, columns: float) -> tuple[nn.Module, Evaluate]:
-        """Return the model that was trained with a fraction of the columns; the last one is
-        kept."""
-        assert self._train is not None  # or there is no such attempt
-        if self._small is None or self._small[0] != columns:
-            # First freed: two models may not fit into memory.
-            self._small = None
-            self._small = columns, self._train(columns)
-        return self._small[1]
-
-    def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
-        with self._world.agreeing("evaluate()") as facts:
-            found = evaluate(model)
-            try:
-                # 0-D tensors and NumPy scalars are numbers too.
-                metrics = {str(name): float(value) for name, value in found.items()}
-            except (AttributeError, TypeError, ValueError):
-                metrics = {}
-            if not metrics or not all(map(math.isfinite, metrics.values())):
-                raise ValueError(
-                    f"evaluate() returned {found!r}; must return metrics by name, finite numbers."
-                )
-            facts["metrics"] = metrics
-        return metrics
-
-    def _hash(self, located: Sequence[ShardedData]) -> str:
-        """Return a hash of the tables' weights and of the metrics."""
-        mine = []
-        for data in located:
-            # Replicas count once, so that the hash is the same for any number of them.
-            owned = data.owned(rank_in(data.ranks))
-            for shard in data.shards:
-                if shard.rect in owned:
-                    mine.append(f"{data.name} {shard.rect} {hash_tensor(shard.tensor)}")
-        # Metrics rounded: the order of sums may differ from run to run.
-        metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
-        known = [self._world.all_gather_json(mine), metrics]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """Return the measurements of this model in the file, by key."""
-        found: dict[str, Any] = {}
-        with self._world.agreeing("reading the file of trials"):
-            if self.folder is not None and (self.folder / _FILE).exists():
-                for text in (self.folder / _FILE).read_text().splitlines():
-                    # A line that was cut off when the run was interrupted is measured again.
-                    with suppress(json.JSONDecodeError):
-                        line = json.loads(text)
-                        if line["model"] == self._fingerprint:
-                            found[_key(line)] = {name: line[name] for name in ("bytes", "metrics")}
-        # All ranks must skip the same attempts.
-        of_rank_0: Any = self._world.all_gather_json(found)[0]
-        return dict(of_rank_0)
-
-
-def _key(attempt: Attempt | Mapping[str, Any]) -> str:
-    """Return text that is equal for equal attempts alone, whatever their method is called."""
-    fields = asdict(attempt) if isinstance(attempt, Attempt) else attempt
-    return json.dumps([fields["candidate"], fields["trained"]], sort_keys=True)
-
-
-BUDGETS = (0.5, 0.2, 0.1, 0.05)
-"""Fractions of the tables' bytes."""
-
-_MIN_ROWS: Final = 16
-"""Tables with fewer keep all rows, as in `sparsify()`."""
+        points = [*map(asdict, self.points)]
+        return {**asdict(self), "points": points, "recommendation": self.recommendation}
 
 
 def frontier(
@@ -393,7 +261,7 @@ def frontier(
         train: called with a fraction, returns ``(model, evaluate)``: a model trained like this one,
             with that fraction of the columns of its tables. For the method ``"small"``.
         budgets: fractions of the tables' bytes.
-        methods: of those in :data:`~dist_sparse.planning.candidates.METHODS`: ``"bits"``,
+        methods: of those in :data:`~dist_sparse.planning.frontier.METHODS`: ``"bits"``,
             ``"untouched"``, ``"small"``, ``"rotated"``, ``"rows"``, ``"mix"``, ``"column"`` and
             ``"codes"``. None is all of them, without ``"small"`` if there is no ``train``. Codes
             are of all columns, or of as many as fit, 4 or 8 columns a code; they are fitted to the
@@ -431,87 +299,238 @@ def frontier(
     world = group_over(world_ranks())
     # Whatever would stop a rank later is checked here: an evaluation may take hours.
     with world.agreeing("frontier()") as facts:
-        chosen = _methods(methods, train)
+        # Small dense tables have to be trained.
+        known = METHODS.keys() - ({"small"} if train is None else set())
+        chosen = sorted(checks.choice("methods", each, known) for each in methods or known)
         # A set: equal budgets have the same points.
-        shares = sorted({checks.level("budgets", each) for each in budgets}, reverse=True)
+        shares = sorted({*map(partial(checks.level, "budgets"), budgets)}, reverse=True)
         if not shares:
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
         kinds = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
-        located = model_source(model).locate()
-        pruned = _prunable(located, checks.name_list("protect", protect))
-        groups = tuple(map(tuple, rotation_groups(rotate, [data.name for data in located])))
+        located = {data.name: data for data in model_source(model).locate()}
+        guarded = protected([*located.values()], checks.name_list("protect", protect))
+        # As sparsify() does, small tables keep all rows.
+        large = {name for name, data in located.items() if data.shape[0] >= 16}
+        pruned = tuple(sorted(large - guarded))
+        groups = tuple(map(tuple, rotation_groups(rotate, located)))
         # The rotated candidates are tried last.
-        check_candidate(model, Candidate(groups=groups), {data.name: data for data in located})
+        check_candidate(model, Candidate(groups=groups), located)
         facts.update(methods=chosen, budgets=shares, dtypes=kinds, pruned=pruned, rotate=rotate)
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
-    untouched = untouched_rows(model, located)
-    measurements = Measurements(model, evaluate, train, None if out is None else Path(out))
-    tried: dict[float, list[Attempt]] = {}
+    untouched = untouched_rows(model, [*located.values()])
+    measurements = _Measurements(model, evaluate, None if out is None else Path(out))
+    full, tables = measurements.full, tuple(map(shape_of, located.values()))
+    # By default the first metric that evaluate() returns.
+    metric = checks.choice("metric", metric or next(iter(full)), full)
+    taken, trials = dense_bytes(tables), list[Trial]()
     for share in shares:
         choices = Choices(
-            tables=measurements.tables,
-            budget=math.floor(share * measurements.table_bytes),
+            tables=tables,
+            budget=math.floor(share * taken),
             groups=groups,
             untouched=untouched,
             prunable=pruned,
         )
-        tried[share] = attempts_of(choices, chosen, kinds, trains=train is not None)
-    whole = Frontier(
-        table_bytes=measurements.table_bytes,
-        full=measurements.full,
-        # By default the first metric that evaluate() returns.
-        metric=checks.choice("metric", metric or next(iter(measurements.full)), measurements.full),
+        trials += trials_of(choices, share, chosen, kinds, trains=train is not None)
+    # All budgets at once: an equal trial of several is measured once.
+    result = Frontier(
+        table_bytes=taken,
+        full=full,
+        metric=metric,
         lower_is_better=tuple(lower_is_better),
         tolerance=tolerance,
-        points=(),
-        trials=(),
+        trials=measurements(trials, train),
     )
-    # All budgets at once: an attempt of several is measured once.
-    measured = measurements([attempt for some in tried.values() for attempt in some])
-    points = _best_points(whole, tried, measured)
-    result = replace(whole, points=points, trials=tuple(measured))
     measurements.write(result.to_json())
     return result
 
 
-def _prunable(located: Sequence[ShardedData], protect: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the tables that may lose rows."""
-    guarded = protected(located, protect)
-    large = [data.name for data in located if data.shape[0] >= _MIN_ROWS]
-    return tuple(name for name in large if name not in guarded)
-
-
-def _best_points(
-    result: Frontier, tried: Mapping[float, Sequence[Attempt]], measured: Iterable[Measured]
-) -> tuple[Point, ...]:
-    """Return for each budget and method the smallest point within tolerance of the method's best;
-    in each budget the best method first.
+def trials_of(
+    choices: Choices, share: float, methods: Sequence[str], dtypes: Sequence[str], *, trains: bool
+) -> list[Trial]:
+    """Return what to try within a budget. Where a dtype alone meets it, nothing else is removed.
 
     Args:
-        measured: of all attempts in turn.
+        choices: the tables and the budget. Of all ``prunable`` tables the same fraction of rows is
+            removed; the untouched rows are removed by a method of their own alone.
+        share: the budget as a fraction of the tables' bytes.
+        methods: of :data:`METHODS`.
+        dtypes: dtypes of the stored weights, of methods that are not named after theirs.
+        trains: whether models with fewer columns can be trained.
     """
-    found: list[Point] = []
-    # Measurements are in the order of the attempts, one each.
-    in_turn = iter(measured)
-    for budget, attempts in tried.items():
-        by_method: dict[str, list[Point]] = {}
-        for attempt in attempts:
-            point = Point(budget=budget, measured=next(in_turn))
-            by_method.setdefault(attempt.method, []).append(point)
-        best = []
-        for some in by_method.values():
-            # Within the tolerance fewer bytes count more than the metric.
-            near = result.near_best(some)
-            best.append(min(near, key=lambda p: (p.measured.bytes, result.loss(p.measured))))
-        found += sorted(best, key=lambda point: result.loss(point.measured))
-    return tuple(found)
+    # The gain of the other methods would not be theirs, were the untouched rows removed too.
+    all_rows = replace(choices, untouched={})
+    tried: list[tuple[str, Choice]] = []
+    for choice in all_rows.all():
+        dtype = choice.candidate.dtype
+        tried.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
+        if choice.kind == "full" and not choice.fits:
+            tried += _with_fewer_rows(all_rows, dtype)
+    tried += [("untouched", choice) for choice in choices.all() if choice.kind == "full"]
+    # It costs nothing to try fp16.
+    dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
+    kinds = ("full", "columns", "rows", "small") if trains else ("full", "columns", "rows")
+    found = []
+    for method, choice in tried:
+        candidate = choice.candidate
+        rules = (
+            choice.fits,
+            choice.kind in kinds,
+            method in methods,
+            candidate.dtype in dtypes_of.get(method, dtypes),
+            # The model as it is has been measured.
+            candidate != Candidate(),
+            method != "untouched" or candidate.levels,
+        )
+        if all(rules):
+            found.append(Trial(budget=share, method=method, candidate=candidate))
+    return [*map(_trained_narrow, found)]
 
 
-def _methods(methods: Sequence[str] | None, train: Train | None) -> list[str]:
-    """Return the names of the methods, checked."""
-    possible = [*METHODS]
-    if train is None:
-        possible.remove("small")
-    return possible if methods is None else [checks.choice("methods", m, possible) for m in methods]
+def _trained_narrow(trial: Trial) -> Trial:
+    """Return a trial of smaller dense tables as another model that is served whole."""
+    candidate = trial.candidate
+    if candidate.groups or candidate.columns == 1:
+        return trial
+    return replace(trial, candidate=replace(candidate, columns=1.0), trained=candidate.columns)
+
+
+def _with_fewer_rows(choices: Choices, dtype: str) -> list[tuple[str, Choice]]:
+    """Return tables of a dtype with fewer rows, each with its method."""
+    # A little wider than fits, and the rest of the bytes out of rows.
+    fractions, fitting = choices.widths("columns", dtype)
+    pruned = [("rows", choices.choice("full", dtype, 1.0))]
+    for each in fractions[fitting : fitting + 2]:
+        pruned.append(("mix", choices.choice("columns", dtype, each)))
+    return [(method, choices.fewest_rows(choice.candidate)) for method, choice in pruned]
+
+
+def _key(trial: Mapping[str, Any]) -> str:
+    return json.dumps([trial["candidate"], trial["trained"]], sort_keys=True)
+
+
+class _Measurements:
+    """Metrics of a trained model with the weights that trials would serve. Construction and calls
+    are collective.
+
+    Args:
+        model: a DistributedModelParallel, a DDP module or any module; it is not changed.
+        evaluate: called with ``model`` while its tables hold the served weights.
+        folder: made if need be. A line is added to its ``trials.jsonl`` for each trial; those of an
+            earlier run are not measured again, if the weights, and the metrics of the model as it
+            is, were the same.
+
+    Attributes:
+        full: metrics of the model as it is.
+
+    Raises:
+        ValueError: weights or metrics are no finite numbers, metrics differ between ranks, or the
+            file can't be read; on every rank.
+    """
+
+    def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Path | None) -> None:
+        self._world = group_over(world_ranks())
+        self._whole = model, evaluate
+        # Rank 0 alone reads and writes.
+        self._folder = folder if self._world.rank == 0 else None
+        with self._world.agreeing("measuring a model") as facts:
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            located = model_source(model).locate()
+            # A metric would not name the weights that are not finite.
+            check_range(located, "fp32")
+            facts["tables"] = [[data.name, data.shape, str(data.dtype)] for data in located]
+        self.full = self._metrics(model, evaluate)
+        # Lines of other weights or other metrics are of another model.
+        self._fingerprint = self._hash(located)
+        self._done = self._read()
+
+    def __call__(self, trials: Sequence[Trial], train: Train | None) -> tuple[Trial, ...]:
+        """Return the trials measured, in their order."""
+        new = {trial.key: trial for trial in trials if trial.key not in self._done}
+        columns = attrgetter("trained")
+        # In this order each model is trained once.
+        in_order = sorted(new.values(), key=columns, reverse=True)
+        with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
+            for trained, some in groupby(in_order, key=columns):
+                # A function, so that a model is freed before the next: two may not fit into memory.
+                self._measure(trained, some, train, bar)
+        return tuple(replace(trial, **self._done[trial.key]) for trial in trials)
+
+    def _measure(
+        self,
+        trained: float,
+        trials: Iterable[Trial],
+        train: Train | None,
+        bar: Callable[[float], object],
+    ) -> None:
+        """Measure the trials of one model."""
+        # Without train() there is no trial of a narrower model.
+        model, evaluate = self._whole if trained == 1 or train is None else train(trained)
+        tables = tuple(map(shape_of, model_source(model).locate()))
+        for trial in trials:
+            # The weights are restored on leaving, also after an error of evaluate().
+            with serving(model, trial.candidate):
+                metrics = self._metrics(model, evaluate)
+            found = {"bytes": trial.candidate.served_bytes(tables).total, "metrics": metrics}
+            self._done[trial.key] = found
+            line = {"model": self._fingerprint, **asdict(trial), **found}
+            # Opened for each line, so that a killed run has lost none.
+            self._save(_FILE, "a", json.dumps(line))
+            bar(1)
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Write a result beside the trials. Collective."""
+        self._save("frontier.json", "w", json.dumps(result, indent=1, allow_nan=False))
+
+    def _save(self, name: str, mode: str, text: str) -> None:
+        with self._world.agreeing(f"writing {name}"):
+            if self._folder is not None:
+                with (self._folder / name).open(mode) as stream:
+                    stream.write(f"{text}\n")
+
+    def _metrics(self, model: nn.Module, evaluate: Evaluate) -> dict[str, float]:
+        with self._world.agreeing("evaluate()") as facts:
+            found = evaluate(model)
+            try:
+                # 0-D tensors and NumPy scalars are numbers too.
+                metrics = {str(name): float(value) for name, value in found.items()}
+            except (AttributeError, TypeError, ValueError):
+                metrics = {}
+            if not metrics or not all(map(math.isfinite, metrics.values())):
+                raise ValueError(
+                    f"evaluate() returned {found!r}; must return metrics by name, finite numbers."
+                )
+            facts["metrics"] = metrics
+        return metrics
+
+    def _hash(self, located: Sequence[ShardedData]) -> str:
+        """Return a hash of the tables' weights and of the metrics."""
+        mine = []
+        for data in located:
+            # Replicas count once, so that the hash is the same for any number of them.
+            owned = data.owned(rank_in(data.ranks))
+            for shard in data.shards:
+                if shard.rect in owned:
+                    mine.append(f"{data.name} {shard.rect} {hash_tensor(shard.tensor)}")
+        # Metrics rounded: the order of sums may differ from run to run.
+        metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
+        known = [self._world.all_gather_json(mine), metrics]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """Return the measurements of this model in the file, by key."""
+        found: dict[str, Any] = {}
+        with self._world.agreeing(f"reading {_FILE}"):
+            if self._folder is not None and (self._folder / _FILE).exists():
+                for text in (self._folder / _FILE).read_text().splitlines():
+                    # A line that was cut off when the run was interrupted is measured again.
+                    with suppress(json.JSONDecodeError):
+                        line = json.loads(text)
+                        if line["model"] == self._fingerprint:
+                            found[_key(line)] = {name: line[name] for name in ("bytes", "metrics")}
+        # All ranks must skip the same trials.
+        of_rank_0: Any = self._world.all_gather_json(found)[0]
+        return dict(of_rank_0)

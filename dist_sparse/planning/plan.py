@@ -1,4 +1,9 @@
-"""`plan()`: smaller versions of a model's tables within a byte budget, and which one to use."""
+"""`plan()`: smaller versions of a model's tables within a byte budget, and which one to use.
+
+The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
+models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
+disagree there is no rule: several candidates are recommended, to be measured.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,12 @@ import glob
 import math
 import pprint
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -23,21 +30,20 @@ from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
-    METHODS,
+    Candidate,
     Choice,
     Choices,
     TableShape,
     dense_bytes,
-    recommend,
     shape_of,
 )
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
 from dist_sparse.training.budget import parse_budget
 
-_LABELS = {"full": "all columns", "small": METHODS["small"], "columns": METHODS["rotated"]}
+_LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
 # What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
 UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
@@ -87,12 +93,10 @@ class Plan:
             "budget": self.budget,
             "dense_bytes": self.dense_bytes,
             "update_memory": self.update_memory,
-            "tables": [
-                {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype)} for t in self.tables
-            ],
+            "tables": [asdict(table) | {"dtype": str(table.dtype)} for table in self.tables],
             "untouched": dict(self.untouched),
-            "choices": [_choice_json(choice) for choice in self.choices],
-            "recommended": [_choice_json(choice) for choice in self.recommended],
+            "choices": [*map(_choice_json, self.choices)],
+            "recommended": [*map(_choice_json, self.recommended)],
             "why": self.why,
         }
 
@@ -114,7 +118,7 @@ class Plan:
         ]
         for place, choice in enumerate(self.recommended, start=1):
             lines += ["", f"{place}. {self._label(choice)}, {choice.candidate.dtype}:"]
-            lines += _code_lines(choice, self.tables)
+            lines += _code_lines(choice.candidate, self.tables)
         return "\n".join(lines)
 
     def _cells(self, choice: Choice) -> list[str]:
@@ -123,24 +127,22 @@ class Plan:
         if choice in self.recommended:
             # The number of its code below the table.
             use = f"use {self.recommended.index(choice) + 1}"
-        shapes = [choice.candidate.shape(table) for table in self.tables]
-        widths = sorted({width for _, width in shapes})
+        rows, widths = zip(*map(choice.candidate.shape, self.tables), strict=True)
         # One width, or the narrowest and the widest.
-        columns = "-".join(map(str, dict.fromkeys((widths[0], widths[-1]))))
+        columns = "-".join(map(str, dict.fromkeys((min(widths), max(widths)))))
         return [
             use,
             self._label(choice),
             choice.candidate.dtype,
             columns,
-            count(sum(rows for rows, _ in shapes)),
+            count(sum(rows)),
             size(choice.served.total),
             percent(choice.served.total / self.dense_bytes),
         ]
 
     def _label(self, choice: Choice) -> str:
-        if choice.kind == "full" and choice.candidate.levels:
-            return METHODS["untouched"]
-        return _LABELS[choice.kind]
+        without_untouched = choice.kind == "full" and choice.candidate.levels
+        return "touched rows" if without_untouched else _LABELS[choice.kind]
 
     def _never_touched(self) -> list[str]:
         tables = []
@@ -148,16 +150,14 @@ class Plan:
             if untouched := self.untouched.get(table.name):
                 rows = count(table.shape[0])
                 tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
-        if not tables:
-            return []
         names = f"Never looked up in training: {', '.join(tables)}."
         text = f"{names} Removing them is lossless on the training data."
-        return [textwrap.fill(text, 79), ""]
+        return [textwrap.fill(text, 79), ""] if tables else []
 
 
 def plan(
     model: nn.Module | Mapping[str, tuple[int, int]],
-    budget: int | str,
+    budget: float | str,
     *,
     rotate: Rotate | None = None,
     optimizer: Any = None,
@@ -177,7 +177,7 @@ def plan(
 
     Args:
         model: as it was trained, wrapped or not; or ``(rows, columns)`` of float32 tables by name.
-        budget: bytes, or a share of the tables' bytes as text, ``"10%"``.
+        budget: bytes, or a share of the tables' bytes: ``"10%"``, or a float, 0.1.
         rotate: tables that may be narrowed by a rotation, as in :func:`~dist_sparse.rotate`: groups
             of tables that are read only by dot products between them, or ``"table"``.
         optimizer: the optimizer that steps tables that are not fused, or a sequence of several. If
@@ -208,9 +208,10 @@ def plan(
         limit = parse_budget(budget)
         located: list[ShardedData] = []
         if isinstance(model, nn.Module):
-            located = model_source(model, include=include, exclude=exclude).locate()
+            located = ModelTables(model, include=include, exclude=exclude, slots=True).locate()
+            _refuse_following(model, located)
             tables = tuple(map(shape_of, located))
-        elif any(argument is not None for argument in (include, exclude, optimizer)):
+        elif (include, exclude, optimizer) != (None, None, None):
             raise ValueError(
                 "Invalid include, exclude or optimizer: "
                 "they are for models, not for shapes of tables."
@@ -228,7 +229,7 @@ def plan(
     room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)
     candidates = tuple(choices.all())
-    recommended, why = recommend(choices, candidates)
+    recommended, why = _recommend(choices, candidates)
     return Plan(
         budget=room,
         tables=tables,
@@ -238,6 +239,108 @@ def plan(
         recommended=recommended,
         why=why,
     )
+
+
+_NARROW: Final = {
+    True: (
+        "Rotated columns that are removed during training, or smaller dense tables: which is better"
+        " depends on the interactions per item, the passes over the data and the compute"
+        " (docs/planning.md). Measure both, in int8 and int4."
+    ),
+    False: (
+        "Train smaller dense tables: removing weights afterwards was no better, except rotated"
+        " columns of tables that only dot products read. If yours are, name them, as in"
+        ' rotate=[["user", "item"]].'
+    ),
+}
+"""Why narrow tables, where rotated ones are among them and where not."""
+
+_NO_GAIN_FROM: Final = 40
+"""Columns of int4 rows that were as good as codes of the same bytes, on Gowalla."""
+
+_HEADERS: Final = (
+    "Of such short rows 4 bytes of scale and bias are a large part; int4 by column and codes have "
+    "none. They gained on Gowalla, and on data that over-fits fewer columns win: measure them too."
+)
+_INT8: Final = (
+    "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else: that"
+    " can only lose."
+)
+_INT4: Final = {
+    True: "int4 of all columns{} or fewer, rotated columns in int8: which is better depends on the"
+    " data. Measure both.",
+    False: "int4 of all columns{} or a smaller dense table in int8: which is better depends on the"
+    " data. Measure both.",
+}
+
+
+def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
+    """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
+    measured; none means that the tables fit as they are, or that nothing fits."""
+    if dense_bytes(choices.tables) <= choices.budget:
+        return (), "The tables fit as they are."
+    # Of each kind and dtype the first: with untouched rows, if these fit too.
+    best = {(each.kind, each.candidate.dtype): each for each in reversed(found) if each.fits}
+    fitting = partial(_fitting, best)
+    int8, int4 = fitting("full", "int8"), fitting("full", "int4")
+    if int8:
+        return int8, _INT8.format(_without_untouched(int8[0]))
+    # Where a single table is turned back, no gain was measured.
+    kind = "columns" if min(map(len, choices.groups), default=0) > 1 else "small"
+    narrow, small = fitting(kind, "int8", "int4"), fitting("small", "int8", "int4")
+    rotated = kind == "columns" and narrow != ()
+    if int4:
+        # Narrower tables are in int8 alone: in int4 all columns fit.
+        return int4 + (narrow or small), _INT4[rotated].format(_without_untouched(int4[0]))
+    # Each once: both may be the small ones.
+    both = tuple(dict.fromkeys(narrow + small))
+    more = _without_headers(choices.tables, fitting, kind)
+    why = " ".join(text for text, some in ((_NARROW[rotated], both), (_HEADERS, more)) if some)
+    return both + more, why or "Nothing fits: even the narrowest tables take more."
+
+
+def _fitting(best: Mapping[tuple[str, str], Choice], kind: str, *dtypes: str) -> tuple[Choice, ...]:
+    """Return the candidates of a kind that fit, in the order of ``dtypes``."""
+    return tuple(best[kind, dtype] for dtype in dtypes if (kind, dtype) in best)
+
+
+def _without_untouched(choice: Choice) -> str:
+    return " without the rows that training has never touched" if choice.candidate.levels else ""
+
+
+def _without_headers(
+    tables: Sequence[TableShape], fitting: Callable[..., tuple[Choice, ...]], kind: str
+) -> tuple[Choice, ...]:
+    """Return the candidates by column and of codes that are worth a measurement beside int4 rows:
+    none where these have at least 24 bytes, which were as good."""
+    widest = max(tables, key=lambda table: table.shape[1])
+
+    def width(choice: Choice) -> int:
+        return choice.candidate.shape(widest)[1]
+
+    if max(map(width, fitting(kind, "int4")), default=0) >= _NO_GAIN_FROM:
+        return ()
+    by_column = fitting("full", BY_COLUMN) or fitting(kind, BY_COLUMN)
+    coded = chain.from_iterable(fitting("full", size) or fitting(kind, size) for size in CODED)
+    # The finest codes that leave half of the columns.
+    wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
+    return (*by_column, *wide[:1])
+
+
+def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
+    """Refuse tables whose rows are slots."""
+    # Not by class: it needs TorchRec. Of its modules those that translate ids have fates.
+    names = set().union(*(getattr(module, "fates", ()) for module in model.modules()))
+    fixed = [
+        f"{table.name!r} ({number_of(table.shape[0], 'row')}, {size(dense_bytes([table]))})"
+        for table in map(shape_of, located)
+        if table.name in names
+    ]
+    if fixed:
+        raise ValueError(
+            f"Following tables have a fixed capacity, which no plan changes: {', '.join(fixed)}."
+            " Leave them out by exclude=, or give following() fewer rows."
+        )
 
 
 def _most_on_a_rank(located: Sequence[ShardedData]) -> int:
@@ -256,9 +359,12 @@ def _shapes(tables: Any) -> tuple[TableShape, ...]:
         )
     found = []
     for name, shape in tables.items():
-        if not isinstance(shape, Sequence) or len(shape) != 2:
-            raise ValueError(f"Invalid shape {shape!r} of {name!r}: must be (rows, columns).")
-        rows, columns = (checks.integer(f"shape of {name!r}", side, least=1) for side in shape)
+        try:
+            rows, columns = map(partial(checks.integer, "side", least=1), shape)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"Invalid shape {shape!r} of {name!r}: must be (rows, columns), each >= 1."
+            ) from None
         found.append(TableShape(str(name), (rows, columns)))
     return tuple(found)
 
@@ -266,32 +372,36 @@ def _shapes(tables: Any) -> tuple[TableShape, ...]:
 def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of ``rotate``, checked."""
     columns = {table.name: table.shape[1] for table in tables}
-    groups = tuple(map(tuple, rotation_groups([] if rotate is None else rotate, columns)))
+    groups = tuple(map(tuple, rotation_groups(rotate or [], columns)))
     for group in groups:
-        widths = [columns[name] for name in group]
-        if len(set(widths)) > 1:
+        widths = [*map(columns.get, group)]
+        if len({*widths}) > 1:
             raise ValueError(f"Invalid {rotate=}: {list(group)} have {widths} columns.")
     return groups
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    return {
-        "kind": choice.kind,
-        "candidate": asdict(choice.candidate),
-        "served": asdict(choice.served) | {"total": choice.served.total},
-        "fits": choice.fits,
-    }
+    found = asdict(choice)
+    found["served"]["total"] = choice.served.total
+    return found
 
 
-def _code_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
+_EXPORTS: Final = {
+    BY_COLUMN: 'dtype="int4", scale="column"',
+    # The dtype of tables without codes.
+    **dict.fromkeys(CODED, 'dtype="int4"'),
+}
+"""Arguments of export(), where a candidate is not named after its dtype."""
+
+
+def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
-    candidate = choice.candidate
+    names = {*candidate.alone, *candidate.levels}
     # sparsify() leaves tables of fewer than 16 rows dense by default.
-    names = {*candidate.narrowed, *candidate.levels}
     small = any(table.shape[0] < 16 for table in tables if table.name in names)
     ending = ["end=0", "min_rows=0"] if small else ["end=0"]
     lines, sparse = [], "None"
-    if candidate.columns < 1 and candidate.groups:
+    if candidate.groups:
         groups = _code([*map(list, candidate.groups)])
         level = f"level={1 - candidate.columns:.6g}"
         lines += _sparsify_lines(level, 'block="col"', f"rotate={groups}", *ending)
@@ -306,26 +416,17 @@ def _code_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
         include = f"include={_code([*map(glob.escape, candidate.levels)])}"
         lines += _sparsify_lines('level="untouched"', include, 'block="row"', *ending)
         sparse = "sparse"
-    how = f'dtype="{candidate.dtype}"'
-    if candidate.dtype == BY_COLUMN:
-        how = 'dtype="int4", scale="column"'
     if candidate.dtype in CODED:
-        lines += _quantize_lines(choice, tables)
-        # The dtype of tables without codes.
-        sparse, how = "coded", 'dtype="int4"'
+        codes = {table.name: each for table in tables if (each := candidate.codes(table))}
+        text = pprint.pformat(codes, width=66, compact=True, sort_dicts=False)
+        lines.append("# better: from half of the training on, with coded.step() after each step")
+        lines += _call(
+            "coded = quantize", "model", "optimizer", f"codes={text}", "begin=0", "end=0"
+        )
+        lines.append("coded.step()")
+        sparse = "coded"
+    how = _EXPORTS.get(candidate.dtype, f'dtype="{candidate.dtype}"')
     return [*lines, f'export(model, {sparse}, "served", {how})']
-
-
-def _quantize_lines(choice: Choice, tables: Sequence[TableShape]) -> list[str]:
-    """Return the code that gives the tables their codes."""
-    codes = {table.name: choice.candidate.codes(table) for table in tables}
-    codes = {name: each for name, each in codes.items() if each}
-    text = pprint.pformat(codes, width=66, compact=True, sort_dicts=False)
-    return [
-        "# better: from half of the training on, with coded.step() after each step",
-        *_call("coded = quantize", "model", "optimizer", f"codes={text}", "begin=0", "end=0"),
-        "coded.step()",
-    ]
 
 
 def _code(names: list[Any]) -> str:
@@ -349,7 +450,7 @@ def _call(what: str, *arguments: str) -> list[str]:
 # ------------------------------------------------------------------------------
 # Rows that training has never touched: removing them changes no prediction on what was trained.
 
-Sums = Mapping[int, tuple[Tensor, float]]
+Sums = dict[int, tuple[Tensor, float]]
 """Adagrad's sums of squares for a shard, and their initial value, by the address of the shard."""
 
 
@@ -370,82 +471,55 @@ def untouched_rows(
     Raises:
         ValueError: something in ``optimizer`` is no optimizer.
     """
-    world = group_over(world_ranks())
+    world, here = group_over(world_ranks()), rank_in(world_ranks())
     with world.agreeing("plan()"):
-        sums = fused_sums([model])
-        for weight, state in _stepped_sums(located, optimizer):
-            # An optimizer may list fused tables that it never steps.
-            sums.setdefault(weight.data_ptr(), state)
-    touched = _touched_rows(_known_tables(located, sums), sums)
-    over_ranks: dict[str, int] = {}
-    # A table's flags are on the first rank of its group alone.
-    mine = {name: int((~flags).sum()) for name, flags in touched.items()}
-    for theirs in world.all_gather_json(mine):
-        over_ranks |= theirs
-    counts = {}
+        # An optimizer may list fused tables that it never steps.
+        sums = _stepped_sums(located, optimizer) | fused_sums([model])
+    # Every rank must have the sums of all its shards.
+    unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
+    by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
     for data in located:
-        untouched = over_ranks.get(data.name)
-        if untouched is not None and untouched < data.shape[0]:
-            counts[data.name] = untouched
-    return counts
-
-
-def _known_tables(located: Sequence[ShardedData], sums: Sums) -> list[ShardedData]:
-    """Return the tables of this rank for all of whose shards every rank has the sums. Collective
-    over the world."""
-    missing = set()
-    for data in located:
-        for shard in data.shards:
-            # An empty shard has no row that could be untouched.
-            if shard.tensor.numel() and shard.tensor.data_ptr() not in sums:
-                missing.add(data.name)
-    unknown = set().union(*group_over(world_ranks()).all_gather_json(sorted(missing)))
-    here = rank_in(world_ranks())
-    # Only ranks of a table's group take part in its gather.
-    mine = [data for data in located if data.ranks is None or here in data.ranks]
-    return [data for data in mine if data.name not in unknown]
-
-
-def _touched_rows(known: Sequence[ShardedData], sums: Sums) -> dict[str, Tensor]:
-    """Return flags of the rows that a gradient has reached, by table, on the first rank of its
-    group. One gather for each group."""
-    by_ranks: dict[tuple[int, ...] | None, list[ShardedData]] = {}
-    for data in known:
-        by_ranks.setdefault(data.ranks, []).append(data)
-    touched: dict[str, Tensor] = {}
+        ranks = data.ranks or ()
+        # Only ranks of a table's group take part in its gather.
+        if data.name not in unknown and here in (ranks or [here]):
+            by_ranks[ranks].append(data)
+    counts: dict[str, int] = {}
     # In one order on all ranks, or groups that overlap would wait for each other.
-    for ranks in sorted(by_ranks, key=lambda ranks: ranks or ()):
-        flags = gather_rows(
-            by_ranks[ranks], lambda data, rect: _touched(data, rect, sums), _reported_rects
-        )
-        touched |= flags
-    return touched
+    for _, tables in sorted(by_ranks.items(), key=itemgetter(0)):
+        touched = gather_rows(tables, partial(_touched, sums), _reported_rects)
+        counts |= {name: int((~flags).sum()) for name, flags in touched.items()}
+    over_ranks = ChainMap(*world.all_gather_json(counts))
+    rows = {data.name: data.shape[0] for data in located}
+    return {
+        name: over_ranks[name] for name in rows if over_ranks.get(name, rows[name]) < rows[name]
+    }
 
 
-def _stepped_sums(
-    located: Sequence[ShardedData], optimizer: Any
-) -> Iterator[tuple[Tensor, tuple[Tensor, float]]]:
-    """Yield this rank's shards with the sums that the given optimizers have for them."""
-    parameters = list(_parameters_of(optimizer))
-    stepping = same_storage([parameter for _, parameter in parameters])
-    for data in located:
-        for shard in data.shards:
-            for place in stepping(shard.tensor):
-                state = stepped(data.name, *parameters[place], shard.tensor).sums
-                if state is not None:
-                    yield shard.tensor, state
-
-
-def _parameters_of(optimizer: Any) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
-    """Yield the parameters of an optimizer or a sequence of several, each with the optimizer inside
-    it that steps the parameter."""
-    if optimizer is None:
-        return
+def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
+    """Return the sums that the given optimizers have for this rank's shards."""
+    found: Sums = {}
+    shards = [(data.name, shard.tensor) for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for leaf in chain.from_iterable(map(leaves, optimizers)):
-        for group in leaf.param_groups:
-            for parameter in group["params"]:
-                yield leaf, parameter
+    for leaf in chain.from_iterable(map(leaves, filter(None, optimizers))):
+        parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
+        stepping = same_storage(parameters)
+        for name, weight in shards:
+            for place in stepping(weight):
+                state = stepped(name, leaf, parameters[place], weight).sums
+                if state is not None:
+                    found[weight.data_ptr()] = state
+    return found
+
+
+def _without_sums(located: Sequence[ShardedData], sums: Sums) -> list[str]:
+    """Return the tables of which this rank has a shard without sums, by name."""
+    found = set()
+    for data in located:
+        # An empty shard has no row that could be untouched.
+        held = [shard.tensor.data_ptr() for shard in data.shards if shard.tensor.numel()]
+        if not sums.keys() >= {*held}:
+            found.add(data.name)
+    return sorted(found)
 
 
 def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
@@ -454,7 +528,7 @@ def _reported_rects(data: ShardedData, rank: int) -> Sequence[Rect]:
     return data.tiling[rank] if data.copied else data.owned(rank)
 
 
-def _touched(data: ShardedData, rect: Rect, sums: Sums) -> Tensor:
+def _touched(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
     """Return flags of the rows of a shard whose sum of squares has left its initial value: bool
     ``(rect.rows,)`` on the CPU."""
     if not rect.numel:

@@ -112,7 +112,7 @@ def check_candidate(
     Raises:
         ValueError: names the table and the rule.
     """
-    if unknown := sorted({*candidate.levels, *candidate.narrowed} - located.keys()):
+    if unknown := sorted({*candidate.alone, *candidate.levels} - located.keys()):
         raise ValueError(
             f"{unknown} of the candidate are none of the model's tables {sorted(located)}."
         )
@@ -122,10 +122,11 @@ def check_candidate(
         )
     for group in candidate.groups:
         check_group([located[name] for name in group])
-        for name in group if len(group) > 1 else ():
-            find_lookup([model], located[name], turned=False)
-    # Rows are scored and rounded whole, and each copy has rows of its own.
     for name, data in located.items():
+        # In a group of several, outputs stay rotated: what reads them must be known.
+        if not candidate.alone.get(name, True):
+            find_lookup([model], data, turned=False)
+        # Rows are scored and rounded whole, and each copy has rows of its own.
         if data.copied and cut_by_columns(data):
             raise ValueError(
                 f"Table {name!r} can't be tried: its columns are on several ranks, and 2-D"
@@ -137,18 +138,16 @@ def _remove_rows(
     model: nn.Module, candidate: Candidate, located: Mapping[str, ShardedData], world: Group
 ) -> None:
     """Zero the rows that the candidate removes. Collective."""
-    # Levels by the kernel of the tables.
-    by_kernel: dict[str, dict[str, float]] = {}
-    for name in candidate.levels:
-        data = located[name]
-        by_kernel.setdefault(str(data.kernel), {})[name] = candidate.level(shape_of(data))
     # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
-    for _, levels in sorted(by_kernel.items()):
-        sparsifier = _Trained(model, levels)
+    kernels = sorted({str(located[name].kernel) for name in candidate.levels})
+    for kernel in kernels:
+        names = [name for name in candidate.levels if str(located[name].kernel) == kernel]
+        sparsifier = _Trained(model, names)
         unknown = sparsifier.unknown_tables(sparsifier.masks.tables.locate())
         if world.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
-        for name, level in levels.items():
+        for name in names:
+            level = candidate.level(shape_of(located[name]))
             sparsifier.data_groups[name]["sparsity_level"] = level
         sparsifier.step()
 

@@ -390,7 +390,7 @@ def sparsify(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     level: Levels | None = None,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     scope: Scope = "table",
     floor: Levels | None = None,
     protect: str | list[str] | None = None,
@@ -433,7 +433,7 @@ def sparsify(
             that is looked up later comes back at the next mask update, at 0. ``"auto"`` raises the
             level step by step until :meth:`SparseTraining.guard` undoes a step.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
-            share of them as text, ``"20%"``. It counts the bytes that are served, as
+            share of them, ``"20%"`` or 0.2. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
             level, which rises along the schedule. Blocks must be whole rows, or columns of rotated
             tables: finer ones are served as zeros, and save no bytes.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.cli.main import main
-from dist_sparse.planning.candidates import Candidate, Choices, TableShape, attempts_of
-from dist_sparse.planning.frontier import frontier
+from dist_sparse.planning.candidates import Candidate, Choices, TableShape
+from dist_sparse.planning.frontier import frontier, trials_of
 from dist_sparse.planning.trials import serving
 
 IDS = torch.arange(400).view(80, 5)
@@ -32,7 +32,7 @@ def error_of(model: nn.Module) -> Callable[[nn.Module], dict[str, float]]:
 
 def found(model: nn.Module, **options: object) -> dict[tuple[float, str], float]:
     result = frontier(model, error_of(model), lower_is_better=["error"], **options)  # type: ignore[arg-type]
-    return {(point.budget, point.method): point.measured.bytes for point in result.points}
+    return {(point.budget, point.method): point.bytes for point in result.points}
 
 
 def test_each_method_uses_what_a_budget_holds() -> None:
@@ -54,20 +54,18 @@ def test_each_method_uses_what_a_budget_holds() -> None:
         "bits", "rotated", "rows", "mix", "column"
     }  # fmt: skip
     for point in result.points:
-        bytes_ = point.measured.bytes
-        candidate = point.measured.attempt.candidate
+        bytes_ = point.bytes
+        candidate = point.candidate
         assert bytes_ <= point.budget * result.table_bytes
         [served] = [
-            rows
-            for rows, each in zip(evaluated[1:], result.trials, strict=True)
-            if each is point.measured
+            rows for rows, each in zip(evaluated[1:], result.trials, strict=True) if each is point
         ]
         with serving(model, candidate):
             assert torch.equal(model.weight, served)
         if point.method == "rows":
             assert bytes_ > 0.99 * point.budget * result.table_bytes
-    assert [result.loss(point.measured) for point in result.points[:5]] == sorted(
-        result.loss(point.measured) for point in result.points[:5]
+    assert [result.loss(point) for point in result.points[:5]] == sorted(
+        result.loss(point) for point in result.points[:5]
     )
 
 
@@ -90,6 +88,16 @@ def test_the_recommendation() -> None:
         )
         assert result.recommendation.startswith(expected), str(result)
         assert " ".join(str(result).split()).endswith(result.recommendation)
+
+
+def test_notes_are_of_the_methods_that_are_shown() -> None:
+    """Where bits alone are measured nothing was removed; and each sentence ends."""
+    model = table(16)
+    for methods, removed in ((["bits"], False), (["bits", "rows"], True)):
+        how = {"methods": methods, "tolerance": 0.0, "lower_is_better": ["error"]}
+        text = str(frontier(model, error_of(model), **how))  # type: ignore[arg-type]
+        assert ("were removed from the trained model" in text) == removed
+        assert "nearest is this" in text and text.endswith(".")
 
 
 def test_smaller_tables_are_trained_once(tmp_path: Path) -> None:
@@ -131,8 +139,9 @@ def test_untouched_rows_are_a_method_of_their_own() -> None:
         untouched={"cross": 750},
     )
     by_method: dict[str, list[Candidate]] = {}
-    for attempt in attempts_of(choices, ["bits", "untouched", "rows"], ["fp32", "int4"]):
-        by_method.setdefault(attempt.method, []).append(attempt.candidate)
+    methods = ["bits", "untouched", "rows"]
+    for trial in trials_of(choices, 0.1, methods, ["fp32", "int4"], trains=True):
+        by_method.setdefault(trial.method, []).append(trial.candidate)
     assert "bits" not in by_method
     assert [each.dtype for each in by_method["untouched"]] == ["int4"]
     assert by_method["untouched"][0].levels == {"cross": 0.75}
@@ -186,7 +195,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert main([*words, "--less", "error", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [point["measured"]["attempt"]["method"] for point in told["points"]] == ["small", "bits"]
+    assert [point["method"] for point in told["points"]] == ["small", "bits"]
     kept = [
         "--budget",
         "20%",

@@ -166,7 +166,7 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     assert answer.untouched == {"user": 0, "cross": 750}
     assert used(answer) == [("full", "int8", 16)], "9.3%"
     [choice] = answer.recommended
-    assert choice.candidate.levels == {"cross": 0.75} and "Remove no others" in answer.why
+    assert choice.candidate.levels == {"cross": 0.75} and "Remove nothing else" in answer.why
     assert "750 of 1,000 rows of cross. Removing them is lossless on" in " ".join(
         str(answer).split()
     )
@@ -183,6 +183,37 @@ def test_rows_that_training_has_never_touched(tmp_path: Path) -> None:
     assert torch.equal(model.user(users), before[0]) and torch.equal(
         model.cross(crossed), before[1]
     )
+
+
+def test_tables_of_a_plan_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is wider, and untouched rows have a line."""
+    monkeypatch.setenv("COLUMNS", "200")
+    model, optimizer = trained(torch.optim.Adagrad)
+    text = str(plan(model, "10%", optimizer=optimizer))
+    assert "use 1      touched rows " in text and max(map(len, text.splitlines())) < 80
+
+
+def test_shares_in_each_spelling() -> None:
+    budgets = {plan(TOWERS, share).budget for share in ("10%", "10 %", 0.1)}
+    assert len(budgets) == 1 and plan(TOWERS, 1).budget == 1
+
+
+def test_following_tables_have_a_fixed_capacity() -> None:
+    pytest.importorskip("torchrec")
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    from dist_sparse.slots import following
+
+    configs = [
+        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=64, feature_names=[name])
+        for name in ("user", "item")
+    ]
+    # Ids of all tables take no memory on the meta device.
+    bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    model = nn.ModuleDict({"bags": following(bags, {"item": 16})}).to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"fixed capacity.*: 'item' \(16 rows, 512 B\)\. Leave"):
+        plan(model, "50%")
+    assert [table.name for table in plan(model, "50%", exclude="item").tables] == ["user"]
 
 
 def paste(

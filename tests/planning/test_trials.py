@@ -266,9 +266,7 @@ def test_a_frontier(tmp_path: Path) -> None:
         "rows",
         "rotated",
     }
-    assert {"user", "word"} == {
-        name for each in result.trials for name in each.attempt.candidate.levels
-    }
+    assert {"user", "word"} == {name for each in result.trials for name in each.candidate.levels}
     lines = (tmp_path / "trials.jsonl").read_text().splitlines()
     assert len(lines) == len(result.trials)
     with pytest.raises(ValueError, match=r"metrics.*on rank 1 and .* on rank 0"):

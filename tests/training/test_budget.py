@@ -87,9 +87,16 @@ def test_the_least_and_the_most() -> None:
         kept(least - 1)
     with pytest.raises(ValueError, match="nothing would be removed"):
         kept(51_712)
-    for wrong in (True, 0.5, "half", "101%", "-1%", "nan%", None):
+    for wrong in (True, 1.5, float("nan"), "half", "101%", "-1%", "nan%", None):
         with pytest.raises(ValueError, match=r"budget=.* bytes .*, or text such as '20%'"):
             parse_budget(wrong)
+
+
+def test_a_share_in_each_spelling() -> None:
+    assert {parse_budget(share) for share in (0.1, "10%", "10 %", "10.0%")} == {0.1}
+    # By type: an int is bytes.
+    assert (parse_budget(1), parse_budget(1.0)) == (1, 1.0)
+    assert kept(0.5) == kept("50 %") == kept("50%")
 
 
 @pytest.mark.parametrize("block", [(1, 2), (1, 1), (COL, 1)], ids=str)
