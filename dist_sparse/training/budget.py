@@ -37,7 +37,7 @@ def parse_budget(budget: object) -> Budget:
         (0.2, 1048576)
     """
     # By type: 1 is a byte, 1.0 is all of them.
-    if type(budget) is int and budget >= 0 or type(budget) is float and 0 <= budget <= 1:
+    if (type(budget) is int and budget >= 0) or (type(budget) is float and 0 <= budget <= 1):
         return budget
     percent = re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII)
     if percent is None or float(percent[1]) > 100:
