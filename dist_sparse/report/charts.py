@@ -11,63 +11,45 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from dist_sparse.records import FATES, MaskChange
 from dist_sparse.report.run import RowTraffic, Run, Series, share_of, target_of, total
-from dist_sparse.report.summary import artifacts_of, baseline, fates_text
+from dist_sparse.report.summary import artifacts_of, baseline, fate_share, fates_text
 from dist_sparse.text import count, number_of, percent, size
-
-# ------------------------------------------------------------------------------
-# Charts as data: names, points, bars.
-#
-# :mod:`dist_sparse.report.charts` makes them of a run; :mod:`dist_sparse.report.page` turns them
-# into shapes, without the run.
 
 Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line. ``role``: ``main``, ``target``, ``other`` (of a compared run) or ``raw`` (under its
-    means); ``number``: of the compared run, which has one color in all charts;
-    ``steps``: constant from each point to the next."""
+    """One line, or the dots of one run, joined.
+
+    Args:
+        points: step and value, or bytes > 0 and AUC.
+        role: ``main``, ``target``, ``other`` (of a compared run) or ``raw`` (under its means).
+        number: of the compared run, which has one color in all charts.
+        steps: constant from each point to the next.
+        labels: of dots.
+    """
 
     name: str
     points: tuple[Point, ...]
     role: str = "main"
     number: int = 0
     steps: bool = False
+    labels: tuple[str, ...] = ()
 
     @property
-    def steps_at(self) -> list[float]:
-        """The steps of its points, ascending."""
+    def places(self) -> list[float]:
+        """Where its points are from left to right: steps, ascending, or bytes."""
         return [x for x, _ in self.points]
 
     @property
     def heights(self) -> list[float]:
         """The finite values."""
         return [y for _, y in self.points if y is not None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LineChart:
-    """Lines over steps 0 to ``end``, or further. ``share``: heights are shares, shown in percent;
-    ``mark``: a step and a text, drawn as a vertical line."""
-
-    key: str
-    title: str
-    note: str
-    lines: tuple[Line, ...]
-    end: int
-    share: bool = False
-    mark: tuple[float, str] | None = None
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether there is more than zeros to see."""
-        return any(any(line.heights) for line in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,52 +63,31 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BarChart:
-    """Horizontal bars."""
+class Chart:
+    """Horizontal bars; lines over steps; or dots over bytes, on a logarithmic axis.
+
+    Args:
+        end: lines go from step 0 to this one, or further.
+        share: heights are shares, shown in percent.
+        mark: a step and a text, drawn as a vertical line.
+        dots: whether lines are dots.
+    """
 
     key: str
     title: str
     note: str
-    bars: tuple[Bar, ...]
+    bars: Sequence[Bar] = ()
+    lines: Sequence[Line] = ()
+    end: int = 0
+    share: bool = False
+    mark: tuple[float, str] | None = None
+    dots: bool = False
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there is a bar."""
-        return bool(self.bars)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dots:
-    """Dots of one run, joined: label, bytes > 0, height. ``role``, ``number``: as of a
-    :class:`Line`."""
-
-    name: str
-    role: str
-    number: int = 0
-    dots: tuple[tuple[str, int, float], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DotChart:
-    """AUC over bytes, on a logarithmic axis."""
-
-    key: str
-    title: str
-    note: str
-    runs: tuple[Dots, ...]
-
-    @property
-    def dots(self) -> tuple[tuple[str, int, float], ...]:
-        """The dots of all runs."""
-        return sum((run.dots for run in self.runs), ())
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether there are dots to compare."""
-        return len(self.dots) > 1
-
-
-Chart = LineChart | BarChart | DotChart
+        """Whether there is more to see than zeros, or a dot that compares with nothing."""
+        heights = [height for line in self.lines for height in line.heights]
+        return bool(self.bars) or (len(heights) > 1 and any(heights))
 
 
 MOST_TABLES = 30
@@ -159,56 +120,60 @@ _NOTES = {
 def charts(run: Run) -> list[Chart]:
     """Return the charts for which the run has data, in the order of the page."""
     # The answer first, what led to it below.
-    found: list[Chart] = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
+    found = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
     found += [_bytes_kept(run), *_traffic_charts(run)]
     return [chart for chart in found if chart.is_drawn]
 
 
-def _auc_over_bytes(run: Run) -> DotChart:
+def _auc_over_bytes(run: Run) -> Chart:
     """Return the artifacts of all runs, or their weights."""
-    runs = []
+    lines = []
     # In the order of the command line, as in the legend of every chart.
     for one in run.all_runs:
-        largest_first = sorted(artifacts_of(one), key=lambda each: -each.bytes)
         # A logarithmic axis has no place for 0 bytes.
-        dots = tuple((each.name, each.bytes, each.auc) for each in largest_first if each.bytes)
-        runs.append(Dots(name=one.name, role=_role(one, run), number=one.number, dots=dots))
+        found = sorted(filter(attrgetter("bytes"), artifacts_of(one)), key=lambda x: -x.bytes)
+        dots = tuple(map(attrgetter("bytes", "auc"), found))
+        lines.append(_line(one, run, points=dots, labels=tuple(map(attrgetter("name"), found))))
     note = (
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
         " the left is better."
     )
-    drawn = tuple(one for one in runs if one.dots)
-    return DotChart(key="auc_bytes", title="AUC over bytes", note=note, runs=drawn)
+    drawn = [line for line in lines if line.points]
+    return Chart(key="auc_bytes", title="AUC over bytes", note=note, lines=drawn, dots=True)
 
 
-def _fates(run: Run) -> LineChart:
+def _line(one: Run, run: Run, **options: Any) -> Line:
+    """Return a line of one of several runs."""
+    options = {"name": one.name, "role": "main" if one is run else "other"} | options
+    return Line(number=one.number, **options)
+
+
+def _fates(run: Run) -> Chart:
     """Return what became of the lookups of following tables before each update."""
-    lines = []
+    lines, roles = [], {"kept": "main"}
     for number, (fate, name) in enumerate(FATES.items()):
-        points: list[Point] = []
-        for one in run.slots:
-            share = share_of(total(one.update.tables, fate), total(one.update.tables, "lookups"))
-            points.append((one.step, share))
-        role = "main" if fate == "kept" else "other"
-        lines.append(Line(name=name, role=role, number=number, points=thinned(points)))
+        points = thinned([(step, fate_share(update, fate)) for step, update in run.slots])
+        role = roles.get(fate, "other")
+        lines.append(Line(name=name, role=role, number=number, points=points))
     return _line_chart(run, "fates", "Lookups by fate", fates_text(run), lines, share=True)
 
 
-def _sparsity(run: Run) -> LineChart:
-    note, mark, end, undone = "Share of blocks pruned after each mask update.", None, run.end, []
+def _sparsity(run: Run) -> Chart:
+    note, options, end, undone = "Share of blocks pruned after each mask update.", {}, run.end, []
     if run.undone is not None:
-        step, check = run.undone.step, run.undone.check
-        metric = f"{check.metric:.4f}"
+        end, check = run.undone
+        metric, undone = f"{check.metric:.4f}", [(end, check.sparsity)]
         note += f" The guard undid the last update: the metric was {metric}."
-        mark, end, undone = (float(step), f"undone at {metric}"), step, [(step, check.sparsity)]
-    lines = []
+        options = {"mark": (float(end), f"undone at {metric}")}
+    name = run.name if run.compared else "all tables"
+    lines = [
+        _line(run, run, name=name, steps=True, points=_held(run, _sparsity_of, run.end, undone)),
+        Line(name="target", role="target", steps=True, points=_held(run, target_of, end)),
+    ]
     # A run that has trained nothing has no line over steps.
-    for one in [run, *filter(attrgetter("trained"), run.compared.values())]:
-        name = one.name if run.compared else "all tables"
-        more = undone if one is run else []
-        lines.append(_held(one, name, _role(one, run), _sparsity_of, run.end, more))
-    lines.insert(1, _held(run, "target", "target", target_of, end))
-    return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True, mark=mark)
+    for one in filter(attrgetter("trained"), run.compared.values()):
+        lines.append(_line(one, run, steps=True, points=_held(one, _sparsity_of, run.end)))
+    return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True, **options)
 
 
 def _sparsity_of(changes: Sequence[MaskChange]) -> float | None:
@@ -217,54 +182,47 @@ def _sparsity_of(changes: Sequence[MaskChange]) -> float | None:
 
 def _held(
     one: Run,
-    name: str,
-    role: str,
     value_of: Callable[[Sequence[MaskChange]], float | None],
     end: float,
     more: Sequence[Point] = (),
-) -> Line:
-    """Return a value after each mask update where it is known, and ``more``; constant between
-    updates and after the last one up to ``end``."""
-    values = [*more, *((due.step, value_of(due.record.tables)) for due in one.due)]
+) -> tuple[Point, ...]:
+    """Return a value after each mask update where it is known, and ``more``; and the last one again
+    at ``end``."""
+    values = [*more, *((step, value_of(record.tables)) for step, record in one.due)]
     # An update is logged one update late: the order of lines is not that of steps.
-    values.sort(key=_place)
+    values.sort(key=itemgetter(0))
     # A gap in the line would look like a value that is not finite.
     points = [point for point in values if point[1] is not None]
-    last = [(end, value) for _, value in points[-1:]]
-    kept = thinned([*points, *last])
-    return Line(name=name, role=role, number=one.number, points=kept, steps=True)
+    return thinned([*points, *((end, value) for _, value in points[-1:])])
 
 
-def _role(one: Run, run: Run) -> str:
-    return "main" if one is run else "other"
-
-
-def _series_charts(run: Run) -> list[LineChart]:
+def _series_charts(run: Run) -> list[Chart]:
     """Return charts of loss, AUC, NE and other series with more than one point, with the same
     series of the compared runs."""
     # A line needs two points.
-    names = [name for name, series in run.values.items() if len(series) > 1]
-    found: list[LineChart] = []
+    names = {name for name, series in run.values.items() if len(series) > 1}
+    found = []
     for name in filter(names.__contains__, _TITLES):
-        found += [_series_chart(run, name, f"value_{name}"), *_difference_chart(run, name)]
+        found += [_series_chart(run, name, f"value_{name}"), _difference_chart(run, name)]
     # The table of last values has them all.
-    others = sorted(set(names) - set(_TITLES))[:_MOST_OTHERS]
-    for number, name in enumerate(others, start=1):
+    for number, name in enumerate(sorted(names - {*_TITLES})[:_MOST_OTHERS], start=1):
         # The key becomes a file name and an id; the number keeps "a/b" and "a b" apart.
         key = f"value_{number}_{re.sub(r'[^0-9A-Za-z_-]+', '_', name)[:40]}"
         found.append(_series_chart(run, name, key))
     return found
 
 
-def _series_chart(run: Run, name: str, key: str) -> LineChart:
-    lines = smoothed(run.name if run.compared else name, run.values[name])
+def _series_chart(run: Run, name: str, key: str) -> Chart:
     note = _NOTES.get(name, "As logged by the training script.")
-    if len(lines) > 1:
+    lines = [_curve(one, run, one.values.get(name, ())) for one in run.all_runs]
+    if not run.compared:
+        lines = [replace(lines[0], name=name)]
+    if len(run.values[name]) > _SMOOTHED:
         note += " Thin: as logged. Thick: means."
+        lines.insert(0, Line(name="as logged", role="raw", points=thinned(run.values[name])))
     lost = [step for step, value in run.values[name] if value is None]
     if lost:
         note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
-    lines += [_curve(other, run, other.values.get(name, ())) for other in run.compared.values()]
     title = _TITLES.get(name, name)
     # Training examples are predicted before the model has learned from them, or with what it knows.
     if any(f"test_{name}" in one.values for one in run.all_runs):
@@ -272,57 +230,47 @@ def _series_chart(run: Run, name: str, key: str) -> LineChart:
     return _line_chart(run, key, title, note, lines)
 
 
-def _curve(one: Run, run: Run, series: Series) -> Line:
-    """Return the series of one of several runs: its means if there are some."""
-    curve = smoothed(one.name, series)[-1]
-    return replace(curve, role=_role(one, run), number=one.number)
-
-
-def _difference_chart(run: Run, name: str) -> list[LineChart]:
+def _difference_chart(run: Run, name: str) -> Chart:
     """Return a series less that of the baseline, at the steps that both logged: curves of runs that
     differ little lie on each other."""
-    base = baseline(run)
-    if base is None:
-        return []
-    lines = [_curve(one, run, _less(one, base, name)) for one in run.all_runs if one is not base]
+    base = baseline(run) or run
+    others = [one for one in run.all_runs if one is not base]
+    lines = [_curve(one, run, _less(one, base, name)) for one in others]
     note = f"Less that of {base.name} at the same step; means."
     title = f"{_TITLES[name]} against {base.name}"
-    return [_line_chart(run, f"value_{name}_less", title, note, lines)]
+    return _line_chart(run, f"value_{name}_less", title, note, lines)
 
 
 def _less(one: Run, base: Run, name: str) -> Series:
-    known = dict(base.values.get(name, ()))
+    # Logged by one of the two alone, or not finite: there is no difference.
+    known = {step: other for step, other in base.values.get(name, ()) if other is not None}
     found = []
     for step, value in one.values.get(name, ()):
-        other = known.get(step)
-        # Logged by one of the two alone, or not finite: there is no difference.
-        if value is not None and other is not None:
-            found.append((step, value - other))
+        if value is not None and step in known:
+            found.append((step, value - known[step]))
     return tuple(found)
 
 
 def _line_chart(
     run: Run, key: str, title: str, note: str, lines: Sequence[Line], **options: Any
-) -> LineChart:
+) -> Chart:
     # A single point is no line; single values are in the table of last values.
-    drawn = tuple(line for line in lines if len(line.heights) > 1)
-    return LineChart(key=key, title=title, note=note, lines=drawn, end=run.end, **options)
+    drawn = [line for line in lines if len(line.heights) > 1]
+    return Chart(key=key, title=title, note=note, lines=drawn, end=run.end, **options)
 
 
-def smoothed(name: str, series: Series) -> list[Line]:
-    """Return a series as a line called ``name``; of more than 30 points as means of stretches, over
-    the points as logged."""
+def _curve(one: Run, run: Run, series: Series) -> Line:
+    """Return a series as the line of a run; of more than 30 points as means of stretches."""
     if len(series) <= _SMOOTHED:
-        return [Line(name=name, points=series)]
+        return _line(one, run, points=series)
     finite = [(step, value) for step, value in series if value is not None]
     means: list[Point] = []
     for part in _stretches(finite, 2 * _SMOOTHED):
-        values = [value for _, value in part]
-        # In the middle of its stretch; the last one at the end of the line.
-        place = part[len(part) // 2] if part[-1] is not finite[-1] else part[-1]
-        means.append((place[0], math.fsum(values) / len(values)))
-    raw = Line(name="as logged", role="raw", points=thinned(series))
-    return [raw, Line(name=name, points=tuple(means))]
+        steps, values = zip(*part, strict=True)
+        means.append((steps[len(steps) // 2], math.fsum(values) / len(values)))
+    # In the middle of its stretch; the last one at the end of the line.
+    means[-1:] = [(finite[-1][0], mean) for _, mean in means[-1:]]
+    return _line(one, run, points=tuple(means))
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -334,7 +282,7 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     for part in _stretches(points, _MOST_POINTS // 2 - 1):
         ends = [point for point in part if point[1] is not None] or part[:1]
         kept |= dict.fromkeys((min(ends, key=_height), max(ends, key=_height)))
-    return tuple(sorted(kept | {points[-1]: None}, key=_place))
+    return tuple(sorted(kept | {points[-1]: None}, key=itemgetter(0)))
 
 
 def _stretches(points: Sequence[T], most: int) -> list[Sequence[T]]:
@@ -343,15 +291,11 @@ def _stretches(points: Sequence[T], most: int) -> list[Sequence[T]]:
     return [points[start : start + length] for start in range(0, len(points), length)]
 
 
-def _place(point: Point) -> float:
-    return point[0]
-
-
 def _height(point: Point) -> float:
     return point[1] or 0.0
 
 
-def _bytes_kept(run: Run) -> BarChart:
+def _bytes_kept(run: Run) -> Chart:
     """Return bytes kept per table; known at the end of a run that prunes."""
     tables = [(table.name, table.kept_bytes, table.table_bytes) for table in run.tables]
     if run.finished or tables:
@@ -367,22 +311,21 @@ def _bytes_kept(run: Run) -> BarChart:
     note = "Per table, as long as its bytes; full: what is kept."
     if len(tables) > MOST_TABLES:
         note += f" The first {MOST_TABLES} of {count(len(tables))}; the table below has all."
-    return BarChart(key="bytes", title="Bytes kept", note=note, bars=tuple(bars))
+    return Chart(key="bytes", title="Bytes kept", note=note, bars=bars)
 
 
-def _traffic_charts(run: Run) -> list[BarChart]:
+def _traffic_charts(run: Run) -> list[Chart]:
     """Return the rows by their lookups of the largest tables that are known."""
-    found: list[BarChart] = []
+    # A table without a lookup, or that keeps all rows, has nothing to show.
+    shown = {name: of for name, of in run.traffic.items() if of.share and any(of.removed)}
+    tables = [table for table in run.tables if table.name in shown]
     # Large tables decide what serving takes.
-    for table in sorted(run.tables, key=lambda table: (-table.table_bytes, table.name)):
-        of = run.traffic.get(table.name)
-        # A table without a lookup, or that keeps all rows, has nothing to show.
-        if of is not None and of.share is not None and any(of.removed):
-            found.append(_traffic_chart(f"traffic_{len(found) + 1}", table.name, of))
-    return found[:_MOST_TRAFFIC]
+    tables.sort(key=lambda table: (-table.table_bytes, table.name))
+    names = [table.name for table in tables[:_MOST_TRAFFIC]]
+    return [_traffic_chart(number, name, shown[name]) for number, name in enumerate(names, start=1)]
 
 
-def _traffic_chart(key: str, name: str, of: RowTraffic) -> BarChart:
+def _traffic_chart(number: int, name: str, of: RowTraffic) -> Chart:
     rows = sum(of.kept) + sum(of.removed)
     note = (
         f"Rows by how often training looked them up; full: kept. {percent(sum(of.kept) / rows)} of"
@@ -394,7 +337,8 @@ def _traffic_chart(key: str, name: str, of: RowTraffic) -> BarChart:
         if share is not None:
             text = f"{count(kept)} of {number_of(kept + removed, 'row')}, {percent(share)}"
             bars.append(Bar(name=_lookups(octave), share=share, text=text))
-    return BarChart(key=key, title=f"Kept rows of {name} by traffic", note=note, bars=tuple(bars))
+    title = f"Kept rows of {name} by traffic"
+    return Chart(key=f"traffic_{number}", title=title, note=note, bars=bars)
 
 
 def _lookups(octave: int) -> str:

@@ -15,21 +15,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.report import summary
-from dist_sparse.report.charts import (
-    MOST_TABLES,
-    BarChart,
-    Chart,
-    DotChart,
-    Dots,
-    Line,
-    LineChart,
-    charts,
-)
+from dist_sparse.report.charts import MOST_TABLES, Chart, Line, charts
 from dist_sparse.report.folder import write_whole
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.summary import TABLE_FIELDS, numbers
@@ -67,32 +58,7 @@ _NEAR = 60
 _LAYERS = ("raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
 
-Label = tuple[float, str]
-Shape = tuple[str, str]
 Text = Callable[[float], str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tip:
-    """Text for a vertical strip of the plot, shown under a pointer. Places in percent; ``line``:
-    within the strip."""
-
-    left: float
-    width: float
-    text: tuple[str, ...]
-    line: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spot:
-    """Label of a dot, and text under a pointer. Places in percent; ``under``: the label is below
-    the dot."""
-
-    left: float
-    top: float
-    label: str
-    text: tuple[str, ...]
-    under: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +71,22 @@ class Plot:
         marks, below: numbers beside the axes, in percent from the top and from the left.
         label: of the horizontal axis.
         legend: look and name.
-        tips, spots: text in the plot.
+        tips: ``text`` for vertical strips of the plot, shown under a pointer: ``left`` and
+            ``width`` in percent of the plot, the place of ``line`` in percent of the strip.
+        spots: the ``label`` of dots, and ``text`` shown under a pointer: ``left`` and ``top`` in
+            percent; ``under``: the label is below the dot.
         mark: place and text of a vertical line.
     """
 
     caption: str
-    shapes: tuple[Shape, ...]
-    marks: tuple[Label, ...]
-    below: tuple[Label, ...]
+    shapes: Sequence[tuple[str, str]]
+    marks: Sequence[tuple[float, str]]
+    below: Sequence[tuple[float, str]]
     label: str
     legend: Sequence[tuple[str, str]] = ()
-    tips: Sequence[Tip] = ()
-    spots: Sequence[Spot] = ()
-    mark: Label | None = None
+    tips: Sequence[Mapping[str, Any]] = ()
+    spots: Sequence[Mapping[str, Any]] = ()
+    mark: tuple[float, str] | None = None
 
     @property
     def widest(self) -> str:
@@ -125,53 +94,90 @@ class Plot:
         return max((text for _, text in self.marks), key=len, default="")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Axes:
-    """Axes of a plot: their ends, and the numbers and texts beside them.
+    """Axes of a chart: steps, or bytes on a logarithmic scale, and values or AUC.
 
-    On a logarithmic horizontal axis (``log``), ``left`` and ``right`` are exponents of 10.
+    Args:
+        chart: what is drawn.
+
+    Attributes:
+        below: places of the numbers below the horizontal axis, in percent, and the numbers.
+        marks: likewise beside the vertical one, from the top.
     """
 
-    left: float
-    right: float
-    low: float
-    high: float
-    places: Sequence[float]
-    place_text: Text
-    label: str
-    level_text: Text
-    log: bool = False
+    def __init__(self, chart: Chart) -> None:
+        places: list[float] = []
+        heights: list[float] = []
+        for line in chart.lines:
+            places += line.places
+            heights += line.heights
+        self._scale: Callable[[float], float] = math.log10 if chart.dots else float
+        low, high = _range(heights, chart.share)
+        # A compared run may have gone further than the run itself.
+        steps = [0.0, max(float(chart.end), 1.0)]
+        ends = [*map(self._scale, places if chart.dots else steps + places)]
+        self.left, self.right = min(ends), max(ends)
+        if chart.dots:
+            # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
+            room = 0.06 * (self.right - self.left) + 0.02
+            self.left, self.right = self.left - room, self.right + room
+            # Room for the labels.
+            low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)
+        self.low, self.high = low, high
+        level_text = _percent_tick if chart.share else _compact
+        self.marks = [(self.y_of(y) / 4, level_text(y)) for y in ticks(low, high, 4)]
+        self.below = [(self.x_of(x) / 10, text) for x, text in self._numbers(chart.dots)]
+
+    def _numbers(self, dots: bool) -> list[tuple[float, str]]:
+        if not dots:
+            # There are no half steps.
+            steps = filter(float.is_integer, ticks(self.left, self.right, 4))
+            return [(step, _compact(step)) for step in steps]
+        visible = [each for each in _SIZES if self.left <= math.log10(each) <= self.right]
+        texts = [size(each).replace(".00", "").replace(".0", "") for each in visible]
+        return _every([*zip(visible, texts, strict=True)], 5)
 
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
-        place = math.log10(value) if self.log else value
-        return round(WIDTH * (place - self.left) / (self.right - self.left), 1)
+        return round(WIDTH * (self._scale(value) - self.left) / (self.right - self.left), 1)
 
     def y_of(self, value: float) -> float:
         # SVG counts from the top.
         return round(HEIGHT * (1 - (value - self.low) / (self.high - self.low)), 1)
 
-    def plot(self, *, caption: str, shapes: Sequence[Shape], **texts: Any) -> Plot:
-        """Return a plot of the shapes over a grid line for each level."""
-        levels = ticks(self.low, self.high, 4)
-        marks = tuple((100 * self.y_of(y) / HEIGHT, self.level_text(y)) for y in levels)
-        # The grid comes first: shapes are drawn in their order.
-        grid = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks]
-        return Plot(
-            caption=caption,
-            shapes=(*grid, *shapes),
-            marks=marks,
-            below=tuple((100 * self.x_of(x) / WIDTH, self.place_text(x)) for x in self.places),
-            label=self.label,
-            **texts,
-        )
-
 
 def plot_of(chart: Chart) -> Plot | None:
     """Return a chart as shapes; None for bars, whose names and texts wrap on the page."""
-    if isinstance(chart, BarChart):
+    if chart.bars:
         return None
-    return _line_plot(chart) if isinstance(chart, LineChart) else _dot_plot(chart)
+    axes = _Axes(chart)
+    # Values as logged are only behind their means.
+    named = [line for line in chart.lines if line.role != "raw"]
+    # The grid comes first, and later shapes cover earlier ones: the run itself is on top.
+    shapes = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in axes.marks]
+    for line in sorted(chart.lines, key=lambda line: _LAYERS.index(line.role)):
+        shapes += _shapes(line, axes, chart.dots)
+    text_of = percent if chart.share else amount
+    ends = [f"{line.name} ends at {text_of(line.heights[-1])}" for line in named]
+    caption, mark = f"{chart.title} over steps: {'; '.join(ends)}.", None
+    if chart.mark is not None:
+        mark = axes.x_of(chart.mark[0]) / 10, chart.mark[1]
+        shapes.append(("mark", f"M{axes.x_of(chart.mark[0])} 0V{HEIGHT}"))
+    spots = _spots(chart, axes)
+    if chart.dots:
+        caption = f"{chart.title}: {'; '.join(': '.join(spot['text']) for spot in spots)}"
+    return Plot(
+        caption=caption,
+        shapes=shapes,
+        marks=axes.marks,
+        below=axes.below,
+        label="bytes, logarithmic" if chart.dots else "step",
+        # A single line has the name of its chart.
+        legend=[(_look(line), line.name) for line in named if chart.dots or len(named) > 1],
+        tips=[] if chart.dots else _tips(named, axes, text_of),
+        spots=spots,
+        mark=mark,
+    )
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -190,69 +196,16 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
-def _every(values: list[float], most: int) -> list[float]:
+def _every(values: list[Any], most: int) -> list[Any]:
     """Return every n-th value, at most ``most`` of them."""
     # -(-a // b) rounds up.
     return values[:: max(1, -(-len(values) // most))]
 
 
-def _line_plot(chart: LineChart) -> Plot:
-    axes = _line_axes(chart)
-    text_of = percent if chart.share else amount
-    # Values as logged are only behind their means.
-    named = [line for line in chart.lines if line.role != "raw"]
-    # Later shapes cover earlier ones: the run itself is on top of the others.
-    layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
-    shapes = [(_look(line), _path(line, axes)) for line in layers]
-    mark = None
-    if chart.mark is not None:
-        step, text = chart.mark
-        mark = axes.x_of(step) / 10, text
-        shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
-    return axes.plot(
-        caption=f"{chart.title} over steps: {_ends(named, text_of)}.",
-        shapes=shapes,
-        mark=mark,
-        # A single line has the name of its chart.
-        legend=_legend(named) if len(named) > 1 else (),
-        tips=_tips(named, axes, text_of),
-    )
-
-
-def _line_axes(chart: LineChart) -> _Axes:
-    # A compared run may have gone further than the run itself.
-    steps, heights = [0.0, max(float(chart.end), 1.0)], list[float]()
-    for line in chart.lines:
-        steps += line.steps_at
-        heights += line.heights
-    left, right = min(steps), max(steps)
-    low, high = _range(heights, chart.share)
-    return _Axes(
-        left=left,
-        right=right,
-        low=low,
-        high=high,
-        # There are no half steps.
-        places=[*filter(float.is_integer, ticks(left, right, 4))],
-        place_text=_compact,
-        level_text=_percent_tick if chart.share else _compact,
-        label="step",
-    )
-
-
-def _legend(lines: Sequence[Line | Dots]) -> list[tuple[str, str]]:
-    return [(_look(line), line.name) for line in lines]
-
-
-def _ends(lines: Sequence[Line], text_of: Text) -> str:
-    """Return the last value of each line."""
-    return "; ".join(f"{line.name} ends at {text_of(line.heights[-1])}" for line in lines)
-
-
-def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[Tip]:
+def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[dict[str, Any]]:
     """Return the values at each step: one strip per point, halfway to its neighbors on both
     sides."""
-    steps = set[float]().union(*(line.steps_at for line in lines))
+    steps = set[float]().union(*(line.places for line in lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
     # Halfway to the neighbors: the strip under a pointer is the one of the nearest point.
@@ -262,85 +215,51 @@ def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[Tip]:
         text = [f"step {count(round(x))}"]
         for line in lines[:_TIP_LINES]:
             # Lines are thinned differently: one without a point at this step has the one before.
-            if (value := _value_at(line, x)) is not None:
-                text.append(f"{line.name}: {text_of(value)}")
+            before = bisect_right(line.places, x)
+            text += [
+                f"{line.name}: {text_of(value)}"
+                for _, value in line.points[:before][-1:]
+                if value is not None
+            ]
         place = 100 * (axes.x_of(x) / 10 - left) / max(right - left, 1e-9)
-        tips.append(Tip(left=left, width=right - left, text=tuple(text), line=place))
+        tips.append({"left": left, "width": right - left, "text": text, "line": place})
     return tips
 
 
-def _value_at(line: Line, x: float) -> float | None:
-    before = bisect_right(line.steps_at, x)
-    return line.points[before - 1][1] if before else None
-
-
-def _path(line: Line, axes: _Axes) -> str:
-    """Return the path of a line, with gaps where a value is not finite."""
+def _shapes(line: Line, axes: _Axes, dots: bool) -> list[tuple[str, str]]:
+    """Return the look and path of a line, with gaps where a value is not finite, or of dots."""
     # h0: with round ends, a point alone is a dot.
     begin, go_on = "M{} {}h0", "H{}V{}" if line.steps else "L{} {}"
-    path, form = "", begin
-    for step, value in line.points:
+    path, form, shapes = "", begin, []
+    for x, value in line.points:
         if value is not None:
-            path += form.format(axes.x_of(step), axes.y_of(value))
+            place = axes.x_of(x), axes.y_of(value)
+            path += form.format(*place)
+            shapes.append((f"{_look(line)} dot", begin.format(*place)))
         form = begin if value is None else go_on
-    return path
+    return [(f"{_look(line)} joined", path), *shapes] if dots else [(_look(line), path)]
 
 
-def _dot_plot(chart: DotChart) -> Plot:
-    axes = _dot_axes(chart)
-    shapes = []
-    for run in chart.runs:
-        places = [f"{axes.x_of(taken)} {axes.y_of(height)}" for _, taken, height in run.dots]
-        shapes.append((f"{_look(run)} joined", f"M{'L'.join(places)}"))
-        # A line of no length has round ends: a dot.
-        shapes += [(f"{_look(run)} dot", f"M{place}h0") for place in places]
-    spots = _spots(chart, axes)
-    return axes.plot(
-        caption=f"{chart.title}: {'; '.join(': '.join(spot.text) for spot in spots)}",
-        shapes=shapes,
-        legend=_legend(chart.runs),
-        spots=spots,
-    )
-
-
-def _dot_axes(chart: DotChart) -> _Axes:
-    _, sizes, metrics = zip(*chart.dots, strict=True)
-    logs = [*map(math.log10, sizes)]
-    # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
-    room = 0.06 * (max(logs) - min(logs)) + 0.02
-    left, right = min(logs) - room, max(logs) + room
-    low, high = _range(metrics, share=False)
-    low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)  # room for the labels
-    visible = [each for each in _SIZES if left <= math.log10(each) <= right]
-    return _Axes(
-        left=left,
-        right=right,
-        low=low,
-        high=high,
-        places=_every(visible, 5),
-        place_text=lambda taken: size(taken).replace(".00", "").replace(".0", ""),
-        level_text=_compact,
-        label="bytes, logarithmic",
-        log=True,
-    )
-
-
-def _spots(chart: DotChart, axes: _Axes) -> list[Spot]:
+def _spots(chart: Chart, axes: _Axes) -> list[dict[str, Any]]:
+    found = []
+    for line in chart.lines:
+        # Lines over steps have no labels.
+        for number, label in enumerate(line.labels):
+            taken, auc = line.places[number], line.heights[number]
+            found.append((line, number, label, taken, auc, axes.x_of(taken), axes.y_of(auc)))
     # Whether a label is above or below its dot depends on the dots of all runs.
-    everywhere = [(axes.x_of(taken), axes.y_of(height)) for _, taken, height in chart.dots]
+    everywhere = [(x, y) for *_, x, y in found]
     spots = []
-    for run in chart.runs:
-        for number, (label, taken, height) in enumerate(run.dots):
-            x, y = axes.x_of(taken), axes.y_of(height)
-            name = f"{run.name}, {label}" if label else run.name
-            spot = Spot(
-                left=100 * x / WIDTH,
-                top=100 * y / HEIGHT,
-                label=label,
-                text=(name, f"{size(taken)}, AUC {height:.4f}"),
-                under=_is_under(x, y, everywhere, number),
-            )
-            spots.append(spot)
+    for line, number, label, taken, auc, x, y in found:
+        spots.append(
+            {
+                "left": 100 * x / WIDTH,
+                "top": 100 * y / HEIGHT,
+                "label": label,
+                "text": (f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}"),
+                "under": _is_under(x, y, everywhere, number),
+            }
+        )
     return spots
 
 
@@ -354,7 +273,7 @@ def _is_under(x: float, y: float, dots: Sequence[tuple[float, float]], number: i
     return min(offsets) > 0 if offsets else number % 2 == 1
 
 
-def _look(one: Line | Dots) -> str:
+def _look(one: Line) -> str:
     """Return the classes of a line: a compared run has its own color, the same in all charts."""
     return f"other other{one.number % _COLORS}" if one.role == "other" else one.role
 
@@ -385,16 +304,13 @@ def _compact(value: float) -> str:
 _FOLDER: Final = Path(__file__).parent
 _REPORT: Final = "report.html"
 _SECTIONS: Final = {
-    "auc": "Quality and bytes",
-    "sparsity": "Over steps",
-    "fates": "Over steps",
-    "value": "Over steps",
-    "bytes": "Tables",
-    "traffic": "Tables",
+    "Quality and bytes": ("auc",),
+    "Over steps": ("sparsity", "fates", "value"),
+    "Tables": ("bytes", "traffic"),
 }
-"""The heading of each chart, by the first word of its key, in the order of the page."""
+"""The headings of charts, each with the first words of their keys, in the order of the page."""
 
-_WIDE: Final = ("auc", "bytes")
+_WIDE: Final = ("auc_bytes", "bytes")
 """Charts as wide as the page."""
 
 _TABLE_HEAD: Final = (
@@ -463,14 +379,12 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         ImportError: jinja2 is not installed.
     """
     found, script = numbers(run), part("page.js")
-    sections: dict[str, list[Any]] = {title: [] for title in _SECTIONS.values()}
-    for chart in figures:
-        word = chart.key.partition("_")[0]
-        sections[_SECTIONS[word]].append((chart, plot_of(chart), word in _WIDE))
-    series: dict[str, Any] = {}
+    sections = {}
+    for title, words in _SECTIONS.items():
+        shown = [chart for chart in figures if chart.key.partition("_")[0] in words]
+        sections[title] = [(chart, plot_of(chart), chart.key in _WIDE) for chart in shown]
     # Names of all runs, in the order of the first that has them.
-    for one in run.all_runs:
-        series |= one.values
+    series = [*dict.fromkeys(chain.from_iterable(one.values for one in run.all_runs))]
     config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
     return render(
         "page.html",
@@ -478,7 +392,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         found=found,
         summary=summary,
         sections=sections,
-        series=[*series],
+        series=series,
         tables=_all_tables(found),
         table_head=_TABLE_HEAD,
         counts=_COUNTS,

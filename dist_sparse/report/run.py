@@ -13,10 +13,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dist_sparse import checks
 from dist_sparse.records import (
@@ -84,8 +85,7 @@ def add_artifact(
         ArtifactBytes(name='int8', bytes=1000, auc=0.749)
     """
     run, artifact = Path(run), Path(artifact)
-    if not (run / RUN).is_file():
-        raise ValueError(f"{run} holds no run: there is no {RUN}, which RunLog writes.")
+    _refuse_no_run(run, RUN)
     files = [*filter(Path.is_file, (artifact, *artifact.rglob("*")))]
     if not files:
         raise ValueError(
@@ -98,7 +98,7 @@ def add_artifact(
     )
     # A run is exported again after more training: the newest counts.
     others = [old for old in read_artifacts(run) if old.name != new.name]
-    text = json.dumps([asdict(each) for each in (*others, new)], indent=2, allow_nan=False)
+    text = json.dumps([*map(asdict, (*others, new))], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
@@ -110,11 +110,9 @@ def read_artifacts(run: Path) -> tuple[ArtifactBytes, ...]:
         ValueError: the file is not one that :func:`add_artifact` writes; names it.
     """
     file = run / _FILE
-    if not file.is_file():
-        return ()
+    text = file.read_text(encoding="utf-8") if file.is_file() else "[]"
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-        return tuple(ArtifactBytes(**entry) for entry in entries)
+        return tuple(ArtifactBytes(**entry) for entry in json.loads(text))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{file} is not one that add_artifact() writes: {shortened(error, most=200)}."
@@ -123,31 +121,6 @@ def read_artifacts(run: Path) -> tuple[ArtifactBytes, ...]:
 
 Series = tuple[tuple[int, float | None], ...]
 """``(step, value)``, steps ascending; None where the value was not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DueStep:
-    """Mask update at training step ``step``."""
-
-    step: int
-    record: StepRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handover:
-    """Update of following tables at training step ``step``."""
-
-    step: int
-    update: SlotUpdate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validation:
-    """Validation of a guard after training step ``step``; that of ``check`` counts calls of the
-    schedule."""
-
-    step: int
-    check: GuardCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +173,9 @@ class Run:
         sessions: how often the run was started or resumed, as far as the log shows.
         last_step: last step with a line; None for an empty log.
         values: a series for each name passed to ``RunLog.step``.
-        due: mask updates in ascending order.
-        validations: of the guard, in order.
-        slots: updates of following tables in ascending order.
+        due: mask updates in ascending order, each with its training step.
+        validations: of the guard, each with the training step before it.
+        slots: updates of following tables in ascending order, each with its training step.
         tables: statistics at the last end; empty before.
         dead_rows: rows without a kept element, at the last end.
         model_tables: bytes of all tables of the model, where ``RunLog`` was given it.
@@ -225,12 +198,12 @@ class Run:
     sessions: int
     last_step: int | None
     values: Mapping[str, Series]
-    due: tuple[DueStep, ...]
+    due: tuple[tuple[int, StepRecord], ...]
     tables: tuple[TableStats, ...]
     spent: Spent
     dead_rows: Mapping[str, int] = field(default_factory=dict)
-    validations: tuple[Validation, ...] = ()
-    slots: tuple[Handover, ...] = ()
+    validations: tuple[tuple[int, GuardCheck], ...] = ()
+    slots: tuple[tuple[int, SlotUpdate], ...] = ()
     model_tables: Mapping[str, int] = field(default_factory=dict)
     traffic: Mapping[str, RowTraffic] = field(default_factory=dict)
     lookups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -256,17 +229,17 @@ class Run:
     @property
     def end(self) -> int:
         """The last step: a mask update may be logged after the last one with values."""
-        return max([self.last_step or 0, *(due.step for due in self.due[-1:])])
+        return max([self.last_step or 0, *(step for step, _ in self.due[-1:])])
 
     @property
-    def undone(self) -> Validation | None:
-        """The validation that undid a mask update, at most one in a run."""
-        return next((one for one in self.validations if one.check.undone is not None), None)
+    def undone(self) -> tuple[int, GuardCheck] | None:
+        """The validation that undid a mask update, at most one in a run, and its step."""
+        return next((one for one in self.validations if one[1].undone is not None), None)
 
     @property
     def last_changes(self) -> dict[str, MaskChange]:
         """The last change of each table."""
-        return {change.name: change for due in self.due for change in due.record.tables}
+        return {change.name: change for _, record in self.due for change in record.tables}
 
     @property
     def other_tables(self) -> dict[str, int]:
@@ -323,10 +296,8 @@ class Run:
 
     def last(self, name: str) -> float | None:
         """Return the last finite value of a series; None if there is none."""
-        for _, value in reversed(self.values.get(name, ())):
-            if value is not None:
-                return value
-        return None
+        finite = (x for _, x in reversed(self.values.get(name, ())) if x is not None)
+        return next(finite, None)
 
 
 def total(tables: Iterable[object], field: str) -> int:
@@ -423,10 +394,8 @@ _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErr
 
 def _read(folder: Path) -> Run:
     file, lines = folder / RUN, folder / LINES
-    for needed in (file, lines):
-        if not needed.is_file():
-            # Checked first, for a message that names the missing file.
-            raise ValueError(_why_no_run(folder, needed.name))
+    # Checked first, for a message that names the missing file.
+    _refuse_no_run(folder, RUN, LINES)
     about = read_about(file)
     reader = _Reader()
     for number, line in read_lines(lines):
@@ -441,55 +410,45 @@ def _read(folder: Path) -> Run:
         return Run(
             folder=folder,
             name=about["name"] or folder.resolve().name,
-            command=about["command"],
             model_tables=about["tables"],
             artifacts=read_artifacts(folder),
-            started=about["started"],
-            world=about["world"],
-            versions=about["versions"],
-            config=about["config"],
+            **{name: about[name] for name in ("command", "started", "world", "versions", "config")},
             **reader.read(),
         )
     except KeyError as error:
         raise ValueError(f"{file} is not one that RunLog writes: it has no {error}.") from error
 
 
-def _why_no_run(folder: Path, missing: str) -> str:
+def _refuse_no_run(folder: Path, *needed: str) -> None:
     latest = folder / LATEST
     newest = f" The newest of the runs inside is {latest}." if (latest / RUN).is_file() else ""
-    return f"{folder} holds no run: there is no {missing}, which RunLog writes.{newest}"
-
-
-@dataclass
-class _Session:
-    """Seconds of one session, as far as it was logged."""
-
-    total: float = 0.0
-    enforcement: float | None = None
-    ended: bool = False
+    for name in needed:
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} holds no run: there is no {name}, which RunLog writes.{newest}"
+            )
 
 
 class _Reader:
     """Collects the lines of a log one by one."""
 
     def __init__(self) -> None:
-        self._sessions = [_Session()]
         self._last: int | None = None
         self._series: dict[str, list[tuple[int, float | None]]] = {}
-        self._due: list[DueStep] = []
-        self._slots: list[Handover] = []
-        # Of what the next line is the first in a resumed session.
+        # By kind, each with its step.
+        self._events: dict[str, list[tuple[int, Any]]] = {kind: [] for kind in _EVENTS}
+        # Kinds of which the next line is the first in a resumed session.
         self._repeats: set[str] = set()
-        self._masks = 0.0
-        self._validations: list[Validation] = []
+        # Seconds of each session by cause; but for the total they are logged at its end.
+        self._seconds: list[dict[str, float]] = [{}]
+        self._mask_seconds = 0.0
+        self._finished = False
         self._at_end: dict[str, Any] = {"tables": ()}
 
     def take(self, line: Mapping[str, Any]) -> None:
         kinds = {
+            **dict.fromkeys(_EVENTS, self._take_event),
             "values": self._take_values,
-            "masks": self._take_masks,
-            "slots": self._take_slots,
-            "validation": self._take_validation,
             "resumed": self._begin_session,
             "end": self._take_end,
         }
@@ -497,93 +456,70 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         """Return the arguments of a Run that the log holds."""
+        # With a session that crashed the sum would be too small.
+        enforced = [seconds.get("enforcement") for seconds in self._seconds]
         spent = Spent(
-            total=sum(session.total for session in self._sessions),
-            masks=self._masks,
-            enforcement=self._enforcement(),
+            total=sum(seconds.get("total", 0.0) for seconds in self._seconds),
+            masks=self._mask_seconds,
+            enforcement=None if None in enforced else sum(map(float, filter(None, enforced))),
         )
         return {
-            "finished": self._sessions[-1].ended,
-            "sessions": len(self._sessions),
+            "finished": self._finished,
+            "sessions": len(self._seconds),
             "last_step": self._last,
             "values": {name: tuple(series) for name, series in self._series.items()},
-            "due": tuple(self._due),
-            "validations": tuple(self._validations),
-            "slots": tuple(self._slots),
+            "due": tuple(self._events["masks"]),
+            "validations": tuple(self._events["validation"]),
+            "slots": tuple(self._events["slots"]),
             "spent": spent,
             **self._at_end,
         }
 
-    def _enforcement(self) -> float | None:
-        seconds = 0.0
-        for session in self._sessions:
-            # Logged at the end alone: with a session that crashed the sum would be too small.
-            if session.enforcement is None:
-                return None
-            seconds += session.enforcement
-        return seconds
-
     def _begin_session(self, line: Mapping[str, Any]) -> None:
-        self._sessions.append(_Session())
-        self._repeats = {"masks", "slots"}
+        self._seconds.append({})
+        self._repeats, self._finished = {*_EVENTS}, False
 
     def _take_values(self, line: Mapping[str, Any]) -> None:
-        self._sessions[-1].total = line["seconds"]
-        step = line["step"]
+        self._seconds[-1]["total"] = line["seconds"]
+        self._last = step = line["step"]
         for name, value in line["values"].items():
             series = self._series.setdefault(name, [])
             # Steps ascend within a session, so only those of earlier ones are dropped.
-            while series and series[-1][0] >= step:
-                series.pop()  # repeated by a resumed run
+            _drop_from(step, series)
             series.append((step, value))
-        self._last = step
 
-    def _take_masks(self, line: Mapping[str, Any]) -> None:
-        # Written one update late, so its step says nothing about how far the run is.
-        due = DueStep(step=line["step"], record=_mask_update(line))
-        # Only the first: updates of one session may share a step, and all of them count.
-        if "masks" in self._repeats:
-            self._due = [known for known in self._due if known.step < due.step]
-            self._repeats.discard("masks")
-        self._due.append(due)
-        self._masks += due.record.seconds
-
-    def _take_slots(self, line: Mapping[str, Any]) -> None:
-        step, tables = line["step"], tuple(SlotChange(**table) for table in line["tables"])
-        if "slots" in self._repeats:
-            self._slots = [known for known in self._slots if known.step < step]
-            self._repeats.discard("slots")
-        update = SlotUpdate(seconds=line["seconds"], tables=tables)
-        self._slots.append(Handover(step=step, update=update))
-
-    def _take_validation(self, line: Mapping[str, Any]) -> None:
-        new = Validation(step=line["step"], check=GuardCheck(**line["check"]))
-        # A resumed run repeats validations too.
-        earlier = [known for known in self._validations if known.step < new.step]
-        self._validations = [*earlier, new]
+    def _take_event(self, line: Mapping[str, Any]) -> None:
+        kind, step = line["kind"], line["step"]
+        event = _EVENTS[kind](line)
+        # Only the first: events of one session may share a step, and all of them count. A mask
+        # update is written one update late, so its step says nothing about how far the run is.
+        if kind in self._repeats:
+            _drop_from(step, self._events[kind])
+            self._repeats.discard(kind)
+        self._events[kind].append((step, event))
+        if kind == "masks":
+            self._mask_seconds += event.seconds
 
     def _take_end(self, line: Mapping[str, Any]) -> None:
-        session, tables = self._sessions[-1], line["tables"]
-        session.total, session.ended = line["seconds"]["total"], True
-        # Without an enforcer there is none.
-        session.enforcement = line["seconds"].get("enforcement")
+        self._seconds[-1], self._finished = line["seconds"], True
         if line["step"] >= 0:  # -1: the log has no step
             self._last = line["step"]
-        if tables:  # a session without a sparsifier has none
-            self._at_end = _end_of_tables(tables)
+        if tables := line["tables"]:  # a session without a sparsifier has none
+            named = {table["name"]: table for table in tables}
+            traffic = {name: table["traffic"] for name, table in named.items()}
+            counted = {name: RowTraffic(**known) for name, known in traffic.items() if known}
+            self._at_end = {
+                "tables": tuple(map(_table_stats, tables)),
+                "dead_rows": {name: table["dead_rows"] for name, table in named.items()},
+                "traffic": counted,
+                "lookups": {name: _LOOKUPS(table) for name, table in named.items()},
+            }
 
 
-def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of a Run that are known at its end."""
-    counted = [table for table in tables if table["traffic"]]
-    return {
-        "tables": tuple(map(_table_stats, tables)),
-        "dead_rows": {table["name"]: table["dead_rows"] for table in tables},
-        "traffic": {table["name"]: RowTraffic(**table["traffic"]) for table in counted},
-        "lookups": {
-            table["name"]: (table["lookups"], table["removed_lookups"]) for table in tables
-        },
-    }
+def _drop_from(step: int, events: list[tuple[int, Any]]) -> None:
+    """Drop what a resumed run repeats."""
+    while events and events[-1][0] >= step:
+        events.pop()
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
@@ -593,9 +529,29 @@ def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     return StepRecord(tables=tuple(tables), **costs)
 
 
+def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
+    tables = tuple(SlotChange(**table) for table in line["tables"])
+    return SlotUpdate(seconds=line["seconds"], tables=tables)
+
+
+def _validation(line: Mapping[str, Any]) -> GuardCheck:
+    return GuardCheck(**line["check"])
+
+
+_EVENTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "masks": _mask_update,
+    "slots": _slot_update,
+    "validation": _validation,
+}
+"""Kinds of lines of which all in a session count."""
+
+_LOOKUPS: Final = itemgetter("lookups", "removed_lookups")
+
+
 def _table_stats(table: Mapping[str, Any]) -> TableStats:
     known = {one.name: table[one.name] for one in dataclasses.fields(TableStats)}
     # JSON has lists: a TableStats that is read equals the one that was written.
-    for name in ("shape", "sparse_block_shape"):
-        known[name] = known[name] and tuple(known[name])
-    return TableStats(**known)
+    block = known["sparse_block_shape"]
+    return TableStats(
+        **known | {"shape": tuple(known["shape"]), "sparse_block_shape": block and tuple(block)}
+    )

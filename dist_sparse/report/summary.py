@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from dist_sparse.records import FATES, MaskChange, TableStats
+from dist_sparse.records import FATES, MaskChange, SlotUpdate, TableStats
 from dist_sparse.report.run import ArtifactBytes, Run, flat, share_of, target_of, total
 from dist_sparse.text import (
     block_shape_text,
@@ -234,13 +234,18 @@ def fates_text(run: Run) -> str:
     without one."""
     if not run.slots:
         return ""
-    changes = run.slots[-1].update.tables
-    whole, came, went = (total(changes, name) for name in ("lookups", "came", "went"))
-    shares = [f"{percent(share_of(total(changes, f), whole))} {text}" for f, text in FATES.items()]
+    _, update = run.slots[-1]
+    whole, came, went = (total(update.tables, name) for name in ("lookups", "came", "went"))
+    shares = [f"{percent(fate_share(update, fate))} {text}" for fate, text in FATES.items()]
     return (
         f"Of {number_of(whole, 'lookup')} before the last update {', '.join(shares)};"
         f" {number_of(came, 'row')} came, {count(went)} went."
     )
+
+
+def fate_share(update: SlotUpdate, fate: str) -> float | None:
+    """Return the share of the lookups before an update that had a fate."""
+    return share_of(total(update.tables, fate), total(update.tables, "lookups"))
 
 
 _HEAD = ("table", "shape", "block", "target", "sparsity", "dead rows", "MiB", "kept MiB")
@@ -290,7 +295,7 @@ def numbers(run: Run) -> dict[str, Any]:
     """
     # Public: keys are only added.
     tables, base = _tables(run), baseline(run)
-    records = [due.record for due in run.due]
+    records = [record for _, record in run.due]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
         **{name: getattr(run, name) for name in _SHOWN},

@@ -75,9 +75,7 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
         assert f"lookups of removed rows: {percent(whole)} ({each})" in sparse.summary()
     dist.barrier()
     run = read_run(folder)
-    logged = [
-        {t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due
-    ]
+    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.tables} for _, due in run.due]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
     assert f"lookups of removed rows: {percent(whole)}\n" in inspect_text(run) + "\n"
     sparse.detach()
@@ -142,9 +140,7 @@ def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.Monkey
         assert f"lookups of removed rows: {percent(share)} (" in sparse.summary()
     dist.barrier()
     run = read_run(folder)
-    logged = [
-        {t.name: (t.lookups, t.removed_lookups) for t in due.record.tables} for due in run.due
-    ]
+    logged = [{t.name: (t.lookups, t.removed_lookups) for t in due.tables} for _, due in run.due]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
     assert f"lookups of removed rows: {percent(share)}\n" in inspect_text(run) + "\n"
     sparse.detach()

@@ -43,8 +43,8 @@ def test_a_run(folder: Path) -> None:
     )
     assert [step for step, _ in run.values["loss"]] == list(range(9))
     assert run.values["auc"] == ((0, 0.5), (4, 0.5), (8, 0.5))
-    assert [due.step for due in run.due] == [0, 3, 6]
-    [change] = run.due[-1].record.tables
+    assert [step for step, _ in run.due] == [0, 3, 6]
+    [change] = run.due[-1][1].tables
     [table] = run.tables
     assert change.removed_blocks == table.removed_blocks == 10 and change.churn is not None
     assert run.spent.enforcement is not None
@@ -92,7 +92,7 @@ def test_steps_that_a_resumed_run_does_again_count_once(folder: Path) -> None:
     assert run.sessions == 2 and "2 sessions" in status(run)
     assert [step for step, _ in run.values["loss"]] == [0, 1, 2, 3, 4, 5, 6]
     assert run.last("loss") == 106.0
-    assert [due.step for due in run.due] == [0, 3, 6]
+    assert [step for step, _ in run.due] == [0, 3, 6]
     assert run.finished and run.spent.enforcement is None and run.tables
 
 
@@ -107,14 +107,14 @@ def test_a_resumed_session_replaces_due_steps_however_short_the_first_was(tmp_pa
     values = {"kind": "values", "step": 99, "seconds": 5.0, "values": {"loss": 1.0}}
     lines = lines[:100] + [json.dumps(line) + "\n" for line in due]
     log.write_text("".join(lines))
-    assert [(d.step, d.record.number) for d in read_run(tmp_path / "run").due] == [(66, 1), (66, 2)]
+    assert [(step, d.number) for step, d in read_run(tmp_path / "run").due] == [(66, 1), (66, 2)]
     again = due[0] | {"number": 1, "step": 66}
     log.write_text(
         "".join(lines)
         + "".join(json.dumps(line) + "\n" for line in ({"kind": "resumed"}, again, values))
     )
     run = read_run(tmp_path / "run")
-    assert [(d.step, d.record.number) for d in run.due] == [(66, 1)]
+    assert [(step, d.number) for step, d in run.due] == [(66, 1)]
     assert run.sessions == 2 and run.spent.total == pytest.approx(0.99 + 5.0)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dist_sparse import ROW, CubicDataScheduler, DataNormSparsifier, MaskEnforcer, RunLog, sparsify
-from dist_sparse.report.charts import LineChart, charts
+from dist_sparse.report.charts import charts
 from dist_sparse.report.folder import LINES, LOCK, RUN, read_lines
 from dist_sparse.report.page import write_report
 from dist_sparse.report.run import read_run
@@ -201,7 +201,7 @@ def test_all_mask_updates_between_two_calls_are_logged(tmp_path: Path) -> None:
         (7, 9),
         (7, 10),
     ]
-    assert [(due.step, due.record.number) for due in read_run(tmp_path).due] == masks
+    assert [(step, due.number) for step, due in read_run(tmp_path).due] == masks
 
 
 def test_a_log_has_no_steps_of_another(tmp_path: Path) -> None:
@@ -394,11 +394,11 @@ def test_validations_of_a_guard_are_logged_and_drawn(tmp_path: Path) -> None:
     lines = [line for line in lines_of(tmp_path) if line["kind"] == "validation"]
     assert [line["step"] for line in lines] == list(range(9))
     run = read_run(tmp_path)
-    assert [one.check for one in run.validations] == sparse.validations
+    assert [check for _, check in run.validations] == sparse.validations
     undone = run.undone
-    assert undone is not None and undone.check.sparsity == sparse.sparsity < 0.5
+    assert undone is not None and undone[1].sparsity == sparse.sparsity < 0.5
     [chart] = [chart for chart in charts(run) if chart.key == "sparsity"]
-    assert isinstance(chart, LineChart) and chart.mark == (undone.step, "undone at 0.5000")
+    assert chart.mark == (undone[0], "undone at 0.5000")
     assert chart.lines[0].points[-1] == (8, sparse.sparsity)
     assert "The guard undid the last update" in chart.note
     assert "undone at 0.5000" in write_report(tmp_path, svg=tmp_path).read_text()

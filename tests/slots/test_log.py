@@ -55,8 +55,8 @@ def test_fates(world: int, tmp_path: Path) -> None:
             log.step(step, loss=loss)
     if torch.distributed.get_rank() == 0:
         run = read_run(tmp_path)
-        assert [one.step for one in run.slots] == [2, 5, 8, 11]
-        changes = [change for one in run.slots for change in one.update.tables]
+        assert [step for step, _ in run.slots] == [2, 5, 8, 11]
+        changes = [change for _, update in run.slots for change in update.tables]
         for change, one in zip(changes, expected, strict=True):
             found = [change.lookups, change.removed, change.unseen]
             assert (change.name, change.came, change.went) == (
