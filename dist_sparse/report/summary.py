@@ -1,15 +1,18 @@
 """Numbers of a run: as JSON (:func:`numbers`), as a few lines of text, and as the tables of
-``dist-sparse inspect``.
+``dist-sparse inspect``. Runs beside each other: which one is the baseline, what each kept, lost and
+took, and how their configs differ.
 
 For a run without an end, tables are as the last logged mask update left them, and bytes are None.
+Bytes have one denominator everywhere: all tables of the baseline, or of the run itself where the
+baseline's are unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -30,37 +33,68 @@ from dist_sparse.text import (
     wrapped,
 )
 
-# ------------------------------------------------------------------------------
-# Runs beside each other: which one is the baseline, what each kept, lost and took, and how their
-# configs differ.
-#
-# One denominator for bytes everywhere: all tables of the baseline, or of the run itself where the
-# baseline's are unknown.
-
 TOLERANCE: Final = 0.002
 """Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
 
-HEAD = ("run", "of dense", "AUC", "delta", "table bytes", "sparsity", "ms a step", "changed")
+TABLE_FIELDS: Final = (
+    *("name", "shape", "dtype", "sharding", "sparse_block_shape", "target", "sparsity", "blocks"),
+    *("removed_blocks", "bytes_dense", "bytes_kept", "bytes_masks"),
+    *("threshold", "churn", "dead_rows"),
+)
+"""Fields of a table in :func:`numbers`."""
+
+_SIZES: Final = {"dense": "table_bytes", "kept": "kept_bytes", "masks": "mask_bytes"}
+
+_SHOWN: Final = (
+    *("name", "started", "command", "world", "versions", "config"),
+    *("finished", "sessions", "last_step", "bytes_dense", "bytes_kept"),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRow:
-    """One run of a comparison; None where something is unknown.
+def delta_text(delta: float) -> str:
+    """Return ``+0.0019``, ``-24.63``."""
+    if abs(delta) < 5e-5:  # rounds to 0, and +0.0000 would look like a gain
+        return "±0.0000"
+    return f"{delta:+.4f}" if abs(delta) < 1 else f"{delta:+.4g}"
 
-    ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables, ``share``:
-    of the baseline's dense ones. ``auc``: the last test AUC, else the last AUC; ``delta``: less the
-    baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``: what
-    its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
-    """
 
-    name: str
-    sparsity: float | None
-    bytes: int | None
-    share: float | None
-    auc: float | None
-    delta: float | None
-    ms_per_step: float | None
-    changed: Mapping[str, Any]
+def _changes(changed: Mapping[str, Any]) -> str:
+    texts = [f"{key}={shortened(value, most=40)}" for key, value in changed.items()]
+    return printable(", ".join(texts))
+
+
+COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
+    "run": ("name", str),
+    "of dense": ("share", percent),
+    "AUC": ("auc", "{:.4f}".format),
+    "delta": ("delta", delta_text),
+    "table bytes": ("bytes", size),
+    "sparsity": ("sparsity", percent),
+    "ms a step": ("ms_per_step", "{:.1f}".format),
+    "changed": ("changed", _changes),
+}
+"""Columns of a comparison: name and text of a row's entries."""
+
+_TABLE_COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
+    "table": ("name", str),
+    "shape": ("shape", shape_text),
+    "block": ("sparse_block_shape", block_shape_text),
+    "target": ("target", percent),
+    "sparsity": ("sparsity", percent),
+    "dead rows": ("dead_rows", count),
+    "MiB": ("bytes_dense", mib),
+    "kept MiB": ("bytes_kept", mib),
+}
+
+
+def cells_of(row: Mapping[str, Any], columns: Mapping[str, Any] = COLUMNS) -> list[str]:
+    """Return the cells of a row as text, a dash where something is unknown."""
+    # The baseline differs from nothing: no dash, which would read as unknown.
+    found = {"delta": ""}
+    for name, text in columns.values():
+        if row[name] is not None:
+            found[name] = text(row[name])
+    return [found.get(name, "-") for name, _ in columns.values()]
 
 
 def baseline(run: Run) -> Run | None:
@@ -80,10 +114,33 @@ def whole_bytes(run: Run) -> int | None:
     return base.bytes_dense or run.bytes_dense
 
 
-def compare(run: Run) -> list[RunRow]:
-    """Return ``run`` and its compared runs, in their order."""
-    base, whole = baseline(run), whole_bytes(run)
-    return [_row(one, base, whole) for one in run.all_runs]
+def compare(run: Run) -> list[dict[str, Any]]:
+    """Return a row for ``run`` and each compared run, in their order; None where something is
+    unknown.
+
+    ``sparsity``: share of removed blocks. ``bytes``: of the kept weights of all tables, ``share``:
+    of the baseline's dense ones. ``auc``: the last test AUC, else the last AUC; ``delta``: less the
+    baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``: what
+    its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
+    """
+    base, whole, rows = baseline(run), whole_bytes(run), []
+    old = flat((base or run).config)
+    for one in run.all_runs:
+        tables: Sequence[TableStats | MaskChange] = one.tables or [*one.last_changes.values()]
+        (key, auc), new = quality(one), flat(one.config)
+        row = {
+            "name": one.name,
+            "sparsity": share_of(total(tables, "removed_blocks"), total(tables, "blocks")),
+            "bytes": one.bytes_kept,
+            "share": share_of(one.bytes_kept, whole),
+            "auc": auc,
+            # AUC during training is of other examples than AUC of the test set.
+            "delta": difference(one, base, key),
+            "ms_per_step": one.ms_per_step,
+            "changed": {key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
+        }
+        rows.append(row)
+    return rows
 
 
 def quality(run: Run) -> tuple[str, float | None]:
@@ -116,15 +173,14 @@ def headline(run: Run) -> str:
     nothing is known."""
     row, whole = compare(run)[0], whole_bytes(run)
     # Bytes are logged at the end.
-    if row.bytes is None or row.share is None or whole is None:
+    if row["share"] is None or whole is None:
         return ""
-    text = (
-        f"{run.name} keeps {percent(row.share)} of table bytes ({size(row.bytes)} of {size(whole)})"
-    )
-    if row.auc is not None:
+    kept = f"{size(row['bytes'])} of {size(whole)}"
+    text = f"{run.name} keeps {percent(row['share'])} of table bytes ({kept})"
+    if row["auc"] is not None:
         # The delta where there is a baseline, else the value itself.
-        value = known_text(row.delta, delta_text, unknown=f"{row.auc:.4f}")
-        text += f" at {value} {quality(run)[0].replace('_auc', ' AUC').replace('auc', 'AUC')}"
+        value = cells_of(row)[3] or cells_of(row)[2]
+        text += f" at {value} {quality(run)[0].replace('_', ' ').replace('auc', 'AUC')}"
     if run.sparsity_share is not None:
         text += f"; sparsity took {percent(run.sparsity_share)} of a step's time"
     return f"{text}."
@@ -134,99 +190,47 @@ def verdict(run: Run) -> str:
     """Return sentences about what to serve: the smallest at the baseline's AUC, over all runs and
     artifacts, first what needs no second training. And about how far seeds alone move an AUC. ""
     without a baseline that has an AUC."""
-    base = baseline(run)
-    wanted = None if base is None else quality(base)[1]
-    if base is None or wanted is None:
+    base = baseline(run) or run
+    wanted = quality(base)[1]
+    if not run.compared or wanted is None:
         return ""
-    whole = whole_bytes(run)
-    smallest = _smallest(run.all_runs, wanted - TOLERANCE, whole)
-    # What was made of the baseline's own weights: its artifacts, and runs that trained nothing.
-    made = [one for one in run.all_runs if one.artifacts and (one is base or not one.trained)]
-    at_once = _smallest(made, wanted - TOLERANCE, whole)
-    goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
-    if smallest == "":
-        said = f"Nothing is {goal}."
-    elif at_once in ("", smallest):
-        said = f"Serve {smallest}, the smallest {goal}."
-    else:
-        said = f"Serve {at_once}, the smallest {goal} without a second training."
-        said += f" Smaller, but trained anew: {smallest}."
-    return f"{said} {_noise(run)}"
-
-
-def _smallest(runs: Iterable[Run], least: float, whole: int | None) -> str:
-    """Return the artifact of the fewest bytes whose AUC is ``least`` or more, with its share of the
-    ``whole``; "" if there is none."""
     close = []
-    for one in runs:
+    for one in run.all_runs:
+        # What was made of the baseline's own weights: its artifacts, and runs that trained nothing.
+        at_once = one.artifacts and (one is base or not one.trained)
         for each in artifacts_of(one):
-            if each.auc >= least:
-                close.append((each.bytes, each.auc, f"{one.name}, {each.name}"))
-    if not close:
-        return ""
-    taken, auc, name = min(close)
-    return f"{name} ({size(taken)}, {percent(share_of(taken, whole))} of dense, AUC {auc:.4f})"
+            if each.auc >= wanted - TOLERANCE:
+                close.append((each.bytes, each.auc, f"{one.name}, {each.name}", bool(at_once)))
+    every, made = list[str](), list[str]()
+    for taken, auc, name, at_once in sorted(close):
+        share = percent(share_of(taken, whole_bytes(run)))
+        every.append(f"{name} ({size(taken)}, {share} of dense, AUC {auc:.4f})")
+        made += every[-1:] * at_once
+    goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
+    if not every:
+        said = f"Nothing is {goal}."
+    elif made[:1] in ([], every[:1]):
+        said = f"Serve {every[0]}, the smallest {goal}."
+    else:
+        said = f"Serve {made[0]}, the smallest {goal} without a second training."
+        said += f" Smaller, but trained anew: {every[0]}."
+    return f"{said} {_noise(run)}"
 
 
 def _noise(run: Run) -> str:
     """Return a sentence about the AUCs of runs that differ in their seed alone."""
     # Of two runs with one seed, such as a model before and after, the last counts.
-    seeds: dict[str, dict[str, float]] = {}
+    seeds: dict[str, dict[str, float]] = defaultdict(dict)
     for one in run.all_runs:
         auc = quality(one)[1]
         if auc is not None:
-            seeds.setdefault(one.method, {})[str(one.config)] = auc
+            seeds[one.method][str(one.config)] = auc
     # The method that moves most: a smaller difference may be chance for any of them.
-    ranges = [(max(aucs.values()) - min(aucs.values()), len(aucs)) for aucs in seeds.values()]
-    widest, runs = max(ranges)
+    aucs = [sorted(by_config.values()) for by_config in seeds.values()]
+    widest, runs = max((some[-1] - some[0], len(some)) for some in aucs)
     if runs < 2:
         return "One seed each: what trainings differ by may be chance."
     return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
-
-
-def delta_text(delta: float) -> str:
-    """Return ``+0.0019``, ``-24.63``."""
-    if abs(delta) < 5e-5:  # rounds to 0, and +0.0000 would look like a gain
-        return "±0.0000"
-    return f"{delta:+.4f}" if abs(delta) < 1 else f"{delta:+.4g}"
-
-
-def known_text(value: float | None, text: Callable[[Any], str], unknown: str = "-") -> str:
-    """Return a number as text, a dash for None."""
-    return unknown if value is None else text(value)
-
-
-def row_cells(row: RunRow) -> list[str]:
-    """Return the cells of a row as text, below :data:`HEAD`."""
-    changed = [f"{key}={shortened(value, most=40)}" for key, value in row.changed.items()]
-    return [
-        row.name,
-        percent(row.share),
-        known_text(row.auc, "{:.4f}".format),
-        # The baseline differs from nothing: no dash, which would read as unknown.
-        known_text(row.delta, delta_text, unknown=""),
-        known_text(row.bytes, size),
-        percent(row.sparsity),
-        known_text(row.ms_per_step, "{:.1f}".format),
-        printable(", ".join(changed)),
-    ]
-
-
-def _row(one: Run, base: Run | None, whole: int | None) -> RunRow:
-    tables: Sequence[TableStats | MaskChange] = one.tables or [*one.last_changes.values()]
-    key, auc = quality(one)
-    old, new = flat((base or one).config), flat(one.config)
-    return RunRow(
-        name=one.name,
-        sparsity=share_of(total(tables, "removed_blocks"), total(tables, "blocks")),
-        bytes=one.bytes_kept,
-        share=share_of(one.bytes_kept, whole),
-        auc=auc,
-        # AUC during training is of other examples than AUC of the test set: nothing is compared.
-        delta=difference(one, base, key),
-        ms_per_step=one.ms_per_step,
-        changed={key: new.get(key) for key in new | old if old.get(key) != new.get(key)},
-    )
 
 
 def fates_text(run: Run) -> str:
@@ -248,23 +252,6 @@ def fate_share(update: SlotUpdate, fate: str) -> float | None:
     return share_of(total(update.tables, fate), total(update.tables, "lookups"))
 
 
-_HEAD = ("table", "shape", "block", "target", "sparsity", "dead rows", "MiB", "kept MiB")
-_SIZES = {"dense": "table_bytes", "kept": "kept_bytes", "masks": "mask_bytes"}
-
-TABLE_FIELDS = (
-    *("name", "shape", "dtype", "sharding", "sparse_block_shape", "target", "sparsity", "blocks"),
-    *("removed_blocks", "bytes_dense", "bytes_kept", "bytes_masks"),
-    *("threshold", "churn", "dead_rows"),
-)
-"""Fields of a table in :func:`numbers`."""
-
-
-_SHOWN = (
-    *("name", "started", "command", "world", "versions", "config"),
-    *("finished", "sessions", "last_step", "bytes_dense", "bytes_kept"),
-)
-
-
 def numbers(run: Run) -> dict[str, Any]:
     """Return the numbers of a run as JSON-able values.
 
@@ -279,7 +266,7 @@ def numbers(run: Run) -> dict[str, Any]:
         updates), ``collectives`` and ``bytes_sent`` of rank 0; ``tables``, the registered ones, and
         ``other_tables``, bytes of others by name; ``artifacts``; ``baseline``, the name of the run
         that others are compared with, and ``runs``, a row of each
-        (:class:`~dist_sparse.report.summary.RunRow`); ``compared``, the ``last`` of each
+        (:func:`~dist_sparse.report.summary.compare`); ``compared``, the ``last`` of each
         compared run.
 
     Example::
@@ -317,7 +304,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "other_tables": run.other_tables,
         "artifacts": [*map(dataclasses.asdict, run.artifacts)],
         "baseline": base and base.name,
-        "runs": [*map(dataclasses.asdict, compare(run))],
+        "runs": compare(run),
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
 
@@ -333,7 +320,7 @@ def table_json(stats: TableStats) -> dict[str, Any]:
 
 def status(run: Run) -> str:
     """Return a sentence about how far the run went."""
-    where = known_text(run.last_step, "at step {:,}".format, unknown="before its first line")
+    where = "before its first line" if run.last_step is None else f"at step {run.last_step:,}"
     text = f"The run ended {where}."
     if not run.finished:
         text = (
@@ -346,77 +333,52 @@ def status(run: Run) -> str:
 def summary(run: Run, report: Path) -> str:
     """Return the sentences on top of a report, the compared runs and the report's address."""
     lines = _wrapped([verdict(run), headline(run), status(run)])
-    lines += [*_comparison_lines(run), *_wrapped([f"report: {report.as_uri()}"])]
-    return "\n".join(lines)
-
-
-def _comparison_lines(run: Run) -> list[str]:
-    if not run.compared:
-        return []
-    cells = [*map(row_cells, compare(run))]
-    # Below the table: a config can be longer than a line.
-    changed = [f"{name}, changed: {changes}" for name, *_, changes in cells if changes]
-    table = table_lines(HEAD[:-1], [row[:-1] for row in cells], right=range(1, 7))
-    return [*table, *_wrapped(changed)]
+    if run.compared:
+        cells = [*map(cells_of, compare(run))]
+        head = [*COLUMNS][:-1]
+        lines += table_lines(head, [row[:-1] for row in cells], right=range(1, len(head)))
+        # Below the table: a config can be longer than a line.
+        lines += _wrapped([f"{row[0]}, changed: {row[-1]}" for row in cells if row[-1]])
+    return "\n".join([*lines, *_wrapped([f"report: {report.as_uri()}"])])
 
 
 def _wrapped(texts: Sequence[str], indent: str = "  ") -> list[str]:
     """Return the lines of texts, without empty ones."""
-    return [*chain(*(wrapped(printable(text), indent) for text in texts if text))]
+    return [*chain.from_iterable(wrapped(printable(text), indent) for text in texts if text)]
 
 
 def inspect_text(run: Run) -> str:
     """Return tables, totals and config of a run as text that fits the terminal."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     where = f"on {number_of(run.world, 'rank')}; {versions}"
-    head = _wrapped([f"{run.folder}: started {run.started}", where, status(run)])
+    lines = [*_wrapped([f"{run.folder}: started {run.started}", where, status(run)]), ""]
+    lines += _table_text(run)
     values = ", ".join(f"{name} {value:.4g}" for name, value in _last(run).items())
-    facts = [
-        f"last: {values}" if values else "",
-        f"mask updates: {len(run.due)}",
-        f"lookups of removed rows: {_lookups_text(run)}",
-        f"following tables: {fates_text(run)}" if run.slots else "",
-        "config:" if run.config else "",
-    ]
+    facts = {"last": values}
+    # A run that only follows its traffic has no masks.
+    if run.due or run.tables or not run.slots:
+        looked_up, removed = (sum(counts) for counts in zip((0, 0), *run.lookups.values()))
+        share = percent(removed / looked_up) if looked_up else "not known"
+        facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
+    facts["following tables"] = fates_text(run)
+    lines += _wrapped([f"{name}: {text}" for name, text in facts.items() if text])
     config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
-    lines = [*head, "", *_table_text(run), *_wrapped(facts), *_wrapped(config, indent="    ")]
-    return "\n".join(lines)
+    return "\n".join(lines + ["config:"] * bool(config) + _wrapped(config, indent="    "))
 
 
 def _table_text(run: Run) -> list[str]:
     """Return the lines of all tables, of those without a sparsifier together, and their sum."""
     known = numbers(run)
-    if not known["tables"]:
-        return []
-    rows = [_cells(table) for table in known["tables"]]
+    rows = [cells_of(table, _TABLE_COLUMNS) for table in known["tables"]]
     # Tables without a sparsifier have nothing to show but their bytes: one line for all.
     if run.other_tables:
         taken = mib(sum(run.other_tables.values()))
         name = f"{number_of(len(run.other_tables), 'other')}, dense"
         rows.append([name, "", "", "", "", "", taken, taken])
-    sums = _cells(known | {"name": "all", "shape": None, "sparse_block_shape": None})
-    return [*table_lines(_HEAD, rows, right=range(3, len(_HEAD)), total=sums), ""]
-
-
-def _cells(table: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one table, or of all, below :data:`_HEAD`."""
-    return [
-        table["name"],
-        shape_text(table["shape"]),
-        block_shape_text(table["sparse_block_shape"]),
-        percent(table["target"]),
-        percent(table["sparsity"]),
-        known_text(table["dead_rows"], count),
-        known_text(table["bytes_dense"], mib),
-        known_text(table["bytes_kept"], mib),
-    ]
-
-
-def _lookups_text(run: Run) -> str:
-    """Return the share of the lookups that hit removed rows, known at the end of a run."""
-    lookups = sum(counted for counted, _ in run.lookups.values())
-    removed = sum(of_removed for _, of_removed in run.lookups.values())
-    return percent(removed / lookups) if lookups else "not known"
+    everything = known | {"name": "all", "shape": None, "sparse_block_shape": None}
+    sums = cells_of(everything, _TABLE_COLUMNS)
+    lines = table_lines([*_TABLE_COLUMNS], rows, right=range(3, len(sums)), total=sums)
+    return [*lines, ""] if known["tables"] else []
 
 
 def _tables(run: Run) -> list[dict[str, Any]]:
@@ -424,12 +386,11 @@ def _tables(run: Run) -> list[dict[str, Any]]:
     changes, rows = run.last_changes, []
     # The end knows all tables, in the order of the model; before it, mask updates name them.
     for one in run.tables or changes.values():
-        change = changes.get(one.name)
-        row = {name: getattr(change, name, None) for name in TABLE_FIELDS}
+        row = {name: getattr(changes.get(one.name), name, None) for name in TABLE_FIELDS}
         if isinstance(one, TableStats):
-            # Newer than the last mask update.
             known = table_json(one)
-            row |= {name: known[name] for name in TABLE_FIELDS if name in known}
+            # Newer than the last mask update.
+            row |= {name: known[name] for name in row.keys() & known}
             row |= {f"bytes_{kind}": known[name] for kind, name in _SIZES.items()}
             row["dead_rows"] = run.dead_rows[one.name]
         rows.append(row)

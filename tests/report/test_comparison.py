@@ -53,14 +53,18 @@ def test_every_share_is_of_the_same_bytes(tmp_path: Path) -> None:
     assert base is not None and base.name == "dense"
     assert (run.bytes_dense, run.bytes_kept) == (1100 * 32, 200 * 32)
     pruned, narrow, dense = compare(run)
-    assert (pruned.name, pruned.share, pruned.ms_per_step) == ("pruned", 200 / 1100, 2.5)
+    assert (pruned["name"], pruned["share"], pruned["ms_per_step"]) == ("pruned", 200 / 1100, 2.5)
     assert (
-        pruned.delta == pytest.approx(-0.001)
-        and narrow.delta == pytest.approx(-0.01)
-        and dense.delta is None
+        pruned["delta"] == pytest.approx(-0.001)
+        and narrow["delta"] == pytest.approx(-0.01)
+        and dense["delta"] is None
     )
-    assert narrow.share == 0.5 and dense.share == 1.0
-    assert (pruned.changed, narrow.changed, dense.changed) == ({"more.level": 0.9}, {"lr": 0.2}, {})
+    assert narrow["share"] == 0.5 and dense["share"] == 1.0
+    assert (pruned["changed"], narrow["changed"], dense["changed"]) == (
+        {"more.level": 0.9},
+        {"lr": 0.2},
+        {},
+    )
     assert headline(run).startswith(
         "pruned keeps 18.2% of table bytes (6.25 KiB of 34.4 KiB) at -0.0010 test AUC"
     )
