@@ -24,15 +24,15 @@ Every line of ``log.jsonl`` has a ``kind``:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,6 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import FATES, GuardCheck, SlotUpdate, StepRecord
 from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
-from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.recorder import counted_rows, knows_removed_rows, removed_lookups
@@ -164,25 +163,28 @@ class RunLog:
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
             # Whatever is wrong on one rank is raised on all: none is left waiting.
-            _refuse_kinds(sparsifier, enforcer)
-            _refuse_slots(slots)
+            _refuse_wrong(sparsifier, enforcer, slots)
             self.folder, listed = Path(folder), tuple(sinks)
             if self._writes:
                 check_log(self.folder, resume)
             about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
-            about["tables"] = {} if model is None else _table_bytes(model)
+            located = [] if model is None else ModelTables(model, slots=True).locate()
+            about["tables"] = {
+                data.name: math.prod(data.shape) * data.dtype.itemsize for data in located
+            }
         self._file: LogFile | None = None
         # Only now, when no rank refuses its arguments, may rank 0 write.
         with world.agreeing("RunLog()"):
             if self._writes:
                 self._file = open_log(self.folder, about, resume)
         self._sinks = listed if self._writes else ()
-        self._enforcer, self._slots = enforcer, slots
+        self._enforcer, self._slots, self._sparsifier = enforcer, slots, sparsifier
+        self._recorder = None
+        if sparsifier is not None:
+            self._recorder = sparsifier.record()
         if slots is not None:
             slots.updates = []
-        self._started = time.perf_counter()
-        self._sparsifier, self._mask_seconds = sparsifier, 0.0
-        self._recorder = None if sparsifier is None else sparsifier.record()
+        self._started, self._mask_seconds = time.perf_counter(), 0.0
         self._last, self._closed = -1, False
         # Earlier ones are in the log of another run, or of an earlier session.
         self._validated = len(self._validations)
@@ -210,17 +212,14 @@ class RunLog:
         for name, value in given.items():
             _refuse_non_number(name, value)
         self._last = step
-        self._write_masks(step)
-        self._write_validations(step)
-        self._write_slots(step)
+        self._write_events()
         if self._writes and given:
             # Only now: reading a tensor waits for the device.
             known = {name: _float(value) for name, value in given.items()}
             # JSON has neither NaN nor infinities.
             finite = {name: x if abs(x) < _LARGEST else None for name, x in known.items()}
-            line = {"kind": "values", "step": step, "seconds": self._elapsed(), "values": finite}
-            self._write(line)
-            self._tell(step, known)
+            self._write(kind="values", step=step, seconds=self._elapsed(), values=finite)
+            self._tell("scalars", step, known)
 
     def close(self) -> None:
         """Write what is left and the state of all tables, and detach the recorder. Further calls do
@@ -238,16 +237,14 @@ class RunLog:
 
     def _write_end(self) -> None:
         seconds, tables = {}, []
-        self._write_slots(self._last)
+        self._write_events()
         if self._sparsifier is not None:
-            self._write_masks(self._last)
-            self._write_validations(self._last)
             tables = _end_of_tables(self._sparsifier)
             seconds["masks"] = self._mask_seconds
         if self._enforcer is not None:
             seconds["enforcement"] = self._enforcer.seconds
         seconds["total"] = self._elapsed()
-        self._write({"kind": "end", "step": self._last, "seconds": seconds, "tables": tables})
+        self._write(kind="end", step=self._last, seconds=seconds, tables=tables)
 
     def __enter__(self) -> RunLog:
         return self
@@ -272,56 +269,43 @@ class RunLog:
             self._slots.updates = None
         if self._file is not None:
             self._file.close()
-        for sink in self._sinks:
-            try:
-                sink.close()
-            # A sink is the user's code: its failure must not end training.
-            except Exception as error:
-                self._drop(sink, error)
+        self._tell("close")
         self._sinks = ()
 
     def _elapsed(self) -> float:
         return round(time.perf_counter() - self._started, 6)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, **line: Any) -> None:
         if self._file is not None:
             self._file.write(line)
 
-    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+    def _tell(self, method: str, *values: Any) -> None:
         for sink in self._sinks:
             try:
-                sink.scalars(step, values)
+                getattr(sink, method)(*values)
+            # A sink is the user's code: its failure must not end training.
             except Exception as error:
-                self._drop(sink, error)
+                self._sinks = tuple(other for other in self._sinks if other is not sink)
+                failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
+                warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=3)
 
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        self._sinks = tuple(other for other in self._sinks if other is not sink)
-        failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
-        warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=2)
-
-    def _write_masks(self, step: int) -> None:
-        """Write the mask updates since the last call."""
-        # Other ranks take their records too: they would pile up.
-        for record in self._recorder.take() if self._recorder else ():
+    def _write_events(self) -> None:
+        """Write the mask updates, validations and updates of following tables since the last
+        call."""
+        # Other ranks take theirs too: they would pile up.
+        records = self._recorder.take() if self._recorder else []
+        for record in records:
             self._mask_seconds += record.seconds
-            self._write({"kind": "masks", "step": step, **dataclasses.asdict(record)})
-            if self._sinks:
-                self._tell(step, _scalars(record))
-
-    def _write_validations(self, step: int) -> None:
+            self._write(kind="masks", step=self._last, **asdict(record))
+            self._tell("scalars", self._last, _scalars(record))
         for check in self._validations[self._validated :]:
-            self._write({"kind": "validation", "step": step, "check": dataclasses.asdict(check)})
+            self._write(kind="validation", step=self._last, check=asdict(check))
         self._validated = len(self._validations)
-
-    def _write_slots(self, step: int) -> None:
-        """Write the updates of following tables since the last call."""
-        if self._slots is None:
-            return
-        updates, self._slots.updates = self._slots.updates, []
-        for update in updates:
-            self._write({"kind": "slots", "step": step, **dataclasses.asdict(update)})
-            if self._sinks:
-                self._tell(step, _fates(update))
+        if self._slots is not None:
+            updates, self._slots.updates = self._slots.updates, []
+            for update in updates:
+                self._write(kind="slots", step=self._last, **asdict(update))
+                self._tell("scalars", self._last, _fates(update))
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -329,7 +313,8 @@ def _scalars(record: StepRecord) -> dict[str, float]:
     found = {}
     for change in record.tables:
         for name, field in _SHOWN.items():
-            if (value := getattr(change, field)) is not None:
+            value = getattr(change, field)
+            if value is not None:
                 found[f"{name}/{change.name}"] = float(value)
     return found
 
@@ -343,47 +328,43 @@ def _fates(update: SlotUpdate) -> dict[str, float]:
     return found
 
 
-def _table_bytes(model: nn.Module) -> dict[str, int]:
-    located = ModelTables(model, slots=True).locate()
-    return {data.name: math.prod(data.shape) * data.dtype.itemsize for data in located}
-
-
 def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
     """Return the state of all tables as JSON-able values. Collective."""
-    stats, dead = sparsifier.table_stats(), sparsifier.dead_rows()
-    traffic = _traffic(sparsifier)
+    stats, dead, traffic = sparsifier.table_stats(), sparsifier.dead_rows(), _traffic(sparsifier)
     looked_up = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
     tables = []
     for one in stats:
-        table = table_json(one) | {"dead_rows": dead.get(one.name), "traffic": None}
-        table["lookups"], table["removed_lookups"] = looked_up.get(one.name, (0, 0))
-        if one.name in traffic:
-            table["traffic"] = dataclasses.asdict(traffic[one.name])
-        tables.append(table)
+        lookups, removed = looked_up.get(one.name, (0, 0))
+        tables.append(
+            table_json(one)
+            | {"dead_rows": dead.get(one.name), "traffic": traffic.get(one.name)}
+            | {"lookups": lookups, "removed_lookups": removed}
+        )
     return tables
 
 
-def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
+def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, dict[str, Any]]:
     """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
-    removed as a whole. Collective: one small all-reduce per table."""
-    packed = sparsifier.masks.tables
+    removed as a whole, with the fields of :class:`~dist_sparse.report.run.RowTraffic`. Collective:
+    one small all-reduce per table."""
+    packed, found = sparsifier.masks.tables, dict[str, dict[str, Any]]()
     # The same on every rank, so all or none communicate.
     if not sparsifier.counts_lookups:
-        return {}
-    found = {}
+        return found
     for name, data in packed.current("RunLog.close()").items():
-        if not knows_removed_rows(data, packed.block(name)):
-            continue
-        sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
-        for dead, lookups in counted_rows(packed, data):
-            _add_rows(sums, dead, lookups)
-        found[name] = _row_traffic(group_over(data.ranks).all_reduce(sums))
+        if knows_removed_rows(data, packed.block(name)):
+            # Of kept and of removed rows, how many by octave; the last column is their lookups.
+            sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
+            for dead, lookups in counted_rows(packed, data):
+                _add_rows(sums, dead, lookups)
+            kept, removed = group_over(data.ranks).all_reduce(sums).tolist()
+            found[name] = {"kept": kept[:-1], "removed": removed[:-1]}
+            found[name] |= {"kept_lookups": kept[-1], "removed_lookups": removed[-1]}
     return found
 
 
 def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
-    """Add the rows of a shard to ``sums``: of kept and of removed rows, how many by octave, and all
-    their lookups."""
+    """Add the rows of a shard to ``sums``."""
     # The exponent of 1 is 1, of 2 and 3 it is 2: rows without a lookup are octave 0. A count that
     # has decayed below 1 is in the first octave.
     octaves = torch.frexp(lookups).exponent.long().clamp(min=1).where(lookups > 0, 0)
@@ -392,31 +373,18 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
         sums[kind, _OCTAVES] += lookups[rows].sum().round().long()
 
 
-def _row_traffic(sums: Tensor) -> RowTraffic:
-    # The last column is the lookups of all rows.
-    kept, removed = sums.tolist()
-    return RowTraffic(
-        kept=kept[:-1],
-        removed=removed[:-1],
-        kept_lookups=kept[-1],
-        removed_lookups=removed[-1],
-    )
-
-
-def _refuse_kinds(sparsifier: object, enforcer: object) -> None:
-    """Refuse arguments of another type, and a sparsifier that is recorded already."""
-    for given, kind in ((sparsifier, BaseDataSparsifier), (enforcer, MaskEnforcer)):
-        if given is not None and not isinstance(given, kind):
+def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
+    """Refuse arguments of another type, and what another log records."""
+    kinds = {BaseDataSparsifier: sparsifier, MaskEnforcer: enforcer}
+    for kind, given in kinds.items():
+        if not isinstance(given, (kind, NoneType)):
             found = type(given).__name__
             raise ValueError(f"Invalid argument of type {found}: must be a {kind.__name__}.")
-    if isinstance(sparsifier, BaseDataSparsifier) and sparsifier.masks.recorder is not None:
+    if sparsifier is not None and sparsifier.masks.recorder is not None:
         raise ValueError(
             "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
             " stop_recording(), first."
         )
-
-
-def _refuse_slots(slots: Any) -> None:
     # Not by class: it needs torchrec.
     if slots is not None and not hasattr(slots, "updates"):
         raise ValueError(

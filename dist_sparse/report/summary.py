@@ -357,7 +357,7 @@ def inspect_text(run: Run) -> str:
     facts = {"last": values}
     # A run that only follows its traffic has no masks.
     if run.due or run.tables or not run.slots:
-        looked_up, removed = (sum(counts) for counts in zip((0, 0), *run.lookups.values()))
+        looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
         share = percent(removed / looked_up) if looked_up else "not known"
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     facts["following tables"] = fates_text(run)
