@@ -52,8 +52,6 @@ _COLORS = 9
 """Colors of compared runs, then they repeat."""
 _MOST_TIPS = 64
 _TIP_LINES = 7
-_NEAR = 60
-"""Units of the plot: labels of dots closer than this may overlap."""
 
 _LAYERS = ("raw", "other", "main", "target")
 _SIZES = [n * 1024.0**p for p in range(6) for n in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
@@ -95,88 +93,107 @@ class Plot:
 
 
 class _Axes:
-    """Axes of a chart: steps, or bytes on a logarithmic scale, and values or AUC.
+    """Axes of a chart: from ``left`` to ``right`` on the scale of steps, or of bytes."""
 
-    Args:
-        chart: what is drawn.
-
-    Attributes:
-        below: places of the numbers below the horizontal axis, in percent, and the numbers.
-        marks: likewise beside the vertical one, from the top.
-    """
-
-    def __init__(self, chart: Chart) -> None:
-        places: list[float] = []
-        heights: list[float] = []
-        for line in chart.lines:
-            places += line.places
-            heights += line.heights
-        self._scale: Callable[[float], float] = math.log10 if chart.dots else float
-        low, high = _range(heights, chart.share)
-        # A compared run may have gone further than the run itself.
-        steps = [0.0, max(float(chart.end), 1.0)]
-        ends = [*map(self._scale, places if chart.dots else steps + places)]
-        self.left, self.right = min(ends), max(ends)
-        if chart.dots:
-            # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
-            room = 0.06 * (self.right - self.left) + 0.02
-            self.left, self.right = self.left - room, self.right + room
-            # Room for the labels.
-            low, high = low - 0.08 * (high - low), high + 0.12 * (high - low)
-        self.low, self.high = low, high
-        level_text = _percent_tick if chart.share else _compact
-        self.marks = [(self.y_of(y) / 4, level_text(y)) for y in ticks(low, high, 4)]
-        self.below = [(self.x_of(x) / 10, text) for x, text in self._numbers(chart.dots)]
-
-    def _numbers(self, dots: bool) -> list[tuple[float, str]]:
-        if not dots:
-            # There are no half steps.
-            steps = filter(float.is_integer, ticks(self.left, self.right, 4))
-            return [(step, _compact(step)) for step in steps]
-        visible = [each for each in _SIZES if self.left <= math.log10(each) <= self.right]
-        texts = [size(each).replace(".00", "").replace(".0", "") for each in visible]
-        return _every([*zip(visible, texts, strict=True)], 5)
+    def __init__(
+        self, chart: Chart, left: float, right: float, scale: Callable[[float], float]
+    ) -> None:
+        heights = [height for line in chart.lines for height in line.heights]
+        self.left, self.right, self.scale = left, right, scale
+        self.low, self.high = _range(heights, chart.share)
 
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
-        return round(WIDTH * (self._scale(value) - self.left) / (self.right - self.left), 1)
+        return round(WIDTH * (self.scale(value) - self.left) / (self.right - self.left), 1)
 
     def y_of(self, value: float) -> float:
         # SVG counts from the top.
         return round(HEIGHT * (1 - (value - self.low) / (self.high - self.low)), 1)
+
+    def numbers(self, below: Mapping[float, str], text_of: Text) -> dict[str, Any]:
+        """Return what a plot has beside its shapes: the numbers of both axes, and its grid."""
+        levels = ticks(self.low, self.high, 4)
+        marks = [(100 * self.y_of(level) / HEIGHT, text_of(level)) for level in levels]
+        return {
+            "marks": marks,
+            "below": [(100 * self.x_of(x) / WIDTH, text) for x, text in below.items()],
+            "grid": [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks],
+        }
 
 
 def plot_of(chart: Chart) -> Plot | None:
     """Return a chart as shapes; None for bars, whose names and texts wrap on the page."""
     if chart.bars:
         return None
-    axes = _Axes(chart)
+    return _dot_plot(chart) if chart.dots else _line_plot(chart)
+
+
+def _line_plot(chart: Chart) -> Plot:
+    # A compared run may have gone further than the run itself.
+    steps = {0.0, max(float(chart.end), 1.0)}.union(*(line.places for line in chart.lines))
+    axes = _Axes(chart, min(steps), max(steps), float)
+    # There are no half steps.
+    whole = [*filter(float.is_integer, ticks(axes.left, axes.right, 4))]
+    numbers = axes.numbers(
+        dict(zip(whole, map(_compact, whole), strict=True)),
+        _percent_tick if chart.share else _compact,
+    )
+    # The grid comes first, and later shapes cover earlier ones: the run itself is on top.
+    layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
+    shapes = numbers.pop("grid") + [(_look(line), _path(line, axes)) for line in layers]
+    mark = None
+    if chart.mark is not None:
+        step, text = chart.mark
+        mark = axes.x_of(step) / 10, text
+        shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
     # Values as logged are only behind their means.
     named = [line for line in chart.lines if line.role != "raw"]
-    # The grid comes first, and later shapes cover earlier ones: the run itself is on top.
-    shapes = [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in axes.marks]
-    for line in sorted(chart.lines, key=lambda line: _LAYERS.index(line.role)):
-        shapes += _shapes(line, axes, chart.dots)
     text_of = percent if chart.share else amount
     ends = [f"{line.name} ends at {text_of(line.heights[-1])}" for line in named]
-    caption, mark = f"{chart.title} over steps: {'; '.join(ends)}.", None
-    if chart.mark is not None:
-        mark = axes.x_of(chart.mark[0]) / 10, chart.mark[1]
-        shapes.append(("mark", f"M{axes.x_of(chart.mark[0])} 0V{HEIGHT}"))
-    spots = _spots(chart, axes)
-    if chart.dots:
-        caption = f"{chart.title}: {'; '.join(': '.join(spot['text']) for spot in spots)}"
+    legend = [(_look(line), line.name) for line in named]
     return Plot(
-        caption=caption,
+        caption=f"{chart.title} over steps: {'; '.join(ends)}.",
         shapes=shapes,
-        marks=axes.marks,
-        below=axes.below,
-        label="bytes, logarithmic" if chart.dots else "step",
-        # A single line has the name of its chart.
-        legend=[(_look(line), line.name) for line in named if chart.dots or len(named) > 1],
-        tips=[] if chart.dots else _tips(named, axes, text_of),
-        spots=spots,
+        label="step",
         mark=mark,
+        # A single line has the name of its chart.
+        legend=legend if len(named) > 1 else [],
+        tips=_tips(named, axes, text_of),
+        **numbers,
+    )
+
+
+def _dot_plot(chart: Chart) -> Plot:
+    logs = [math.log10(taken) for line in chart.lines for taken in line.places]
+    # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
+    room = 0.06 * (max(logs) - min(logs)) + 0.02
+    axes = _Axes(chart, min(logs) - room, max(logs) + room, math.log10)
+    # Room for the labels.
+    height = axes.high - axes.low
+    axes.low, axes.high = axes.low - 0.08 * height, axes.high + 0.12 * height
+    visible = [each for each in _SIZES if axes.left <= math.log10(each) <= axes.right]
+    texts = [size(each).replace(".00", "").replace(".0", "") for each in visible]
+    numbers = axes.numbers(dict(_every([*zip(visible, texts, strict=True)], 5)), _compact)
+    shapes, spots = numbers.pop("grid"), list[dict[str, Any]]()
+    for place, line in enumerate(chart.lines):
+        shapes.append((f"{_look(line)} joined", _path(line, axes)))
+        dots = zip(line.labels, line.places, line.heights, strict=True)
+        for number, (label, taken, auc) in enumerate(dots):
+            x, y = axes.x_of(taken), axes.y_of(auc)
+            # A line of no length has round ends: a dot.
+            shapes.append((f"{_look(line)} dot", f"M{x} {y}h0"))
+            spot: dict[str, Any] = {"left": 100 * x / WIDTH, "top": 100 * y / HEIGHT}
+            spot["label"] = label
+            spot["text"] = (f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}")
+            # On both sides in turn, so that labels of neighbors are apart.
+            spots.append(spot | {"under": (place + number) % 2 == 1})
+    return Plot(
+        caption=f"{chart.title}: {'; '.join(': '.join(spot['text']) for spot in spots)}",
+        shapes=shapes,
+        label="bytes, logarithmic",
+        legend=[(_look(line), line.name) for line in chart.lines],
+        spots=spots,
+        **numbers,
     )
 
 
@@ -215,62 +232,26 @@ def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[dict[str, A
         text = [f"step {count(round(x))}"]
         for line in lines[:_TIP_LINES]:
             # Lines are thinned differently: one without a point at this step has the one before.
-            before = bisect_right(line.places, x)
-            text += [
-                f"{line.name}: {text_of(value)}"
-                for _, value in line.points[:before][-1:]
-                if value is not None
-            ]
+            before = line.points[: bisect_right(line.places, x)]
+            known = [value for _, value in before[-1:] if value is not None]
+            text += [f"{line.name}: {text_of(value)}" for value in known]
         place = 100 * (axes.x_of(x) / 10 - left) / max(right - left, 1e-9)
         tips.append({"left": left, "width": right - left, "text": text, "line": place})
     return tips
 
 
-def _shapes(line: Line, axes: _Axes, dots: bool) -> list[tuple[str, str]]:
-    """Return the look and path of a line, with gaps where a value is not finite, or of dots."""
+def _path(line: Line, axes: _Axes) -> str:
+    """Return the path of a line, with gaps where a value is not finite."""
     # h0: with round ends, a point alone is a dot.
     begin, go_on = "M{} {}h0", "H{}V{}" if line.steps else "L{} {}"
-    path, form, shapes = "", begin, []
+    path, form = "", begin
     for x, value in line.points:
-        if value is not None:
-            place = axes.x_of(x), axes.y_of(value)
-            path += form.format(*place)
-            shapes.append((f"{_look(line)} dot", begin.format(*place)))
-        form = begin if value is None else go_on
-    return [(f"{_look(line)} joined", path), *shapes] if dots else [(_look(line), path)]
-
-
-def _spots(chart: Chart, axes: _Axes) -> list[dict[str, Any]]:
-    found = []
-    for line in chart.lines:
-        # Lines over steps have no labels.
-        for number, label in enumerate(line.labels):
-            taken, auc = line.places[number], line.heights[number]
-            found.append((line, number, label, taken, auc, axes.x_of(taken), axes.y_of(auc)))
-    # Whether a label is above or below its dot depends on the dots of all runs.
-    everywhere = [(x, y) for *_, x, y in found]
-    spots = []
-    for line, number, label, taken, auc, x, y in found:
-        spots.append(
-            {
-                "left": 100 * x / WIDTH,
-                "top": 100 * y / HEIGHT,
-                "label": label,
-                "text": (f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}"),
-                "under": _is_under(x, y, everywhere, number),
-            }
-        )
-    return spots
-
-
-def _is_under(x: float, y: float, dots: Sequence[tuple[float, float]], number: int) -> bool:
-    """Return whether a dot's label is below it: away from the dots nearby, else below every other
-    dot."""
-    near = [y - other for at, other in dots if max(abs(x - at), abs(y - other)) < _NEAR]
-    # Neighbors on the same height don't count: their labels are beside each other.
-    offsets = [offset for offset in near if offset]
-    # Below the lowest of near dots, above all others.
-    return min(offsets) > 0 if offsets else number % 2 == 1
+        if value is None:
+            form = begin
+        else:
+            path += form.format(axes.x_of(x), axes.y_of(value))
+            form = go_on
+    return path
 
 
 def _look(one: Line) -> str:

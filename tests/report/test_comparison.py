@@ -185,16 +185,16 @@ def test_latest_stays_what_the_user_made_it(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere" / "latest").exists()
 
 
-def test_labels_of_near_dots_are_on_the_sides_away_from_each_other() -> None:
+def test_labels_of_neighbors_are_apart() -> None:
+    """Those of one run, and those of two runs at the same bytes."""
     both = ("fp32", "int4")
     lines = [
         Line(name="upper", labels=both, points=((8000, 0.710), (1000, 0.710))),
         Line(name="lower", role="other", labels=both, points=((8000, 0.709), (1000, 0.709))),
-        Line(name="far", role="other", labels=("fp32",), points=((90_000, 0.700),)),
     ]
     plot = plot_of(Chart(key="auc_over_bytes", title="", note="", lines=lines, dots=True))
     assert plot is not None
-    assert [spot["under"] for spot in plot.spots] == [False, False, True, True, False]
+    assert [spot["under"] for spot in plot.spots] == [False, True, True, False]
 
 
 def test_a_run_has_one_color_on_the_page(tmp_path: Path) -> None:
