@@ -256,11 +256,12 @@ class Choices:
         full = [self.choice("full", dtype, 1.0) for dtype in DTYPES]
         found = [self._priced("full", Candidate(dtype=dtype)) for dtype in DTYPES]
         found += [choice for choice in full if choice.candidate.levels]
-        # Where all columns fit, nothing narrower is needed.
-        large = [choice.candidate.dtype for choice in full if not choice.fits]
-        for kind, dtype in product(("small", "columns"), large):
+        for kind, whole in product(("small", "columns"), full):
+            dtype = whole.candidate.dtype
             fractions, fitting = self.widths(kind, dtype)
-            found += [self.choice(kind, dtype, each) for each in fractions[:fitting][-1:]]
+            # Where all columns fit, nothing narrower is needed.
+            if fitting and not whole.fits:
+                found.append(self.choice(kind, dtype, fractions[fitting - 1]))
         return [*filter(self._is_as_named, found)]
 
     def choice(self, kind: str, dtype: str, fraction: float) -> Choice:

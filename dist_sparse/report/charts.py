@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from dist_sparse.records import FATES, MaskChange
-from dist_sparse.report.run import RowTraffic, Run, Series, share_of, target_of, total
+from dist_sparse.report.run import RowTraffic, Run, Series, share_of, sparsity_of, target_of
 from dist_sparse.report.summary import artifacts_of, baseline, fate_share, fates_text
 from dist_sparse.text import count, number_of, percent, size
 
@@ -49,7 +49,7 @@ class Line:
     @property
     def heights(self) -> list[float]:
         """The finite values."""
-        return [y for _, y in self.points if y is not None]
+        return [y for _, y in _finite(self.points)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,7 @@ _SMOOTHED = 30
 """A line with more points is drawn faintly under at most twice as many means."""
 
 T = TypeVar("T")
+X = TypeVar("X", int, float)
 
 _TITLES = {"loss": "Loss", "auc": "AUC", "ne": "Normalized entropy (NE)"}
 _NOTES = {
@@ -144,16 +145,17 @@ def _auc_over_bytes(run: Run) -> Chart:
 
 def _line(one: Run, run: Run, **options: Any) -> Line:
     """Return a line of one of several runs."""
-    options = {"name": one.name, "role": "main" if one is run else "other"} | options
-    return Line(number=one.number, **options)
+    role = "main" if one is run else "other"
+    return Line(name=one.name, role=role, number=one.number, **options)
 
 
 def _fates(run: Run) -> Chart:
     """Return what became of the lookups of following tables before each update."""
-    lines, roles = [], {"kept": "main"}
+    lines = []
     for number, (fate, name) in enumerate(FATES.items()):
         points = thinned([(step, fate_share(update, fate)) for step, update in run.slots])
-        role = roles.get(fate, "other")
+        # The first are lookups that found a row: they have the color of the run.
+        role = "other" if number else "main"
         lines.append(Line(name=name, role=role, number=number, points=points))
     return _line_chart(run, "fates", "Lookups by fate", fates_text(run), lines, share=True)
 
@@ -165,19 +167,14 @@ def _sparsity(run: Run) -> Chart:
         metric, undone = f"{check.metric:.4f}", [(end, check.sparsity)]
         note += f" The guard undid the last update: the metric was {metric}."
         options = {"mark": (float(end), f"undone at {metric}")}
-    name = run.name if run.compared else "all tables"
     lines = [
-        _line(run, run, name=name, steps=True, points=_held(run, _sparsity_of, run.end, undone)),
+        _line(run, run, steps=True, points=_held(run, sparsity_of, run.end, undone)),
         Line(name="target", role="target", steps=True, points=_held(run, target_of, end)),
     ]
     # A run that has trained nothing has no line over steps.
     for one in filter(attrgetter("trained"), run.compared.values()):
-        lines.append(_line(one, run, steps=True, points=_held(one, _sparsity_of, run.end)))
+        lines.append(_line(one, run, steps=True, points=_held(one, sparsity_of, run.end)))
     return _line_chart(run, "sparsity", "Sparsity", note, lines, share=True, **options)
-
-
-def _sparsity_of(changes: Sequence[MaskChange]) -> float | None:
-    return share_of(total(changes, "removed_blocks"), total(changes, "blocks"))
 
 
 def _held(
@@ -192,7 +189,7 @@ def _held(
     # An update is logged one update late: the order of lines is not that of steps.
     values.sort(key=itemgetter(0))
     # A gap in the line would look like a value that is not finite.
-    points = [point for point in values if point[1] is not None]
+    points = _finite(values)
     return thinned([*points, *((end, value) for _, value in points[-1:])])
 
 
@@ -215,14 +212,12 @@ def _series_charts(run: Run) -> list[Chart]:
 def _series_chart(run: Run, name: str, key: str) -> Chart:
     note = _NOTES.get(name, "As logged by the training script.")
     lines = [_curve(one, run, one.values.get(name, ())) for one in run.all_runs]
-    if not run.compared:
-        lines = [replace(lines[0], name=name)]
     if len(run.values[name]) > _SMOOTHED:
         note += " Thin: as logged. Thick: means."
         lines.insert(0, Line(name="as logged", role="raw", points=thinned(run.values[name])))
-    lost = [step for step, value in run.values[name] if value is None]
+    lost = sorted(set(run.values[name]) - set(_finite(run.values[name])))
     if lost:
-        note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0]:,}."
+        note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0][0]:,}."
     title = _TITLES.get(name, name)
     # Training examples are predicted before the model has learned from them, or with what it knows.
     if any(f"test_{name}" in one.values for one in run.all_runs):
@@ -243,12 +238,9 @@ def _difference_chart(run: Run, name: str) -> Chart:
 
 def _less(one: Run, base: Run, name: str) -> Series:
     # Logged by one of the two alone, or not finite: there is no difference.
-    known = {step: other for step, other in base.values.get(name, ()) if other is not None}
-    found = []
-    for step, value in one.values.get(name, ()):
-        if value is not None and step in known:
-            found.append((step, value - known[step]))
-    return tuple(found)
+    known = dict(_finite(base.values.get(name, ())))
+    mine = _finite(one.values.get(name, ()))
+    return tuple((step, value - known[step]) for step, value in mine if step in known)
 
 
 def _line_chart(
@@ -263,7 +255,7 @@ def _curve(one: Run, run: Run, series: Series) -> Line:
     """Return a series as the line of a run; of more than 30 points as means of stretches."""
     if len(series) <= _SMOOTHED:
         return _line(one, run, points=series)
-    finite = [(step, value) for step, value in series if value is not None]
+    finite = _finite(series)
     means: list[Point] = []
     for part in _stretches(finite, 2 * _SMOOTHED):
         steps, values = zip(*part, strict=True)
@@ -271,6 +263,10 @@ def _curve(one: Run, run: Run, series: Series) -> Line:
     # In the middle of its stretch; the last one at the end of the line.
     means[-1:] = [(finite[-1][0], mean) for _, mean in means[-1:]]
     return _line(one, run, points=tuple(means))
+
+
+def _finite(points: Iterable[tuple[X, float | None]]) -> list[tuple[X, float]]:
+    return [(x, value) for x, value in points if value is not None]
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:

@@ -13,9 +13,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -317,6 +317,12 @@ def target_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
     return share_of(weighted, whole)
 
 
+def sparsity_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+    """Return the share of removed blocks; None without a block."""
+    tables = [*tables]
+    return share_of(total(tables, "removed_blocks"), total(tables, "blocks"))
+
+
 def share_of(part: float | None, whole: float | None) -> float | None:
     """Return ``part / whole``; None where one is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
@@ -456,18 +462,21 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         """Return the arguments of a Run that the log holds."""
-        # With a session that crashed the sum would be too small.
-        enforced = [seconds.get("enforcement") for seconds in self._seconds]
+        whole: Counter[str] = Counter()
+        for seconds in self._seconds:
+            whole.update(seconds)
+        # Of a session that crashed it is unknown: the sum would be too small.
+        known = all("enforcement" in seconds for seconds in self._seconds)
         spent = Spent(
-            total=sum(seconds.get("total", 0.0) for seconds in self._seconds),
+            total=whole["total"],
             masks=self._mask_seconds,
-            enforcement=None if None in enforced else sum(map(float, filter(None, enforced))),
+            enforcement=whole["enforcement"] if known else None,
         )
         return {
             "finished": self._finished,
             "sessions": len(self._seconds),
             "last_step": self._last,
-            "values": {name: tuple(series) for name, series in self._series.items()},
+            "values": dict(zip(self._series, map(tuple, self._series.values()), strict=True)),
             "due": tuple(self._events["masks"]),
             "validations": tuple(self._events["validation"]),
             "slots": tuple(self._events["slots"]),
@@ -504,16 +513,21 @@ class _Reader:
         self._seconds[-1], self._finished = line["seconds"], True
         if line["step"] >= 0:  # -1: the log has no step
             self._last = line["step"]
-        if tables := line["tables"]:  # a session without a sparsifier has none
-            named = {table["name"]: table for table in tables}
-            traffic = {name: table["traffic"] for name, table in named.items()}
-            counted = {name: RowTraffic(**known) for name, known in traffic.items() if known}
-            self._at_end = {
-                "tables": tuple(map(_table_stats, tables)),
-                "dead_rows": {name: table["dead_rows"] for name, table in named.items()},
-                "traffic": counted,
-                "lookups": {name: _LOOKUPS(table) for name, table in named.items()},
-            }
+        if line["tables"]:  # a session without a sparsifier has none
+            self._at_end = _end_of_tables(line["tables"])
+
+
+def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of a Run that are known at its end."""
+    dead, traffic, lookups = {}, {}, {}
+    for table in tables:
+        name, counted = table["name"], table["traffic"]
+        if counted:
+            traffic[name] = RowTraffic(**counted)
+        dead[name] = table["dead_rows"]
+        lookups[name] = table["lookups"], table["removed_lookups"]
+    stats = tuple(map(_table_stats, tables))
+    return {"tables": stats, "dead_rows": dead, "traffic": traffic, "lookups": lookups}
 
 
 def _drop_from(step: int, events: list[tuple[int, Any]]) -> None:
@@ -544,8 +558,6 @@ _EVENTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
     "validation": _validation,
 }
 """Kinds of lines of which all in a session count."""
-
-_LOOKUPS: Final = itemgetter("lookups", "removed_lookups")
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:

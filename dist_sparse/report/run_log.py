@@ -29,7 +29,7 @@ import numbers
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -173,15 +173,15 @@ class RunLog:
                 data.name: math.prod(data.shape) * data.dtype.itemsize for data in located
             }
         self._file: LogFile | None = None
+        self._sinks: tuple[Sink, ...] = ()
         # Only now, when no rank refuses its arguments, may rank 0 write.
         with world.agreeing("RunLog()"):
             if self._writes:
-                self._file = open_log(self.folder, about, resume)
-        self._sinks = listed if self._writes else ()
+                self._file, self._sinks = open_log(self.folder, about, resume), listed
         self._enforcer, self._slots, self._sparsifier = enforcer, slots, sparsifier
-        self._recorder = None
+        self._take_records: Callable[[], list[StepRecord]] = list
         if sparsifier is not None:
-            self._recorder = sparsifier.record()
+            self._take_records = sparsifier.record().take
         if slots is not None:
             slots.updates = []
         self._started, self._mask_seconds = time.perf_counter(), 0.0
@@ -207,10 +207,12 @@ class RunLog:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
         # A reader takes a step that is not larger for one of a resumed run.
         step = integer("step", step, least=self._last + 1)
-        given = {name: value for name, value in values.items() if value is not None}
-        # On every rank: after an error on rank 0 alone the others would wait for it.
-        for name, value in given.items():
-            _refuse_non_number(name, value)
+        given = {}
+        for name, value in values.items():
+            if value is not None:
+                # On every rank: after an error on rank 0 alone the others would wait for it.
+                _refuse_non_number(name, value)
+                given[name] = value
         self._last = step
         self._write_events()
         if self._writes and given:
@@ -293,8 +295,7 @@ class RunLog:
         """Write the mask updates, validations and updates of following tables since the last
         call."""
         # Other ranks take theirs too: they would pile up.
-        records = self._recorder.take() if self._recorder else []
-        for record in records:
+        for record in self._take_records():
             self._mask_seconds += record.seconds
             self._write(kind="masks", step=self._last, **asdict(record))
             self._tell("scalars", self._last, _scalars(record))
@@ -373,6 +374,9 @@ def _add_rows(sums: Tensor, dead: Tensor, lookups: Tensor) -> None:
         sums[kind, _OCTAVES] += lookups[rows].sum().round().long()
 
 
+_UNKNOWN = object()
+
+
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     """Refuse arguments of another type, and what another log records."""
     kinds = {BaseDataSparsifier: sparsifier, MaskEnforcer: enforcer}
@@ -386,11 +390,12 @@ def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
             " stop_recording(), first."
         )
     # Not by class: it needs torchrec.
-    if slots is not None and not hasattr(slots, "updates"):
+    updates = None if slots is None else getattr(slots, "updates", _UNKNOWN)
+    if updates is _UNKNOWN:
         raise ValueError(
             f"Invalid slots of type {type(slots).__name__}: must be a FollowingTables."
         )
-    if slots is not None and slots.updates is not None:
+    if updates is not None:
         raise ValueError("Another RunLog logs these following tables: close that log first.")
 
 

@@ -14,11 +14,12 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from dist_sparse.records import FATES, MaskChange, SlotUpdate, TableStats
-from dist_sparse.report.run import ArtifactBytes, Run, flat, share_of, target_of, total
+from dist_sparse.records import FATES, SlotUpdate, TableStats
+from dist_sparse.report.run import ArtifactBytes, Run, flat, share_of, sparsity_of, target_of, total
 from dist_sparse.text import (
     block_shape_text,
     count,
@@ -126,11 +127,10 @@ def compare(run: Run) -> list[dict[str, Any]]:
     base, whole, rows = baseline(run), whole_bytes(run), []
     old = flat((base or run).config)
     for one in run.all_runs:
-        tables: Sequence[TableStats | MaskChange] = one.tables or [*one.last_changes.values()]
         (key, auc), new = quality(one), flat(one.config)
         row = {
             "name": one.name,
-            "sparsity": share_of(total(tables, "removed_blocks"), total(tables, "blocks")),
+            "sparsity": sparsity_of(one.tables or one.last_changes.values()),
             "bytes": one.bytes_kept,
             "share": share_of(one.bytes_kept, whole),
             "auc": auc,
@@ -285,14 +285,14 @@ def numbers(run: Run) -> dict[str, Any]:
     records = [record for _, record in run.due]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
-        **{name: getattr(run, name) for name in _SHOWN},
+        **dict(zip(_SHOWN, attrgetter(*_SHOWN)(run), strict=True)),
         "folder": str(run.folder),
         "headline": headline(run),
         "verdict": verdict(run),
         "sparsity": share_of(removed, blocks),
         "target": target_of(run.tables or run.last_changes.values()),
-        "blocks": blocks or 0,
-        "removed_blocks": removed or 0,
+        "blocks": blocks,
+        "removed_blocks": removed,
         "bytes_masks": _sum(tables, "bytes_masks"),
         "dead_rows": _sum(tables, "dead_rows"),
         "last": _last(run),
@@ -398,10 +398,10 @@ def _tables(run: Run) -> list[dict[str, Any]]:
 
 
 def _sum(tables: Sequence[Mapping[str, Any]], name: str) -> int | None:
-    """Return the sum over tables; None where one is unknown, or without any."""
+    """Return the sum over tables; None where one is unknown."""
     # A sum without one of the tables would pass for the whole.
     counts = [table[name] for table in tables]
-    return sum(counts) if counts and None not in counts else None
+    return None if None in counts else sum(counts)
 
 
 def _last(run: Run) -> dict[str, float]:
