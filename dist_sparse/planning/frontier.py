@@ -126,6 +126,10 @@ class Trial:
         return ", ".join(parts) or "everything"
 
 
+def _texts(metrics: Mapping[str, float]) -> Iterable[str]:
+    return map("{:.4f}".format, metrics.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
     """The best of each method within each budget. ``print()``, a REPL and a notebook show the
@@ -206,17 +210,12 @@ class Frontier:
 
     def __repr__(self) -> str:
         head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
-        names = [("", "the model as it is", "", "")]
-        sizes, metrics = [self.table_bytes], [self.full]
+        whole = (count(self.table_bytes), "100.0%", *_texts(self.full))
+        rows = [("", "the model as it is", "", "", *whole)]
         for point in self.points:
-            method, dtype = METHODS[point.method], point.candidate.dtype
-            names.append((percent(point.budget), method, point.left, dtype))
-            sizes.append(point.bytes)
-            metrics.append(point.metrics)
-        rows = []
-        for name, taken, found in zip(names, sizes, metrics, strict=True):
-            numbers = map("{:.4f}".format, found.values())
-            rows.append([*name, count(taken), percent(taken / self.table_bytes), *numbers])
+            names = percent(point.budget), METHODS[point.method], point.left, point.candidate.dtype
+            taken = count(point.bytes), percent(point.bytes / self.table_bytes)
+            rows.append((*names, *taken, *_texts(point.metrics)))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
         # One of each, of the methods that are shown.

@@ -71,6 +71,7 @@ def test_fates(world: int, tmp_path: Path) -> None:
                 expected,
             )
         assert "% hit removed rows" in " ".join(inspect_text(run).split())
+        assert "mask" not in inspect_text(run), "it has none"
         assert "hit removed rows" in write_report(run).read_text()
     assert slots.updates is None
     with pytest.raises(ValueError, match=r"Invalid slots of type Linear: must be a Following"):
