@@ -223,8 +223,9 @@ def plan(
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
     # Outside of the block above, because it communicates.
-    untouched = untouched_rows(model, located, optimizer) if isinstance(model, nn.Module) else {}
-    rank_bytes = _most_on_a_rank(located) if located else dense_bytes(tables)
+    untouched, rank_bytes = dict[str, int](), dense_bytes(tables)
+    if isinstance(model, nn.Module):
+        untouched, rank_bytes = untouched_rows(model, located, optimizer), _most_on_a_rank(located)
     # A float is a share of the bytes.
     room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)
@@ -266,12 +267,10 @@ _INT8: Final = (
     "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else: that"
     " can only lose."
 )
-_INT4: Final = {
-    True: "int4 of all columns{} or fewer, rotated columns in int8: which is better depends on the"
-    " data. Measure both.",
-    False: "int4 of all columns{} or a smaller dense table in int8: which is better depends on the"
-    " data. Measure both.",
-}
+_INT4: Final = (
+    "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
+)
+_OTHER: Final = {True: "fewer, rotated columns", False: "a smaller dense table"}
 
 
 def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
@@ -291,7 +290,8 @@ def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice,
     rotated = kind == "columns" and narrow != ()
     if int4:
         # Narrower tables are in int8 alone: in int4 all columns fit.
-        return int4 + (narrow or small), _INT4[rotated].format(_without_untouched(int4[0]))
+        why = _INT4.format(_without_untouched(int4[0]), _OTHER[rotated])
+        return int4 + (narrow or small), why
     # Each once: both may be the small ones.
     both = tuple(dict.fromkeys(narrow + small))
     more = _without_headers(choices.tables, fitting, kind)

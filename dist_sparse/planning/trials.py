@@ -182,20 +182,17 @@ def _round(data: ShardedData, candidate: Candidate, basis: Tensor | None) -> Non
         books = learned(sampled(data, over)[:, :width], candidate.codes(shape))
         change = partial(_through_codes, books, width)
     elif dtype == BY_COLUMN:
-        change = partial(_rounded_by_column, _column_scales(data, over))
+        change = partial(_rounded, "int4", _column_scales(data, over))
     else:
-        change = partial(_rounded, dtype)
+        change = partial(_rounded, dtype, None)
     change_rows_(data, change, over)
     if basis is not None:
         turn_(data, basis.T, over)
 
 
-def _rounded(dtype: Dtype, rows: Tensor) -> Tensor:
-    return decode(encode(rows, dtype), rows.shape[1])
-
-
-def _rounded_by_column(scales: Tensor, rows: Tensor) -> Tensor:
-    return decode(encode(rows, "int4", scales.to(rows.device)), rows.shape[1])
+def _rounded(dtype: Dtype, scales: Tensor | None, rows: Tensor) -> Tensor:
+    of_columns = None if scales is None else scales.to(rows.device)
+    return decode(encode(rows, dtype, of_columns), rows.shape[1])
 
 
 def _through_codes(books: Tensor, width: int, rows: Tensor) -> Tensor:
