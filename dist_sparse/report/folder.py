@@ -162,8 +162,8 @@ def open_log(folder: Path, about: Mapping[str, Any], resume: bool) -> LogFile:
 
     Args:
         folder: checked by :func:`check_log`.
-        about: JSON-able values for ``run.json``, beside those that every run has: ``config``, as
-            :func:`check_config` returns it.
+        about: JSON-able values for ``run.json``, beside those that are known here: ``config``, as
+            :func:`check_config` returns it, ``name``, ``tables`` and ``world``.
         resume: continue a log that is there.
 
     Raises:
@@ -297,8 +297,6 @@ def _part_of(file: Path) -> Path:
 def _about() -> dict[str, Any]:
     import shlex  # which names of dist_sparse need not load
 
-    import torch.distributed as dist  # a run is read without it
-
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
     for name in ("torch", "torchrec"):
         # Importing torchrec for its version would take seconds.
@@ -309,7 +307,6 @@ def _about() -> dict[str, Any]:
     return {
         "format": FORMAT,
         "started": _now(),
-        "world": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         "command": shlex.join(sys.argv),
         "versions": versions,
     }

@@ -168,6 +168,7 @@ class RunLog:
             if self._writes:
                 check_log(self.folder, resume)
             about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
+            about["world"] = world.size
             located = [] if model is None else ModelTables(model, slots=True).locate()
             about["tables"] = {
                 data.name: math.prod(data.shape) * data.dtype.itemsize for data in located
