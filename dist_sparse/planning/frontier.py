@@ -20,7 +20,7 @@ from dist_sparse.planning.results import Frontier, Point
 from dist_sparse.planning.traffic import untouched_rows
 from dist_sparse.planning.trials import check_candidate
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.serving.codes import BITS
+from dist_sparse.serving.encodings import BITS
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import protected

@@ -8,7 +8,9 @@ its ``lookup``, a module that takes and returns tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -25,20 +27,19 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import Opened
-from dist_sparse.serving.check import Chain, move_of, open_chain, open_next
-from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.in_place import Gate, Move
+from dist_sparse.serving.artifact import Opened, all_kept
+from dist_sparse.serving.chain import Chain, Move, move_of, open_chain, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
     LibtorchLookup,
+    QuantizedCollection,
     RowLookup,
     StoredTable,
     TurnedLookup,
+    to_fbgemm,
+    to_torchrec,
 )
-from dist_sparse.serving.manifest import Collection, Table
-from dist_sparse.serving.rows import all_kept
-from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
+from dist_sparse.serving.manifest import Collection, Delta, Table
 from dist_sparse.torchrec import kernels
 
 
@@ -540,3 +541,51 @@ def _has_kernel(entry: Table) -> bool:
 
 
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}
+
+
+class Gate:
+    """Lets any number of lookups through, or one change: a change waits for the lookups that have
+    begun, and lookups that come then wait for it.
+
+    Attributes:
+        preparing: a lock that holds other changes back, while lookups go on.
+
+    A lookup that looks up in its own thread again would wait for itself when a change waits: none
+    does.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self.preparing = threading.Lock()
+        self._inside, self._is_changing = 0, False
+
+    def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
+        # A copy of a module gets a gate of its own; locks can't be copied.
+        return Gate, ()
+
+    @contextmanager
+    def lookup(self) -> Iterator[None]:
+        """Hold changes back."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._is_changing)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._inside -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Hold lookups back, within :attr:`preparing`."""
+        with self._condition:
+            # From here no lookup begins: a stream of lookups would keep changes out for good.
+            self._is_changing = True
+            self._condition.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._is_changing = False
+                self._condition.notify_all()

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import ArtifactWriter
-from dist_sparse.serving.codes import Rows, decode, encode
-from dist_sparse.serving.column_grid import ColumnSpread
+from dist_sparse.serving.encodings import ColumnSpread, Rows, decode, encode
 from dist_sparse.serving.manifest import (
     Collection,
     Dtype,

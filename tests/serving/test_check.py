@@ -13,8 +13,8 @@ from torch import nn
 from dist_sparse import DataNormSparsifier, export
 from dist_sparse.serving import export as export_module
 from dist_sparse.serving.artifact import ArtifactWriter, Opened, open_artifact
-from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
-from dist_sparse.serving.codes import Rows, decode, encode
+from dist_sparse.serving.chain import MappedTable, check_artifact, compare_rows
+from dist_sparse.serving.encodings import Rows, decode, encode
 from tests.serving.stored import put
 
 DTYPES = ("fp32", "fp16", "int8", "int4")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.codes import LARGEST, decode, encode, out_of_range
+from dist_sparse.serving.encodings import LARGEST, decode, encode, out_of_range
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}

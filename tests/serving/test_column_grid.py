@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dist_sparse import DataNormSparsifier, export, load_served
 from dist_sparse.codes.books import decode_books
 from dist_sparse.serving.artifact import open_artifact
-from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
-from dist_sparse.serving.column_grid import (
+from dist_sparse.serving.chain import MappedTable, check_artifact, compare_rows
+from dist_sparse.serving.encodings import (
     ColumnSpread,
     books_of,
     encode_columns,

@@ -21,7 +21,7 @@ import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import DataNormSparsifier, export, load_served, quantize, sparsify
 from dist_sparse.cli.main import main
 from dist_sparse.serving.artifact import open_artifact
-from dist_sparse.serving.check import check_artifact, merge
+from dist_sparse.serving.chain import check_artifact, merge
 from dist_sparse.serving.sources import ServedTable
 from tests.dist.cells import batch, build
 from tests.dist.copies import build_copies, copied_cells

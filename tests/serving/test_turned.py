@@ -20,7 +20,7 @@ from torchrec import (
 from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import compact, export, load_served, sparsify
-from dist_sparse.serving.check import check_artifact
+from dist_sparse.serving.chain import check_artifact
 from dist_sparse.serving.manifest import Dtype, Manifest
 
 pytest.importorskip("safetensors")
