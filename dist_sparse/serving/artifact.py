@@ -349,8 +349,8 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-# Rows by the ids that they belong to. A delta costs what it changes: nothing here that it needs reads
-# rows that it does not name.
+# Rows by the ids that they belong to. A delta costs what it changes: nothing here that it needs
+# reads rows that it does not name.
 
 _SPAN: Final = 1 << 18  # ids that are taken from a bitmap at once
 

@@ -342,9 +342,9 @@ def _invalid(stored: Rows, entry: Table) -> Tensor:
 
 
 # Rows of a running process that become those of the next artifact, where they are. Rows are stored
-# in the order of their ids, so rows behind one that comes or goes move. Moving is done in two passes
-# over the rows, neither of which writes on a row that is still to be read: rows that move up from
-# the first to the last, rows that move down from the last to the first.
+# in the order of their ids, so rows behind one that comes or goes move. Moving is done in two
+# passes over the rows, neither of which writes on a row that is still to be read: rows that move up
+# from the first to the last, rows that move down from the last to the first.
 
 _SPAN: Final = 1 << 16  # rows that are moved at once
 

@@ -136,11 +136,11 @@ def half_grid(weight: Tensor, bits: int) -> Tensor:
 
 # 4-bit grids with one scale per column: half a byte per weight, and no header per row.
 #
-# A row of FBGEMM's 4-bit format carries a scale and a bias, 4 bytes: a third of a row of 16 columns.
-# Columns of one table differ more than rows do, so one symmetric grid per column and table serves
-# better rows at the same bytes. A code is a step of -8 to 7 in two's complement, so that the byte 0
-# stands for two weights of exactly 0. Bytes are decoded by books: float16 `(groups, 256, 2)`, for
-# each byte of a row the two weights that each of its 256 values stands for.
+# A row of FBGEMM's 4-bit format carries a scale and a bias, 4 bytes: a third of a row of 16
+# columns. Columns of one table differ more than rows do, so one symmetric grid per column and table
+# serves better rows at the same bytes. A code is a step of -8 to 7 in two's complement, so that the
+# byte 0 stands for two weights of exactly 0. Bytes are decoded by books: float16 `(groups, 256,
+# 2)`, for each byte of a row the two weights that each of its 256 values stands for.
 
 # Steps of a grid: from -8 to 7.
 _LEAST_STEP, _LAST_STEP = -8, 7

@@ -329,9 +329,10 @@ def summary(manifest: Manifest) -> str:
 
 # Deltas: their folders have the files of an artifact. `tables.safetensors` holds, for each table,
 # the rows that changed or came and their ids, and the ids that went (tombstones). `manifest.json`
-# names the artifact that the delta follows by the hash of its manifest, and holds the whole manifest
-# of the artifact that it leads to: the checksum of each tensor there says what a chain of deltas
-# must add up to, and an artifact merged from a chain goes on with the deltas that follow the chain.
+# names the artifact that the delta follows by the hash of its manifest, and holds the whole
+# manifest of the artifact that it leads to: the checksum of each tensor there says what a chain of
+# deltas must add up to, and an artifact merged from a chain goes on with the deltas that follow the
+# chain.
 
 _DELTA_FORMAT: Final = "dist_sparse.serving.delta"
 _DELTA_VERSION: Final = 3

@@ -365,8 +365,8 @@ def check_zero(
                 )
 
 
-# Rows that training has written since the last delta, where an attached enforcer notes them: the next
-# delta streams these rows alone. Nothing is noted of tables without a fused optimizer, on an
+# Rows that training has written since the last delta, where an attached enforcer notes them: the
+# next delta streams these rows alone. Nothing is noted of tables without a fused optimizer, on an
 # accelerator, rotated, or made compact: all of their rows are compared.
 
 _READER: Final = "deltas"
