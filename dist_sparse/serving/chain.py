@@ -32,7 +32,7 @@ from dist_sparse.serving.artifact import (
     open_artifact,
     rows_of,
 )
-from dist_sparse.serving.encodings import BITS, Rows, chunks, decode, encode
+from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, TableDelta
 
 # Of the float64 arithmetic that finds the nearest code.
@@ -116,10 +116,6 @@ class MappedTable:
         every = [ids for _, ids in ids_of(self.words, self.entry.rows, self.entry.default_row)]
         return self.gather(torch.cat(every))
 
-    def rows(self, parts: Mapping[str, Tensor]) -> Rows:
-        """Return stored rows with what decodes them."""
-        return Rows(**parts, scales=self.whole.get("scales"), books=self.whole.get("books"))
-
     def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield every tensor of the artifact that base and deltas make, rows a few at a time and
         with their ids."""
@@ -165,7 +161,9 @@ def move_of(delta: Opened[Delta], name: str, before: RowIndex) -> Move:
         return Move(before, delta.manifest.tables[name], delta.tensors(name))
 
 
-def compare_rows(name: str, first: int, weight: Tensor, stored: Rows, entry: Table) -> None:
+def compare_rows(
+    name: str, first: int, weight: Tensor, stored: Mapping[str, Tensor], entry: Table
+) -> None:
     """Compare encoded rows with the rows of the model.
 
     Args:
@@ -182,13 +180,13 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Rows, entry: Tab
         # Codes are written as they are, and the CRC32 of the file covers them.
         return
     found, weight = decode(stored, entry.dim), weight.cpu()
-    if stored.scale_bias is not None:
+    if "scale_bias" in stored:
         error = (found.double() - weight.double()).abs()
-        half = stored.scale_bias[:, :1].double() / 2
+        half = stored["scale_bias"][:, :1].double() / 2
         wrong = (error > half * _ROUNDING) | ((weight == 0) & (found != 0))
     else:
         # The grid of a column need not reach its largest weights: codes are compared.
-        exact = decode(encode(weight, entry.dtype, stored.scales), entry.dim)
+        exact = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
         # Bits are compared: -0.0 is not 0.0.
         wrong = found.view(torch.int32) != exact.view(torch.int32)
     if len(places := wrong.nonzero()):
@@ -323,21 +321,21 @@ def merge(
 
 def _check_table(table: MappedTable, name: str, where: Path) -> None:
     for ids, rows in table.chunks():
-        wrong = _invalid(table.rows(rows), table.entry)
+        wrong = _invalid({**table.whole, **rows}, table.entry)
         if len(places := wrong.nonzero()):
             id = int(ids[places[0]])
             raise ValueError(f"{where}: the row of id {id} of table {name!r} has no valid weights.")
 
 
-def _invalid(stored: Rows, entry: Table) -> Tensor:
+def _invalid(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
     """Which rows have a weight that is not finite, or a grid that does not hold 0: bool
     ``(rows,)``."""
     wrong = ~decode(stored, entry.dim).isfinite().all(1)
-    if stored.scale_bias is not None:
-        scale, bias = stored.scale_bias.double().unbind(1)
+    if "scale_bias" in stored:
+        scale, bias = stored["scale_bias"].double().unbind(1)
         # The code of 0 must be one of the codes.
         zero = -bias / scale
-        wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** BITS[entry.dtype] - 1)
+        wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** ENCODINGS[entry.dtype].bits - 1)
     return wrong
 
 

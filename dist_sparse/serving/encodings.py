@@ -9,98 +9,108 @@ codes share a byte, the first in its lower half.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.codes.books import ENTRIES, decode_books
-from dist_sparse.serving.manifest import Dtype
+from dist_sparse.codes.books import ENTRIES, LARGEST_HALF, decode_books
 
-# The largest magnitude of a weight that each dtype holds.
-LARGEST: Final[dict[Dtype, float]] = {
-    "fp32": torch.finfo(torch.float32).max,
-    "fp16": torch.finfo(torch.float16).max,
-    # Half of what float16 holds: beyond it the bias may overflow when it is rounded away from 0.
-    "int8": 2.0**15,
-    "int4": 2.0**15,
-    # Of the tables beside them; codes stand for entries of their books.
-    "codes": torch.finfo(torch.float32).max,
+Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
+
+
+class Encoding(NamedTuple):
+    """How rows of a dtype are stored.
+
+    Args:
+        bits: of a weight; of codes a byte is a group of columns.
+        stored: the dtype of their tensor; two 4-bit codes share a byte.
+        largest: the largest magnitude of a weight.
+    """
+
+    bits: int
+    stored: torch.dtype
+    largest: float
+
+
+_FLOAT: Final = torch.finfo(torch.float32).max
+# Half of what float16 holds: beyond it the bias may overflow when it is rounded away from 0.
+_GRID: Final = 2.0**15
+ENCODINGS: Final[dict[str, Encoding]] = {
+    "fp32": Encoding(32, torch.float32, _FLOAT),
+    "fp16": Encoding(16, torch.float16, LARGEST_HALF),
+    "int8": Encoding(8, torch.uint8, _GRID),
+    "int4": Encoding(4, torch.uint8, _GRID),
+    # The range is that of the tables beside them: codes stand for entries of their books.
+    "codes": Encoding(8, torch.uint8, _FLOAT),
 }
+BITS: Final = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
+"""Of a weight, by dtype."""
 
-BITS: Final[dict[Dtype, int]] = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
+LEAST_HALF: Final = 2.0**-24
+"""The smallest float16 above 0."""
 
-_CHUNK: Final = 1 << 18  # elements of a table that are in float64 at once: 2 MiB, which caches hold
-
-
-class Rows(NamedTuple):
-    """Encoded rows: weights or codes; of 8 and 4 bits their scales and biases, float16
-    ``(rows, 2)``, or the scales of the table's columns, float16 ``(columns,)``; of codes the books,
-    float16 ``(groups, 256, columns of a group)``."""
-
-    rows: Tensor
-    scale_bias: Tensor | None = None
-    scales: Tensor | None = None
-    books: Tensor | None = None
+# Elements of a table that are in float64 at once: 2 MiB, which caches hold.
+_CHUNK: Final = 1 << 18
 
 
-def out_of_range(weight: Tensor, dtype: Dtype) -> float | None:
+def out_of_range(weight: Tensor, dtype: str) -> float | None:
     """Return a value of ``weight`` that ``dtype`` can't hold (NaN if there is one), or None."""
     if not weight.numel():
         return None
     for value in map(float, torch.aminmax(weight)):
         # Not ``>``, which is false for NaN.
-        if not abs(value) <= LARGEST[dtype]:
+        if not abs(value) <= ENCODINGS[dtype].largest:
             return value
     return None
 
 
-def encode(weight: Tensor, dtype: Dtype, scales: Tensor | None = None) -> Rows:
+def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
     """Encode rows ``(n, columns)`` of any floating dtype, whose values :func:`out_of_range` allows;
     codes are stored as they are.
 
     Args:
-        scales: of the columns, for 4 bits on grids of columns in the place of rows.
+        scales: of the columns, float16, for 4 bits on grids of columns in the place of rows.
 
     Returns:
-        float32 or float16 ``(n, columns)``; 8-bit codes, uint8 ``(n, columns)``; or 4-bit codes,
-        uint8 ``(n, ceil(columns / 2))``. A 0 is stored as what decodes to exactly 0, others as what
-        is nearest.
+        ``rows``: float32 or float16 ``(n, columns)``; 8-bit codes, uint8 ``(n, columns)``; or 4-bit
+        codes, uint8 ``(n, ceil(columns / 2))``. ``scale_bias`` of grids of rows, float16
+        ``(n, 2)``, or ``scales``. A 0 is stored as what decodes to exactly 0, others as what is
+        nearest.
     """
-    if dtype == "codes":
-        return Rows(weight)
-    if dtype == "fp32" or dtype == "fp16":
-        return Rows(weight.to(torch.float32 if dtype == "fp32" else torch.float16))
+    bits, stored, _ = ENCODINGS[dtype]
+    if dtype not in ("int8", "int4"):
+        return {"rows": weight.to(stored)}
     if scales is not None:
-        return Rows(encode_columns(weight, scales), scales=scales)
-    tail = half_grid(weight, BITS[dtype])
+        # In float64: a float32 division could round to the next step.
+        steps = torch.round(weight.double() / scales.double()).clamp_(_LEAST_STEP, _LAST_STEP)
+        return {"rows": _in_halves((steps.int() & 15).to(stored)), "scales": scales}
+    tail = half_grid(weight, bits)
     scale, bias = tail.double().unsqueeze(-1).unbind(1)
-    # In float64: a float32 division could round to the next code.
+    # In float64 as above.
     exact = torch.round(weight.double() / scale - bias / scale)
-    codes = exact.clamp_(0, 2 ** BITS[dtype] - 1).to(torch.uint8)
-    return Rows(in_halves(codes) if dtype == "int4" else codes, tail)
+    codes = exact.clamp_(0, 2**bits - 1).to(stored)
+    return {"rows": _in_halves(codes) if bits == 4 else codes, "scale_bias": tail}
 
 
-def decode(stored: Rows, columns: int) -> Tensor:
-    """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read
-    them."""
-    if stored.books is not None:
-        return decode_books(stored.rows, stored.books, columns)
-    if stored.scales is not None:
-        return decode_books(stored.rows, books_of(stored.scales), columns)
-    if stored.scale_bias is None:
-        return stored.rows.float()
+def decode(stored: Mapping[str, Tensor], columns: int) -> Tensor:
+    """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read them.
+
+    Args:
+        stored: ``rows`` with their ``scale_bias``, or the table's ``scales`` or ``books``.
+    """
+    rows = stored["rows"]
+    if (books := books_of(stored)) is not None:
+        return decode_books(rows, books, columns)
+    if "scale_bias" not in stored:
+        return rows.float()
+    if rows.shape[1] < columns:
+        rows = torch.stack([rows & 15, rows >> 4], 2).flatten(1)[:, :columns]
     # Of one column, a byte with a 4-bit code is the code.
-    codes = stored.rows if stored.rows.shape[1] == columns else _whole(stored.rows)[:, :columns]
-    scale, bias = stored.scale_bias.float().unsqueeze(-1).unbind(1)
-    return codes * scale + bias
-
-
-def _whole(halves: Tensor) -> Tensor:
-    """The 4-bit codes of bytes, one in each byte."""
-    return torch.stack([halves & 15, halves >> 4], 2).flatten(1)
+    scale, bias = stored["scale_bias"].float().unsqueeze(-1).unbind(1)
+    return rows * scale + bias
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -149,8 +159,6 @@ _SHIFT, _BINS = 17, 1 << 14
 # Scales that are tried for a column, 16 for each halving of the largest: its grid reaches the
 # column's largest weight.
 _TRIED, _PER_HALVING = 96, 16
-LEAST_HALF: Final = 2.0**-24
-"""The smallest float16 above 0."""
 
 
 class ColumnSpread:
@@ -202,26 +210,21 @@ def _best_scale(centers: Tensor, counts: Tensor) -> Tensor:
     return scales[errors.argmin()]
 
 
-def encode_columns(rows: Tensor, scales: Tensor) -> Tensor:
-    """Return the bytes of rows ``(n, columns)``: uint8 ``(n, ceil(columns / 2))``, the first of two
-    columns in the lower half. Each weight is stored as the nearest step of its column's grid."""
-    # In float64: a float32 division could round to the next step.
-    steps = torch.round(rows.double() / scales.double()).clamp_(_LEAST_STEP, _LAST_STEP)
-    return in_halves((steps.to(torch.int32) & 15).to(torch.uint8))
-
-
-def in_halves(codes: Tensor) -> Tensor:
+def _in_halves(codes: Tensor) -> Tensor:
     """Put two 4-bit codes, uint8 ``(n, columns)``, into each byte, the first in its lower half."""
     codes = F.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
-def books_of(scales: Tensor) -> Tensor:
-    """Return the books of grids: float16 ``(ceil(columns / 2), 256, 2)``."""
-    byte = torch.arange(ENTRIES)
+def books_of(stored: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what the bytes of rows stand for, float16 ``(groups, 256, columns of a group)``: the
+    ``books`` of codes, or those of grids of columns, made of their ``scales``; None of others."""
+    if "scales" not in stored:
+        return stored.get("books")
+    byte = torch.arange(ENTRIES, device=stored["scales"].device)
     halves = torch.stack([byte & 15, byte >> 4], 1)
     # Two's complement of 4 bits.
     steps = torch.where(halves < 8, halves, halves - 16)
     # The half byte behind an odd last column is always 0.
-    pairs = F.pad(scales, (0, len(scales) % 2)).double().view(-1, 1, 2)
-    return (steps * pairs).half()
+    scales = F.pad(stored["scales"], (0, len(stored["scales"]) % 2))
+    return (steps * scales.double().view(-1, 1, 2)).half()

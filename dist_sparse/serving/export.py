@@ -42,11 +42,10 @@ from dist_sparse.serving.artifact import (
     words_of,
 )
 from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
-from dist_sparse.serving.encodings import LARGEST, ColumnSpread, encode
+from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, encode
 from dist_sparse.serving.manifest import (
     PER_ROW,
     Delta,
-    Dtype,
     Manifest,
     Scale,
     Table,
@@ -241,7 +240,7 @@ def _folders(since: Any) -> tuple[Path, ...]:
 
 
 def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
-    chosen: Any = choice("dtype", dtype, LARGEST)
+    chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
     if by == "column" and chosen != "int4":
         raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
@@ -370,9 +369,7 @@ def _write_table(
         stored = encode(rows, table.dtype, whole.get("scales"))
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)
-        parts = {"rows": stored.rows.cpu()}
-        if stored.scale_bias is not None:
-            parts["scale_bias"] = stored.scale_bias.cpu()
+        parts = {key: part.cpu() for key, part in stored.items() if key in PER_ROW}
         writer.add(name, ids[first : first + len(rows)], parts)
         first += len(rows)
         bar(len(rows))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
-from dist_sparse.serving.encodings import Rows, books_of, decode
+from dist_sparse.serving.encodings import books_of, decode
 from dist_sparse.serving.manifest import PER_ROW, Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
@@ -216,13 +216,6 @@ def _shape(table: StoredTable) -> tuple[int, int]:
     return table.entry.dim, table.entry.groups or 0
 
 
-def _books(table: StoredTable) -> Tensor | None:
-    """The books of a table whose rows are bytes; of scales of columns they are made."""
-    if table.entry.scale == "column":
-        return books_of(table.whole["scales"])
-    return table.whole.get("books")
-
-
 class _Group(nn.Module):
     """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
     for ids of tables in another group. Bytes 0 are zeros in all books.
@@ -261,8 +254,9 @@ class _Group(nn.Module):
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
-        if _books(one) is not None:
-            self._add_books([cast(Tensor, _books(tables[name])) for name in mine], features)
+        books = [found for name in mine if (found := books_of(tables[name].whole)) is not None]
+        if books:
+            self._add_books(books, features)
 
     def _add_books(self, books: Sequence[Tensor], features: Sequence[str]) -> None:
         """Hold all books one behind the other: where each group of columns starts, and each
@@ -314,8 +308,10 @@ class _Group(nn.Module):
         """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
         rows = self.rows.index_select(0, here)
         if self.books is None:
-            tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
-            return decode(Rows(rows, tail), self.width)
+            found = {"rows": rows}
+            if self.scale_bias is not None:
+                found["scale_bias"] = self.scale_bias.index_select(0, here)
+            return decode(found, self.width)
         entries = rows + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
@@ -484,9 +480,8 @@ def _stored(table: StoredTable, name: str) -> Any:
     if entry.dtype == "int4" and entry.dim % 2:
         raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
     dtype, rows = entry.dtype, table.rows["rows"]
-    if "scales" in table.whole or "books" in table.whole:
-        by_books = Rows(rows, None, table.whole.get("scales"), table.whole.get("books"))
-        dtype, rows = "fp16", decode(by_books, entry.dim).half()
+    if books_of(table.whole) is not None:
+        dtype, rows = "fp16", decode({**table.whole, "rows": rows}, entry.dim).half()
     tail = table.rows.get("scale_bias")
     return StoredRows(
         name=name,

@@ -21,25 +21,18 @@ import torch
 from dist_sparse.checks import choice, integer
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.files import sealed, unsealed
+from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving"
 VERSION: Final = 4
 TABLES: Final = "tables.safetensors"
 
-Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-ROW_DTYPES: Final[dict[str, torch.dtype]] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "int8": torch.uint8,
-    "int4": torch.uint8,
-    "codes": torch.uint8,
-}
 PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
 """Tensors with an entry for each stored row. Others are carried whole if they have changed."""
 
@@ -178,7 +171,7 @@ class Table:
         if self.groups is not None:
             columns = self.groups
             found["books"] = torch.float16, (columns, ENTRIES, self.dim // columns)
-        found["rows"] = ROW_DTYPES[self.dtype], (self.stored, columns)
+        found["rows"] = ENCODINGS[self.dtype].stored, (self.stored, columns)
         if self.turned is not None:
             found["rotation"] = torch.float32, (self.dim, self.turned)
         return found
@@ -271,7 +264,7 @@ def _table(entry: Mapping[str, Any]) -> Table:
         **entry,
         "kept": integer("kept", entry["kept"], least=0, most=rows),
         "pooling": choice("pooling", entry["pooling"], get_args(Pooling)),
-        "dtype": choice("dtype", entry["dtype"], ROW_DTYPES),
+        "dtype": choice("dtype", entry["dtype"], ENCODINGS),
         "scale": choice("scale", entry["scale"], get_args(Scale)),
         "before": integer("before", entry["before"], least=0),
         "checksums": dict(entry["checksums"]),

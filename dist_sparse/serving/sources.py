@@ -23,8 +23,8 @@ from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.rotation.outputs import bases_of_outputs
-from dist_sparse.serving.encodings import LARGEST, chunks, out_of_range
-from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
+from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks, out_of_range
+from dist_sparse.serving.manifest import Collection, Feature, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import count_revived
 from dist_sparse.tables.modules import collection_of
@@ -340,7 +340,7 @@ def refuse_range(name: str, weights: Tensor, dtype: Dtype) -> None:
     if (value := out_of_range(weights, dtype)) is not None:
         raise ValueError(
             f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
-            f" finite ones of at most {LARGEST[dtype]:g}."
+            f" finite ones of at most {ENCODINGS[dtype].largest:g}."
         )
 
 
