@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -75,21 +75,24 @@ class Opened(Generic[Written]):
         self.manifest: Written = manifest
         self._tensors = _mapped(self.path / TABLES, manifest)
 
-    def verify(self, tables: Iterable[str] | None = None) -> Opened[Written]:
-        """Verify every byte of these tables; None of all.
+    def verify(self) -> Opened[Written]:
+        """Verify every byte.
 
         Raises:
             ValueError: they are not what the manifest describes; names file and tensor.
         """
-        for name in self.manifest.tables if tables is None else tables:
-            self._verify(name)
+        for name in self.manifest.tables:
+            self.verify_table(name)
         return self
 
-    def _verify(self, name: str) -> None:
+    def verify_table(self, name: str, *, rows: bool = True) -> None:
+        """Verify every byte of a table, or of its tensors that are no rows."""
         file, table, tensors = self.path / TABLES, self.manifest.tables[name], self.tensors(name)
         # The bitmap comes first, and says which ids the rows belong to.
         for key, tensor in tensors.items():
-            if isinstance(table, Table) and key in PER_ROW:
+            if key in PER_ROW and not rows:
+                continue
+            if key in PER_ROW and isinstance(table, Table):
                 words = tensors.get("kept", all_kept(table.rows))
                 parts = ids_of(words, table.rows, table.default_row)
                 found = sum(sum_of_rows(ids, tensor[some]) for some, ids in parts) % 2**64
@@ -220,6 +223,13 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
             found = {key: hex_of(self._checksums[f"{name}.{key}"]) for key in table.layout()}
             tables[name] = replace(table, checksums=found)
         return replace(manifest, tables=tables, bytes=bytes_of(tables))
+
+    def finish(self, manifest: Written) -> Written:
+        """Read the tables back, give the folder its name, and return ``manifest`` as written."""
+        sealed = self.seal(manifest)
+        Opened(self.folder, sealed).verify()
+        self.publish(sealed)
+        return sealed
 
     def publish(self, manifest: Manifest | Delta) -> None:
         """Write the manifest, and give the folder its final name.
@@ -352,7 +362,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 # Rows by the ids that they belong to. A delta costs what it changes: nothing here that it needs
 # reads rows that it does not name.
 
-_SPAN: Final = 1 << 18  # ids that are taken from a bitmap at once
+SPAN: Final = 1 << 16
+"""Ids that are taken from a bitmap, and rows that are moved, at once."""
 
 
 def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
@@ -395,72 +406,25 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def all_kept(rows: int) -> Tensor:
-    """Return the bitmap of a table that keeps all rows, as of
-    :class:`~dist_sparse.compaction.row_index.RowIndex`."""
-    words = torch.full((max(1, -(-rows // 32)),), -1, dtype=torch.int32)
-    if rows % 32:
-        words[-1] = (1 << rows % 32) - 1
-    return words
+    """Return the bitmap of a table that keeps all rows."""
+    return RowIndex.of(torch.ones(rows, dtype=torch.bool)).words
+
+
+def ids_in(words: Tensor, rows: int, first: int) -> Tensor:
+    """Return the ids of a span that a bitmap keeps, int64, ascending."""
+    some = words[first // 32 : (first + SPAN) // 32].view(torch.uint8)
+    return unpack(some, min(SPAN, rows - first)).nonzero().flatten() + first
 
 
 def ids_of(words: Tensor, rows: int, default_row: bool = False) -> Iterator[tuple[slice, Tensor]]:
     """Yield the stored rows of a bitmap, a few at a time: their numbers, and their ids, int64,
     ascending; the default row has the id behind the last."""
     last = 0
-    for first in range(0, rows, _SPAN):
-        some = words[first // 32 : (first + _SPAN) // 32].view(torch.uint8)
-        ids = unpack(some, min(_SPAN, rows - first)).nonzero().flatten() + first
+    for first in range(0, rows, SPAN):
+        ids = ids_in(words, rows, first)
         yield slice(last, last := last + len(ids)), ids
     if default_row:
         yield slice(last, last + 1), torch.tensor([rows])
-
-
-def has_row(words: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """Return which ids have a row in a bitmap of ``rows`` ids; the id behind the last has the
-    default row: bool."""
-    inside = ids.clamp(max=rows - 1)
-    bits = words.index_select(0, inside >> 5) >> (inside & 31).int()
-    return (bits & 1).bool() | (ids == rows)
-
-
-def changed_words(words: Tensor, kept: int, change: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the bitmap of the ids that are kept after a delta.
-
-    Args:
-        words: before it.
-        kept: how many.
-        change: of the table, a :class:`~dist_sparse.serving.manifest.TableDelta`.
-        tensors: of the delta.
-
-    Raises:
-        ValueError: ids that go have no row, ids that come have one, or ids do not ascend or are out
-            of range.
-    """
-    ids, gone, after = tensors["ids"].long(), tensors["gone"].long(), change.after
-    _refuse_ids(ids, after.rows + after.default_row)
-    _refuse_ids(gone, after.rows)
-    came = ids[~has_row(words, ids, after.rows)]
-    if len(came) != change.came or not bool(has_row(words, gone, after.rows).all()):
-        raise ValueError("its ids that come have rows already, or its ids that go have none")
-    found = words.clone()
-    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
-    found.index_add_(0, came >> 5, _bits(came))
-    found.index_add_(0, gone >> 5, _bits(gone), alpha=-1)
-    is_counted = kept + len(came) - len(gone) == after.kept
-    if not is_counted or not bool(has_row(found, ids, after.rows).all()):
-        raise ValueError("its ids do not lead to the rows that it says")
-    return found
-
-
-def _refuse_ids(ids: Tensor, end: int) -> None:
-    if not len(ids):
-        return
-    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= end:
-        raise ValueError(f"its ids do not ascend, or are not in [0, {end})")
-
-
-def _bits(ids: Tensor) -> Tensor:
-    return torch.ones_like(ids, dtype=torch.int32) << (ids & 31).int()
 
 
 def rows_of(index: RowIndex, ids: Tensor) -> Tensor:

@@ -9,31 +9,30 @@ half a step of their row's grid, or at the nearest step of their column's, where
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.compaction.row_index import REMOVED, RowIndex
+from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.files import hex_of
 from dist_sparse.serving.artifact import (
+    SPAN,
     ArtifactWriter,
     Opened,
     added,
     all_kept,
-    changed_words,
     check_new,
+    ids_in,
     ids_of,
     open_artifact,
     rows_of,
 )
 from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
-from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, TableDelta
+from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table
 
 # Of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
@@ -49,7 +48,7 @@ class MappedTable:
 
     Attributes:
         entry: of the manifest.
-        words: the bitmap of its kept ids.
+        index: of its rows.
         whole: its tensors that are no rows, and not ``kept``.
 
     Raises:
@@ -61,26 +60,18 @@ class MappedTable:
     ) -> None:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
-        self.words = tensors.pop("kept", all_kept(self.entry.rows))
+        words = tensors.pop("kept", all_kept(self.entry.rows))
+        self.index = self._mapped = RowIndex(words, self.entry.rows, self.entry.default_row)
         self._stored = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
-        self._index = RowIndex(self.words, self.entry.rows, self.entry.default_row)
         self.whole = tensors
         # Ids, and their rows, of each delta.
         self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
         for delta in deltas:
-            self._follow(delta, name)
-
-    def _follow(self, delta: Opened[Delta], name: str) -> None:
-        change, tensors = delta.manifest.tables[name], delta.tensors(name)
-        with _refusing(delta, name):
-            self.words = changed_words(self.words, self.entry.kept, change, tensors)
-        self.whole = self.whole | {key: tensors[key] for key in change.whole}
-        self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
-        self.entry = change.after
-
-    def index(self) -> RowIndex:
-        """Return the index of its rows."""
-        return RowIndex(self.words, self.entry.rows, self.entry.default_row)
+            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            self.index = index_after(delta, name, self.index)
+            self.whole = self.whole | {key: tensors[key] for key in change.whole}
+            self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
+            self.entry = change.after
 
     def gather(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the stored rows of ids that have one, int64 ``(n,)``: ``rows``, and ``scale_bias``
@@ -94,45 +85,34 @@ class MappedTable:
             here = F.pad(theirs, (0, 1), value=-1)[at] == wanted
             _put(found, left[here], rows, at[here])
             left = left[~here]
-        _put(found, left, self._stored, rows_of(self._index, ids[left]))
+        _put(found, left, self._stored, rows_of(self._mapped, ids[left]))
         return found
 
     def chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield the ids of stored rows, ascending, and the rows, a few at a time."""
-        entry = self.entry
-        for some, ids in ids_of(self.words, entry.rows, entry.default_row):
-            for part in chunks(len(ids), entry.dim):
-                first = some.start
-                if self._layers:
-                    yield ids[part], self.gather(ids[part])
-                else:
-                    numbers = slice(first + part.start, first + part.stop)
-                    yield ids[part], {key: rows[numbers] for key, rows in self._stored.items()}
+        for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
+            for part in chunks(len(ids), self.entry.dim):
+                yield ids[part], self.gather(ids[part])
 
     def stored(self) -> dict[str, Tensor]:
         """Return all stored rows: of an artifact without deltas where they are mapped."""
         if not self._layers:
             return self._stored
-        every = [ids for _, ids in ids_of(self.words, self.entry.rows, self.entry.default_row)]
+        every = [
+            ids for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row)
+        ]
         return self.gather(torch.cat(every))
 
     def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield every tensor of the artifact that base and deltas make, rows a few at a time and
         with their ids."""
         if self.entry.kept < self.entry.rows:
-            yield "kept", self.words, None
+            yield "kept", self.index.words, None
         for key, tensor in self.whole.items():
             yield key, tensor, None
         for ids, rows in self.chunks():
             for key, part in rows.items():
                 yield key, part, ids
-
-    def checksums(self) -> dict[str, str]:
-        """Return the checksum of each tensor of that artifact."""
-        sums = dict.fromkeys(self.entry.layout(), 0)
-        for key, part, ids in self.parts():
-            sums[key] = added(sums[key], part, ids)
-        return {key: hex_of(each) for key, each in sums.items()}
 
 
 def _put(
@@ -142,23 +122,37 @@ def _put(
         tensor.index_copy_(0, places, rows[key].index_select(0, at))
 
 
-@contextmanager
-def _refusing(delta: Opened[Delta], name: str) -> Iterator[None]:
-    """Name the folder and the table of what is raised inside."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
-
-
-def move_of(delta: Opened[Delta], name: str, before: RowIndex) -> Move:
-    """Return what a delta does to the rows of a table.
+def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
+    """Return the index of a table's rows after a delta.
 
     Raises:
-        ValueError: it does not fit them; names its folder and the table.
+        ValueError: ids that go have no row, ids that come have one, or ids do not ascend or are out
+            of range; names folder and table.
     """
-    with _refusing(delta, name):
-        return Move(before, delta.manifest.tables[name], delta.tensors(name))
+    change, tensors = delta.manifest.tables[name], delta.tensors(name)
+    ids, gone, after = tensors["ids"].long(), tensors["gone"].long(), change.after
+
+    def refuse_if(wrong: bool, reason: str) -> None:
+        if wrong:
+            raise ValueError(f"{delta.path} is refused: table {name!r}: its ids {reason}.")
+
+    for some, end in ((ids, after.rows + after.default_row), (gone, after.rows)):
+        # Between two more, an id out of range does not ascend.
+        bounded = F.pad(some, (1, 0), value=-1)
+        bounded = F.pad(bounded, (0, 1), value=end)
+        is_sorted = bool((bounded.diff() > 0).all())
+        refuse_if(not is_sorted, f"do not ascend, or are not in [0, {end})")
+    came = ids[rows_of(before, ids) < 0]
+    is_known = len(came) == change.came and bool((rows_of(before, gone) >= 0).all())
+    refuse_if(not is_known, "that come have rows already, or those that go have none")
+    words = before.words.clone()
+    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
+    words.index_add_(0, came >> 5, (1 << (came & 31)).int())
+    words.index_add_(0, gone >> 5, (1 << (gone & 31)).int(), alpha=-1)
+    found = RowIndex(words, before.rows, before.default_row)
+    has_rows = found.num_kept == after.kept and bool((rows_of(found, ids) >= 0).all())
+    refuse_if(not has_rows, "do not lead to the rows that it says")
+    return found
 
 
 def compare_rows(
@@ -218,12 +212,11 @@ class Chain:
         """Return a table of the artifact that they make."""
         return MappedTable(self.artifact, name, self.deltas)
 
-    def verify(self, tables: Iterable[str] | None = None) -> None:
-        """Verify every byte of these tables; None of all."""
-        names = None if tables is None else list(tables)
-        self.artifact.verify(names)
+    def verify(self, name: str, *, rows: bool) -> None:
+        """Verify the tensors of a table, with or without its rows."""
+        self.artifact.verify_table(name, rows=rows)
         for delta in self.deltas:
-            delta.verify(names)
+            delta.verify_table(name, rows=rows)
 
 
 def open_next(
@@ -283,7 +276,7 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
         _check_table(table, name, where)
-        if deltas and table.checksums() != entry.checksums:
+        if deltas and _checksums(table) != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
@@ -319,6 +312,14 @@ def merge(
     return manifest
 
 
+def _checksums(table: MappedTable) -> dict[str, str]:
+    """The checksum of each tensor of the artifact that base and deltas make."""
+    sums = dict.fromkeys(table.entry.layout(), 0)
+    for key, part, ids in table.parts():
+        sums[key] = added(sums[key], part, ids)
+    return {key: hex_of(each) for key, each in sums.items()}
+
+
 def _check_table(table: MappedTable, name: str, where: Path) -> None:
     for ids, rows in table.chunks():
         wrong = _invalid({**table.whole, **rows}, table.entry)
@@ -340,76 +341,48 @@ def _invalid(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
 
 
 # Rows of a running process that become those of the next artifact, where they are. Rows are stored
-# in the order of their ids, so rows behind one that comes or goes move. Moving is done in two
-# passes over the rows, neither of which writes on a row that is still to be read: rows that move up
-# from the first to the last, rows that move down from the last to the first.
-
-_SPAN: Final = 1 << 16  # rows that are moved at once
+# in the order of their ids, so rows behind one that comes or goes move.
 
 
-class Move:
-    """What a delta does to the stored rows of one table, in memory that follows the delta, beside
-    the new index.
+def move_rows(
+    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, new: Mapping[str, Tensor]
+) -> None:
+    """Make stored rows those of the next artifact, in place, in memory that follows the delta.
 
     Args:
+        stored: what holds the rows so far and has room for those afterwards: ``(room, ...)`` each,
+            of any dtype.
         before: index of the rows so far.
-        change: of the table.
-        tensors: of the delta.
-
-    Attributes:
-        index: afterwards.
-
-    Raises:
-        ValueError: ids that go have no row, or ids do not ascend or are out of range.
+        after: of the rows afterwards.
+        new: of the delta, the rows by the same names, and their ``ids``.
     """
+    if not torch.equal(before.words, after.words):
+        stay = before.words & after.words
+        spans = [*range(0, before.rows, SPAN)]
+        # Two passes, neither of which writes on a row that is still to be read: rows that move up
+        # from the first to the last, rows that move down from the last to the first.
+        for first in spans:
+            _move(stored, before, after, ids_in(stay, before.rows, first), up=True)
+        if before.default_row:
+            last = torch.tensor([before.rows])
+            _move(stored, before, after, last, up=after.num_kept < before.num_kept)
+        for first in reversed(spans):
+            _move(stored, before, after, ids_in(stay, before.rows, first), up=False)
+    at = rows_of(after, new["ids"].long())
+    for key, rows in stored.items():
+        rows.index_copy_(0, at.to(rows.device), new[key].view(rows.dtype).to(rows.device))
 
-    def __init__(self, before: RowIndex, change: TableDelta, tensors: Mapping[str, Tensor]) -> None:
-        ids, gone_ids = tensors["ids"].long(), tensors["gone"].long()
-        words = changed_words(before.words, before.num_kept, change, tensors)
-        self.index = RowIndex(words, before.rows, before.default_row)
-        self._stored, self._gone = before.stored, rows_of(before, gone_ids)
-        is_new = rows_of(before, ids) == REMOVED
-        came_ids, self._at = ids[is_new], rows_of(self.index, ids)
-        # Where each row that comes goes in among the rows so far: less the ones that come before
-        # it, and with the ones that go.
-        places = self._at[is_new] - torch.arange(len(came_ids))
-        places += torch.searchsorted(gone_ids, came_ids)
-        # Rows at which the distance that rows move by changes, and the distance from each on: the
-        # row behind one that goes is the first that moves.
-        events = torch.cat([places, self._gone + 1])
-        by = torch.cat([torch.ones_like(places), -torch.ones_like(self._gone)])
-        self._events, order = events.sort()
-        self._shifts = F.pad(by[order].cumsum(0), (1, 0))
 
-    def run(self, stored: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-        """Move and write rows.
-
-        Args:
-            stored: what holds the rows so far and has room for those afterwards: ``(room, ...)``
-                each, of any dtype.
-            new: by the same names, the rows that the delta brings.
-        """
-        if len(self._events):
-            spans = list(range(int(self._events[0]), self._stored, _SPAN))
-            for first in spans:
-                self._move(stored, first, up=True)
-            for first in reversed(spans):
-                self._move(stored, first, up=False)
-        for key, rows in stored.items():
-            part = new[key].view(rows.dtype).to(rows.device)
-            rows.index_copy_(0, self._at.to(rows.device), part)
-
-    def _move(self, stored: Mapping[str, Tensor], first: int, *, up: bool) -> None:
-        """Move the rows of a span that move in one direction."""
-        rows = torch.arange(first, min(first + _SPAN, self._stored))
-        shift = self._shifts[torch.searchsorted(self._events, rows, right=True)]
-        moves = shift < 0 if up else shift > 0
-        low, high = torch.searchsorted(self._gone, torch.tensor([first, first + len(rows)]))
-        moves[self._gone[low:high] - first] = False
-        if not bool(moves.any()):
-            return
-        rows, shift = rows[moves], shift[moves]
-        for tensor in stored.values():
-            source, target = rows.to(tensor.device), (rows + shift).to(tensor.device)
-            # The span is read before any of it is written.
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+def _move(
+    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, *, up: bool
+) -> None:
+    """Move the rows of ids that move in one direction."""
+    source, target = rows_of(before, ids), rows_of(after, ids)
+    moves = target < source if up else target > source
+    if not bool(moves.any()):
+        return
+    source, target = source[moves], target[moves]
+    for tensor in stored.values():
+        # They are read before any of them is written.
+        rows = tensor.index_select(0, source.to(tensor.device))
+        tensor.index_copy_(0, target.to(tensor.device), rows)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,19 +24,18 @@ import dist_sparse
 from dist_sparse.checks import choice
 from dist_sparse.codes.quantize import CodedTraining
 from dist_sparse.compaction.kept_rows import sparsifier_of
-from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.files import hex_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
-    Opened,
     added,
+    all_kept,
     bytes_of,
     check_new,
-    has_row,
     ids_of,
     memory_of,
+    rows_of,
     sum_of_rows,
     words_of,
 )
@@ -70,8 +68,6 @@ from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.training.sparsify import SparseTraining
-
-Consume = Callable[[Iterator[Tensor]], object]
 
 
 @dataclass(frozen=True)
@@ -208,12 +204,15 @@ def export(
     check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    writing: Callable[[], WholeWriter | DeltaWriter] = partial(
-        WholeWriter, target, manifest, tables
-    )
-    if before:
-        writing = partial(DeltaWriter, target, manifest, tables, chain)
-    text = _write(manifest, tables, writing, world)
+    with ExitStack() as stack:
+        writer: WholeWriter | DeltaWriter | None = None
+        with world.agreeing("export()"):
+            if chain is not None:
+                noted = {name for name, table in tables.items() if table.changed is not None}
+                writer = stack.enter_context(DeltaWriter(target, manifest, chain, noted))
+            elif world.rank == 0:
+                writer = stack.enter_context(WholeWriter(target, manifest))
+        text = _write(manifest, tables, writer, world)
     if not before:
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
@@ -298,7 +297,7 @@ def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
 def _write(
     manifest: Manifest,
     sources: Mapping[str, ServedTable],
-    writing: Callable[[], WholeWriter | DeltaWriter],
+    writer: WholeWriter | DeltaWriter | None,
     world: Group,
 ) -> str:
     """Write, check and publish; return the text of the manifest that was written. Collective.
@@ -306,37 +305,36 @@ def _write(
     Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
     raise its errors.
     """
-    writer: Any = None
     text = None
     rows = sum(table.stored for table in manifest.tables.values())
-    with ExitStack() as stack:
-        with world.agreeing("export()"):
-            if world.rank == 0:
-                writer = stack.enter_context(writing())
-        shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
-        bar = stack.enter_context(shown)
+    with progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0) as bar:
         for name, source in sources.items():
             table, whole = manifest.tables[name], source.whole()
             if table.scale == "column":
                 # Scales are chosen from all rows, which are streamed once more for them.
                 spread = ColumnSpread(table.dim)
-                _stream(world, source, partial(_count, spread, name, table.dtype))
+                with _streaming(world, source) as chunks:
+                    for some in chunks:
+                        refuse_range(name, some, table.dtype)
+                        spread.add(some)
                 whole["scales"] = spread.scales()
-            _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
+            with _streaming(world, source) as chunks:
+                if writer is not None:
+                    _write_table(writer, name, table, source, whole, bar, chunks)
         with world.agreeing("export()"):
             if writer is not None:
-                text = writer.finish().to_text()
+                text = writer.end().to_text()
     return str(world.all_gather_json(text)[0])
 
 
-def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
-    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
-    raised on all ranks."""
+@contextmanager
+def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
+    """Stream the chunks of a table to rank 0; other ranks get none. Collective; what is raised
+    inside is raised on all ranks."""
     chunks = source.chunks()
     error: Exception | None = None
     try:
-        if world.rank == 0:
-            consume(chunks)
+        yield chunks
     except Exception as fault:
         error = fault
     # The other ranks wait for messages until the table is through, so the error waits too.
@@ -345,12 +343,6 @@ def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
     with world.agreeing("export()"):
         if error is not None:
             raise error
-
-
-def _count(spread: ColumnSpread, name: str, dtype: Dtype, chunks: Iterator[Tensor]) -> None:
-    for rows in chunks:
-        refuse_range(name, rows, dtype)
-        spread.add(rows)
 
 
 def _write_table(
@@ -388,21 +380,18 @@ class WholeWriter(ArtifactWriter):
 
     Args:
         path: the final name.
-        manifest: without CRC32s.
-        sources: the tables, by name.
+        manifest: without checksums.
 
     Raises:
         ValueError, OSError: as of :class:`ArtifactWriter`.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, sources: Mapping[str, ServedTable]) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path, manifest.tables)
-        self._manifest, self._sources = manifest, sources
+        self._manifest = manifest
 
     def start(self, name: str, whole: Mapping[str, Tensor]) -> None:
         """Begin a table with its tensors that are no rows."""
-        if "kept" in self._manifest.tables[name].layout():
-            self.append(f"{name}.kept", RowIndex.of(self._sources[name].kept).words)
         for key, tensor in whole.items():
             self.append(f"{name}.{key}", tensor)
 
@@ -411,12 +400,9 @@ class WholeWriter(ArtifactWriter):
         for key, part in parts.items():
             self.append(f"{name}.{key}", part, ids)
 
-    def finish(self) -> Manifest:
-        """Read the tables back, give the folder its name, and return its manifest."""
-        manifest = self.seal(self._manifest)
-        Opened(self.folder, manifest).verify()
-        self.publish(manifest)
-        return manifest
+    def end(self) -> Manifest:
+        """Publish the artifact, and return its manifest."""
+        return self.finish(self._manifest)
 
 
 class DeltaWriter(ArtifactWriter):
@@ -427,33 +413,27 @@ class DeltaWriter(ArtifactWriter):
 
     Args:
         path: the final name.
-        manifest: of the whole artifact, without CRC32s.
-        sources: the tables, by name.
-        chain: what the delta follows. It is verified but for the tables whose changes are noted:
-            of these no row is read that was not written.
+        manifest: of the whole artifact, without checksums.
+        chain: what the delta follows.
+        noted: tables whose changes are noted. Of their rows in the chain none is read that was not
+            written, so that these are not verified either.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, sources: Mapping[str, ServedTable], chain: Chain
-    ) -> None:
-        chain.verify(name for name, source in sources.items() if source.changed is None)
+    def __init__(self, path: Path, manifest: Manifest, chain: Chain, noted: Set[str]) -> None:
+        for name in manifest.tables:
+            chain.verify(name, rows=name not in noted)
         super().__init__(path)
-        self._manifest, self._sources, self._chain = manifest, sources, chain
+        self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}
 
     def start(self, name: str, whole: Mapping[str, Tensor]) -> None:
-        self._tables[name] = _Changes(
-            self._chain.table(name),
-            self._manifest.tables[name],
-            RowIndex.of(self._sources[name].kept).words,
-            whole,
-            self.folder,
-        )
+        before, after = self._chain.table(name), self._manifest.tables[name]
+        self._tables[name] = _Changes(before, after, whole, self.folder)
 
     def add(self, name: str, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
         self._tables[name].add(ids, parts)
 
-    def finish(self) -> Delta:
+    def end(self) -> Delta:
         found = {name: changes.result() for name, changes in self._tables.items()}
         after = {name: change.after for name, change in found.items()}
         artifact = replace(self._manifest, tables=after, bytes=bytes_of(after))
@@ -462,10 +442,7 @@ class DeltaWriter(ArtifactWriter):
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
         base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
-        delta = self.seal(Delta(base=base, previous=previous, artifact=artifact, tables=found))
-        Opened(self.folder, delta).verify()
-        self.publish(delta)
-        return delta
+        return self.finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
 
 
 class _Changes:
@@ -474,26 +451,20 @@ class _Changes:
     Args:
         before: the table that the delta follows.
         after: without checksums.
-        words: the bitmap of the ids that are kept now.
-        whole: tensors that are no rows.
+        whole: tensors that are no rows, and the bitmap of the ids that are kept now.
         folder: of files without a name.
     """
 
     def __init__(
-        self,
-        before: MappedTable,
-        after: Table,
-        words: Tensor,
-        whole: Mapping[str, Tensor],
-        folder: Path,
+        self, before: MappedTable, after: Table, whole: Mapping[str, Tensor], folder: Path
     ) -> None:
-        self._before, self._after, self._words = before, after, words
-        self._gone = torch.cat([ids for _, ids in ids_of(before.words & ~words, after.rows)])
-        self._now = dict(whole)
+        self._before, self._after, self._now = before, after, whole
+        words = whole.get("kept", all_kept(after.rows))
+        self._gone = torch.cat([ids for _, ids in ids_of(before.index.words & ~words, after.rows)])
         self._whole = {
             key: tensor
             for key, tensor in whole.items()
-            if not torch.equal(tensor, before.whole[key])
+            if key != "kept" and not torch.equal(tensor, before.whole[key])
         }
         self._came = 0
         self._found = [torch.empty(0, dtype=torch.int32)]
@@ -509,14 +480,14 @@ class _Changes:
             self._sums[key] -= sum_of_rows(ids, part)
 
     def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
-        had_one = has_row(self._before.words, ids, self._after.rows)
+        had_one = rows_of(self._before.index, ids) >= 0
         old, changed = self._before.gather(ids[had_one]), ~had_one
         for key, part in parts.items():
             differs = words_of(part[had_one]) != words_of(old[key])
             changed[had_one] |= differs.any(1)
         still = changed[had_one]
         self._take_out(ids[had_one & changed], {key: part[still] for key, part in old.items()})
-        self._came += len(ids) - int(had_one.count_nonzero())
+        self._came += int((~had_one).count_nonzero())
         self._found.append(ids[changed].int())
         for key, part in parts.items():
             held = part[changed]
@@ -525,7 +496,7 @@ class _Changes:
 
     def result(self) -> TableDelta:
         sums = {key: each % 2**64 for key, each in self._sums.items()}
-        for key, tensor in {"kept": self._words, **self._now}.items():
+        for key, tensor in self._now.items():
             sums[key] = added(0, tensor, None)
         checksums = {key: hex_of(sums[key]) for key in self._after.layout()}
         return TableDelta(

@@ -39,7 +39,7 @@ class StoredTable:
         entry: of the manifest.
         rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
         whole: its other tensors, likewise.
-        index: of the rows, None where all ids have one.
+        index: of the rows; None where a :class:`RowIndexes` holds it.
         room: how many rows it may come to have in the place where it is stored.
     """
 
@@ -48,6 +48,11 @@ class StoredTable:
     whole: Mapping[str, Tensor]
     index: RowIndex | None
     room: int = 0
+
+    @property
+    def needed_index(self) -> RowIndex | None:
+        """The index; None where all ids have a row: without removed rows, ids are rows."""
+        return self.index if self.entry.kept < self.entry.rows else None
 
     @property
     def places(self) -> int:
@@ -65,7 +70,8 @@ class _Ids(NamedTuple):
 
 
 class RowLookup(nn.Module):
-    """Kept rows of several tables, and how each feature pools them: base class.
+    """Kept rows of several tables, how each feature pools them, and the ``rotation`` that turns
+    results of a table back if it has one: base class.
 
     Args:
         tables: by name.
@@ -82,12 +88,17 @@ class RowLookup(nn.Module):
         means = torch.tensor([entry.pooling == "mean" for entry in entries])
         self.mixed = bool(means.any() and not means.all())
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
+        self.is_turned = any(entry.turned is not None for entry in entries)
+        for at, table in enumerate(tables.values()):
+            rotation = table.whole.get("rotation")
+            self.register_buffer(f"rotation_{at}", None if rotation is None else rotation.clone())
+        self.rotations = [f"rotation_{list(tables).index(name)}" for name in features]
 
     def forward(
         self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
         """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
-        sequences the row of each id, ``(n, columns)``.
+        sequences the row of each id, ``(n, columns)``; columns are the ones of the original tables.
 
         Args:
             rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
@@ -96,11 +107,31 @@ class RowLookup(nn.Module):
             weights: float32 ``(n,)``, a factor for each id.
         """
         ids = _Ids(rows, offsets, counts, weights)
-        if not self.mixed:
-            return self._pooled(ids, self.pooling)
-        # A lookup pools in one way, so both are computed, and each column takes its own.
-        mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
-        return torch.where(self.mean_columns, mean, total)
+        if self.mixed:
+            # A lookup pools in one way, so both are computed, and each column takes its own.
+            mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
+            found = torch.where(self.mean_columns, mean, total)
+        else:
+            found = self._pooled(ids, self.pooling)
+        return self._turned(found, counts) if self.is_turned else found
+
+    def _turned(self, found: Tensor, counts: Tensor) -> Tensor:
+        rotations: list[Tensor | None] = [getattr(self, name) for name in self.rotations]
+        is_sequence = self.pooling == "none"
+        # Every row of sequences is turned by every matrix: a graph can't split them by counts.
+        given = [found] * len(rotations) if is_sequence else torch.split(found, self.dims, 1)
+        parts = []
+        for part, rotation in zip(given, rotations, strict=True):
+            parts.append(part if rotation is None else part @ rotation)
+        if not is_sequence:
+            return torch.cat(parts, 1)
+        out = parts[0]
+        if len(parts) > 1:
+            features = torch.arange(len(parts), device=counts.device)
+            of = torch.repeat_interleave(features, counts, output_size=found.size(0)).unsqueeze(1)
+            for feature, part in enumerate(parts):
+                out = torch.where(of == feature, part, out)
+        return out
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
         raise NotImplementedError
@@ -323,63 +354,6 @@ def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) 
     return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
 
 
-class TurnedLookup(nn.Module):
-    """Results of ``rows``, times the ``rotation`` of each feature's table if it has one.
-
-    Args:
-        rows: looks up the stored columns.
-        tables: by name.
-        features: for each feature, the name of its table.
-    """
-
-    def __init__(
-        self, rows: RowLookup, tables: Mapping[str, StoredTable], features: Sequence[str]
-    ) -> None:
-        super().__init__()
-        self.rows = rows
-        turns: dict[str, nn.Module] = {}
-        for name, table in tables.items():
-            rotation = table.whole.get("rotation")
-            turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
-        self.turns = nn.ModuleList(turns[name] for name in features)
-        self.dims = [tables[name].entry.dim for name in features]
-        self.sequences = tables[features[0]].entry.pooling == "none"
-
-    def forward(
-        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
-        """As :meth:`RowLookup.forward`; columns are the ones of the original tables."""
-        found: Tensor = self.rows(rows, offsets, counts, weights)
-        if not self.sequences:
-            parts = torch.split(found, self.dims, 1)
-            return torch.cat([turn(part) for turn, part in zip(self.turns, parts, strict=True)], 1)
-        out: Tensor = self.turns[0](found)
-        if len(self.turns) > 1:
-            features = torch.arange(len(self.turns), device=counts.device)
-            of = torch.repeat_interleave(features, counts, output_size=rows.size(0)).unsqueeze(1)
-            # Every row is turned by every matrix: a graph can't split them by counts.
-            for feature in range(1, len(self.turns)):
-                out = torch.where(of == feature, self.turns[feature](found), out)
-        return out
-
-    def stored(self, table: str) -> dict[str, Tensor]:
-        """Return where the rows of a table are."""
-        return self.rows.stored(table)
-
-
-class _Turn(nn.Module):
-    """Multiplies by a matrix."""
-
-    matrix: Tensor
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("matrix", matrix.clone())
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values @ self.matrix
-
-
 # Tables of an artifact in modules that others load: FBGEMM's table batch with its remap of ids, and
 # TorchRec's quantized collection. Both hold rows of the artifact bit for bit, and removed ids are
 # exactly 0. Columns with a scale each and codes are stored in float16, which holds their steps and
@@ -400,9 +374,10 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
     # remap serves other rows. So each feature has a table of its own.
     stored = []
     for place, name in enumerate(features):
-        rows, index = torch.arange(tables[name].entry.rows), tables[name].index
-        remap = rows if index is None else index(rows)
-        stored.append(replace(_stored(tables[name], f"{name}.{place}"), remap=remap.int()))
+        index = tables[name].index
+        assert index is not None
+        remap = index(torch.arange(index.rows)).int()
+        stored.append(replace(_stored(tables[name], f"{name}.{place}"), remap=remap))
     return table_batch(stored)
 
 

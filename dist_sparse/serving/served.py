@@ -28,14 +28,13 @@ from dist_sparse.compaction.row_index import (
     check_ids,
 )
 from dist_sparse.serving.artifact import Opened, all_kept
-from dist_sparse.serving.chain import Chain, Move, move_of, open_chain, open_next
+from dist_sparse.serving.chain import Chain, index_after, move_rows, open_chain, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
     LibtorchLookup,
     QuantizedCollection,
     RowLookup,
     StoredTable,
-    TurnedLookup,
     to_fbgemm,
     to_torchrec,
 )
@@ -64,7 +63,7 @@ class _Lookup(nn.Module):
         include_last_offset: bool,
     ) -> None:
         super().__init__()
-        rows_of = {name: table.entry.rows for name, table in tables.items()}
+        rows = {name: table.entry.rows for name, table in tables.items()}
         self._names, self._native = list(features), native
         self.features = len(features)
         self.include_last_offset = include_last_offset
@@ -76,23 +75,23 @@ class _Lookup(nn.Module):
             self._tables[name] = replace(table, rows={}, whole=whole, index=None)
         self.index = self._indexes(tables)
         self.rows = self._row_lookup(tables)
-        self.counted = UnknownLookups(rows_of, features)
+        self.counted = UnknownLookups(rows, features)
 
     def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
-            [table.index for table in tables.values()],
+            [table.needed_index for table in tables.values()],
             [table.entry.rows for table in tables.values()],
             [names.index(name) for name in self._names],
         )
 
-    def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup | TurnedLookup:
+    def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup:
         # Both take the same arguments and return the same sums.
-        kind = FbgemmLookup if self._native else LibtorchLookup
-        rows = kind(tables, self._names)
-        if all(table.entry.turned is None for table in tables.values()):
-            return rows
-        return TurnedLookup(rows, tables, self._names)
+        return (FbgemmLookup if self._native else LibtorchLookup)(tables, self._names)
+
+    def like_this(self, tables: dict[str, StoredTable]) -> _Lookup:
+        """Return the same lookup of other tables."""
+        return type(self)(tables, self._names, self._native, self.unknown, self.include_last_offset)
 
     def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
         """Return a function that makes the tables the ones that a delta leads to. Nothing changes
@@ -101,48 +100,38 @@ class _Lookup(nn.Module):
         Raises:
             ValueError: the delta does not fit the rows; names its folder and table.
         """
-        moves: dict[str, Move] = {}
+        before: dict[str, RowIndex] = {}
         tables: dict[str, StoredTable] = {}
         grown: dict[str, StoredTable] = {}
-        before, is_grown = self.index.tables(), False
+        indexes, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
-            change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            entry = table.entry
-            index = before.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
-            moves[name] = move_of(delta, name, index.cpu())
+            change, tensors, entry = delta.manifest.tables[name], delta.tensors(name), table.entry
+            index = indexes.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
+            before[name] = index.cpu()
             whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
             # The table may be pooled in another way in another collection.
-            after = replace(change.after, pooling=table.entry.pooling)
-            tables[name] = StoredTable(after, {}, whole, _needed(moves[name].index, after))
-            rows, room = self._held(name)
+            after = replace(change.after, pooling=entry.pooling)
+            tables[name] = StoredTable(after, {}, whole, index_after(delta, name, before[name]))
+            places = self.rows.stored(name)
+            room = len(places["rows"])
             is_grown |= after.stored > room or bool(change.whole)
             if after.stored > room:
                 # The next deltas find room.
                 room = after.stored + after.stored // 4
-            grown[name] = StoredTable(table.entry, rows, whole, None, room)
+            rows = {key: part[: entry.stored] for key, part in places.items()}
+            grown[name] = StoredTable(entry, rows, whole, None, room)
         device = self.index.words.device
-        indexes = self._indexes(tables).to(device)
+        index_of_all = self._indexes(tables).to(device)
         lookup = self._row_lookup(grown).to(device) if is_grown else self.rows
 
         def change_all() -> None:
-            for name, move in moves.items():
-                move.run(lookup.stored(name), delta.tensors(name))
-                self._tables[name] = replace(tables[name], index=None)
-            self.index, self.rows = indexes, lookup
+            for name, table in tables.items():
+                assert table.index is not None
+                move_rows(lookup.stored(name), before[name], table.index, delta.tensors(name))
+                self._tables[name] = replace(table, index=None)
+            self.index, self.rows = index_of_all, lookup
 
         return change_all
-
-    def _held(self, name: str) -> tuple[dict[str, Tensor], int]:
-        """The stored rows of a table, and how many there is room for."""
-        places, stored = self.rows.stored(name), self._tables[name].entry.stored
-        return {key: part[:stored] for key, part in places.items()}, len(places["rows"])
-
-    def without_room(self) -> _Lookup:
-        """Return a copy that has no room for deltas."""
-        indexes, tables = self.index.tables(), {}
-        for at, (name, table) in enumerate(self._tables.items()):
-            tables[name] = replace(table, rows=self._held(name)[0], index=indexes.get(at), room=0)
-        return type(self)(tables, self._names, self._native, self.unknown, self.include_last_offset)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -380,10 +369,10 @@ class Served(nn.Module):
         It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags
         may be any when it is called, 0 and 1 included. Where it uses FBGEMM's operator, a C++
         program must load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that
-        needs libtorch alone.
+        needs libtorch alone. Reads the artifact again.
 
         Raises:
-            ValueError: the artifact was loaded with ``unknown="raise"``.
+            ValueError: the artifact was loaded with ``unknown="raise"``, or is gone or damaged.
         """
         if self.lookup.unknown == "raise":
             raise ValueError(
@@ -402,7 +391,7 @@ class Served(nn.Module):
                 args = (*args, torch.ones(len(ids)))
         # Sizes of 0 and 1 are not special to a lookup: this is torch's switch for that.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            lookup = self.lookup.without_room()
+            lookup = self.lookup.like_this(self._read())
             program = torch.export.export(lookup, args, dynamic_shapes=(many,) * len(args))
             torch.export.save(program, str(file))
 
@@ -421,7 +410,7 @@ class Served(nn.Module):
                 bits and an odd number of columns; or the artifact is gone or damaged.
             ImportError: FBGEMM is not installed.
         """
-        return to_fbgemm(self._collection, _tables(open_chain(*self._folders), self._collection))
+        return to_fbgemm(self._collection, self._read())
 
     def to_torchrec(self) -> QuantizedCollection:
         """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
@@ -437,8 +426,11 @@ class Served(nn.Module):
                 gone or damaged.
             ImportError: TorchRec is not installed.
         """
-        tables = _tables(open_chain(*self._folders), self._collection)
-        return to_torchrec(self._collection, tables, self.lookup.index)
+        return to_torchrec(self._collection, self._read(), self.lookup.index)
+
+    def _read(self) -> dict[str, StoredTable]:
+        """Read the tables again, without room for deltas."""
+        return _tables(open_chain(*self._folders), self._collection)
 
 
 def load_served(
@@ -509,14 +501,8 @@ def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        index = _needed(table.index(), entry)
-        tables[name] = StoredTable(entry, table.stored(), table.whole, index)
+        tables[name] = StoredTable(entry, table.stored(), table.whole, table.index)
     return tables
-
-
-def _needed(index: RowIndex, entry: Table) -> RowIndex | None:
-    # Without removed rows, ids are rows.
-    return index if entry.kept < entry.rows else None
 
 
 def _served(chain: Chain, collection: Collection, native: bool, unknown: str) -> Served:

@@ -211,7 +211,8 @@ class ServedTable:
 
     def whole(self) -> dict[str, Tensor]:
         """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
-        found = {"rotation": self.rotation, "books": self.books}
+        words = None if bool(self.kept.all()) else RowIndex.of(self.kept).words
+        found = {"kept": words, "rotation": self.rotation, "books": self.books}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def chunks(self) -> Iterator[Tensor]:

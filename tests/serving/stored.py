@@ -24,7 +24,7 @@ def dense(path: Path) -> dict[str, Tensor]:
     for name, entry in artifact.manifest.tables.items():
         table = MappedTable(artifact, name)
         whole = torch.zeros(entry.rows, entry.dim)
-        kept = table.index().kept()
+        kept = table.index.kept()
         whole[kept] = decode({**table.whole, **table.stored()}, entry.dim)[: entry.kept]
         found[name] = whole
     return found
