@@ -122,7 +122,7 @@ MUTATIONS = [
     M("report/quality.py", "gathered[rank, :, :size]", "gathered[rank]", "tests/dist/test_run_log.py -k quality"),
     # -- serving
     # ---------------------------------------------------------------------------------------------------------
-    M("serving/export.py", "            consume(chunks)", "            consume(iter(list(chunks)))", "tests/serving/test_export_ranks.py -k no_rank_holds"),
+    M("serving/export.py", "        yield chunks\n", "        yield iter(list(chunks))\n", "tests/serving/test_export_ranks.py -k no_rank_holds"),
     M("serving/export.py", "    check_zero(sparsifier, tables, registered)", "    pass", "tests/serving/test_export.py -k plain_data"),
     M("serving/export.py", "    sparsifier.masks.hooks.settle()", "    pass", "tests/serving/test_export.py -k settled"),
     M("serving/sources.py", "stored = stored & (torch.arange(len(stored)) < index.stored)", "pass", "tests/serving/test_export_ranks.py -k test_compact_tables"),

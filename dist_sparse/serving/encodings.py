@@ -56,19 +56,8 @@ LEAST_HALF: Final = 2.0**-24
 _CHUNK: Final = 1 << 18
 
 
-def out_of_range(weight: Tensor, dtype: str) -> float | None:
-    """Return a value of ``weight`` that ``dtype`` can't hold (NaN if there is one), or None."""
-    if not weight.numel():
-        return None
-    for value in map(float, torch.aminmax(weight)):
-        # Not ``>``, which is false for NaN.
-        if not abs(value) <= ENCODINGS[dtype].largest:
-            return value
-    return None
-
-
 def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
-    """Encode rows ``(n, columns)`` of any floating dtype, whose values :func:`out_of_range` allows;
+    """Encode rows ``(n, columns)`` of any floating dtype, of magnitudes that the dtype holds;
     codes are stored as they are.
 
     Args:

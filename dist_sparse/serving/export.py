@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,22 +163,18 @@ def export(
         (200, 128)
     """
     world = group_over(world_ranks())
-    chain: Any = None
+    chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        chosen, by = _checked(dtype, scale)
-        coded = _coded_training(sparse, chosen)
+        coded, sparsifier = _sparsifier(sparse)
+        chosen, by = _checked(dtype, scale, sparse)
         before = _folders(since)
-        sparsifier = _sparsifier(sparse)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
-        for data in located:
-            check_data(data)
-            # Ranks that disagree in these would wait for messages that no rank sends.
-            facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
-            _refuse_without_rank_0(data)
-        lookups = lookups_of(model, located)
+        # Ranks that disagree in these would wait for messages that no rank sends.
+        facts.update({f"table {data.name!r}": _checked_table(data) for data in located})
+        collections, lookups = lookups_of(model, located)
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
@@ -188,13 +184,12 @@ def export(
     with world.agreeing("export()"):
         # An enforcer may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.hooks.settle()
-        if coded is not None:
-            tables = _with_codes(tables, coded)
+        tables = _with_codes(tables, coded)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
             dtype=chosen if coded is None else "codes",
-            collections=tuple(lookups.collections),
-            tables={name: _planned(table, chosen, by) for name, table in tables.items()},
+            collections=tuple(collections),
+            tables={name: table.planned(chosen, by) for name, table in tables.items()},
             bytes=0,
         )
         if chain is not None:
@@ -204,15 +199,7 @@ def export(
     check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    with ExitStack() as stack:
-        writer: WholeWriter | DeltaWriter | None = None
-        with world.agreeing("export()"):
-            if chain is not None:
-                noted = {name for name, table in tables.items() if table.changed is not None}
-                writer = stack.enter_context(DeltaWriter(target, manifest, chain, noted))
-            elif world.rank == 0:
-                writer = stack.enter_context(WholeWriter(target, manifest))
-        text = _write(manifest, tables, writer, world)
+    text = _write(target, manifest, tables, chain, world)
     if not before:
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
@@ -222,82 +209,63 @@ def export(
     return Exported(target, delta.artifact, delta, before)
 
 
-def _sparsifier(sparse: Any) -> BaseDataSparsifier:
-    """The sparsifier of the rows; of None one that removes nothing."""
-    rows = sparse.sparsifier if isinstance(sparse, CodedTraining) else sparse
-    return DataNormSparsifier() if rows is None else sparsifier_of(rows)
+def _sparsifier(sparse: Any) -> tuple[CodedTraining | None, BaseDataSparsifier]:
+    coded = sparse if isinstance(sparse, CodedTraining) else None
+    rows = sparse if coded is None else coded.sparsifier
+    # Without one nothing is removed.
+    return coded, DataNormSparsifier() if rows is None else sparsifier_of(rows)
 
 
-def _folders(since: Any) -> tuple[Path, ...]:
-    """The folders that a delta follows; none for a whole export."""
-    if since is None:
-        return ()
-    if isinstance(since, Exported):
-        return (*since.since, since.path)
-    folders = [since] if isinstance(since, (str, os.PathLike)) else since
-    return tuple(Path(os.path.abspath(folder)) for folder in folders)
-
-
-def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
+def _checked(dtype: Any, scale: Any, sparse: Any) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
     if by == "column" and chosen != "int4":
         raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
-    return chosen, by
-
-
-def _coded_training(sparse: Any, dtype: Dtype) -> CodedTraining | None:
-    coded = sparse if isinstance(sparse, CodedTraining) else None
-    if coded is None and dtype == "codes":
+    if chosen == "codes" and not isinstance(sparse, CodedTraining):
         raise ValueError(
             f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
             " quantize() returned."
         )
-    return coded
+    return chosen, by
 
 
-def _with_codes(tables: Mapping[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
-    codes, books = coded.coded(), coded.books
-    if strange := sorted(set(codes) - set(tables)):
-        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
-    return {
-        name: replace(table, codes=codes.get(name), books=books.get(name))
-        for name, table in tables.items()
-    }
+def _folders(since: Any) -> tuple[Path, ...]:
+    """The folders that a delta follows; none for a whole export."""
+    if isinstance(since, Exported):
+        return (*since.since, since.path)
+    folders = [since] if isinstance(since, (str, os.PathLike)) else since or ()
+    return tuple(Path(os.path.abspath(folder)) for folder in folders)
 
 
-def _refuse_without_rank_0(data: ShardedData) -> None:
+def _checked_table(data: ShardedData) -> list[Any]:
+    """Where a table is stored."""
+    check_data(data)
     if 0 not in (data.ranks or (0,)):
         raise ValueError(
             f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
         )
+    return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
-    """Describe the table as it will be stored."""
-    rows, dim = len(source.kept), source.data.shape[1]
-    if source.codes is not None:
-        dtype, scale = "codes", "row"
-    elif dtype == "codes":
-        dtype = "fp32"
-    return Table(
-        rows=rows,
-        kept=int(source.kept.count_nonzero()),
-        dim=dim,
-        pooling=source.pooling,
-        dtype=dtype,
-        scale=scale,
-        groups=None if source.codes is None else source.codes.shape[1],
-        default_row=source.default_row,
-        turned=None if source.rotation is None else source.rotation.shape[1],
-        before=rows * dim * source.data.dtype.itemsize,
-    )
+def _with_codes(
+    tables: dict[str, ServedTable], coded: CodedTraining | None
+) -> dict[str, ServedTable]:
+    if coded is None:
+        return tables
+    codes, books = coded.coded(), coded.books
+    if strange := sorted(set(codes) - set(tables)):
+        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
+    found = {}
+    for name, table in tables.items():
+        found[name] = replace(table, codes=codes.get(name), books=books.get(name))
+    return found
 
 
 def _write(
+    path: Path,
     manifest: Manifest,
     sources: Mapping[str, ServedTable],
-    writer: WholeWriter | DeltaWriter | None,
+    chain: Chain | None,
     world: Group,
 ) -> str:
     """Write, check and publish; return the text of the manifest that was written. Collective.
@@ -305,9 +273,17 @@ def _write(
     Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
     raise its errors.
     """
+    writer: Any = None
     text = None
     rows = sum(table.stored for table in manifest.tables.values())
-    with progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0) as bar:
+    with ExitStack() as stack:
+        with world.agreeing("export()"):
+            if chain is not None:
+                writer = stack.enter_context(DeltaWriter(path, manifest, chain, sources))
+            elif world.rank == 0:
+                writer = stack.enter_context(WholeWriter(path, manifest))
+        shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
+        bar = stack.enter_context(shown)
         for name, source in sources.items():
             table, whole = manifest.tables[name], source.whole()
             if table.scale == "column":
@@ -415,13 +391,15 @@ class DeltaWriter(ArtifactWriter):
         path: the final name.
         manifest: of the whole artifact, without checksums.
         chain: what the delta follows.
-        noted: tables whose changes are noted. Of their rows in the chain none is read that was not
-            written, so that these are not verified either.
+        sources: the tables, by name. Where changes are noted, no row of the chain is read that was
+            not written, and rows are not verified: only what says which ids have one.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, chain: Chain, noted: Set[str]) -> None:
-        for name in manifest.tables:
-            chain.verify(name, rows=name not in noted)
+    def __init__(
+        self, path: Path, manifest: Manifest, chain: Chain, sources: Mapping[str, ServedTable]
+    ) -> None:
+        for name, source in sources.items():
+            chain.verify(name, rows=source.changed is None)
         super().__init__(path)
         self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}

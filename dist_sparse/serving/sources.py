@@ -6,10 +6,10 @@ What can't be served is refused here, before anything is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,8 +23,8 @@ from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.rotation.outputs import bases_of_outputs
-from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks, out_of_range
-from dist_sparse.serving.manifest import Collection, Feature, Pooling
+from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
+from dist_sparse.serving.manifest import Collection, Feature, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import count_revived
 from dist_sparse.tables.modules import collection_of
@@ -35,74 +35,76 @@ _ORDERED: Final = 1 << 21
 """Weights of slots that are brought together into the order of their ids."""
 
 
-@dataclass
-class Lookups:
-    """How a model looks its tables up.
+@dataclass(kw_only=True)
+class Lookup:
+    """How a model looks a table up.
 
     Args:
-        collections: in the order of their paths.
-        pooling: by table.
-        indexes: of the rows of original tables, by the name of a table that is compact.
-        slots: by table, where the rows of its index are stored, int64 ``(n,)``; missing where they
-            are in the order of ids.
-        rotations: by table, what its outputs are multiplied by, float32
-            ``(columns, columns of the output)``.
+        pooling: of the last module that does.
+        index: of the rows of the original table, if it is compact.
+        slots: where the rows of the index are stored, int64 ``(n,)``; None where they are in the
+            order of ids.
+        rotation: what its outputs are multiplied by, float32 ``(columns, columns of the output)``;
+            None as they are.
     """
 
-    collections: list[Collection] = field(default_factory=list)
-    pooling: dict[str, Pooling] = field(default_factory=dict)
-    indexes: dict[str, RowIndex] = field(default_factory=dict)
-    slots: dict[str, Tensor] = field(default_factory=dict)
-    rotations: dict[str, Tensor] = field(default_factory=dict)
+    pooling: Pooling = "none"
+    index: RowIndex | None = None
+    slots: Tensor | None = None
+    rotation: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are rows, and rows that training writes are those that lookups name."""
+        return self.index is None and self.slots is None and self.rotation is None
 
 
-def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
-    """Return how the modules of a model look up its tables, which were located in it. Does not
-    communicate.
+def lookups_of(
+    model: nn.Module, located: Sequence[ShardedData]
+) -> tuple[list[Collection], dict[str, Lookup]]:
+    """Return how the modules of a model look up its tables, which were located in it: collections
+    in the order of their paths, and by table. Does not communicate.
 
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
     named = {data.fqn: data.name for data in located}
-    found = Lookups()
+    lookups = {data.name: Lookup() for data in located}
+    collections = []
     for site in sites_of(model):
-        names = {}
+        indexes, slots, names = site.indexes(), site.slots(), {}
         for table, fqn in site.tables.items():
             if fqn not in named:
                 raise ValueError(
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
             names[table] = named[fqn]
-        for table, index in site.indexes().items():
-            found.indexes[names[table]] = index
-        for table, slots in site.slots().items():
-            found.slots[names[table]] = slots
+            lookups[named[fqn]].index = indexes.get(table)
+            lookups[named[fqn]].slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
-            _add_embedding(found, site, names[""])
+            collections.append(_embedding(lookups, site, names[""]))
         else:
-            _add_collection(found, site, names)
+            collections.append(_collection(lookups, site, names))
     for data in located:
         # A compact table that keeps no row still looks up: every id is a removed one.
-        if 0 in data.shape and data.name not in found.indexes:
+        if 0 in data.shape and lookups[data.name].index is None:
             raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
     # By path, so that the file does not depend on the order of the modules.
-    found.collections.sort(key=lambda each: each.path)
-    return found
+    return sorted(collections, key=lambda each: each.path), lookups
 
 
-def _add_embedding(found: Lookups, site: EmbeddingSite, name: str) -> None:
+def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
     module = site.module
     _refuse_embedding(name, module)
     # An nn.Embedding has neither of the two options.
-    found.pooling[name] = getattr(module, "mode", "none")
-    collection = Collection(
+    lookups[name].pooling = getattr(module, "mode", "none")
+    _add_rotations(lookups, module, {None: name})
+    return Collection(
         path=site.place,
         kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
         include_last_offset=bool(getattr(module, "include_last_offset", False)),
         tables=(name,),
     )
-    found.collections.append(collection)
-    _add_rotations(found, module, {None: name})
 
 
 def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -122,7 +124,7 @@ def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None
         )
 
 
-def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
+def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, str]) -> Collection:
     inner = collection_of(site.module)
     # The compact one still has the means of whole tables; inside they are sums.
     whole = inner if site.outer is None else site.outer
@@ -139,7 +141,7 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
                 f"Table {name!r} has weighted means, which TorchRec divides differently in"
                 " different shardings: they can't be served; weighted sums can."
             )
-        found.pooling[name] = table.pooling
+        lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
     collection = Collection(
         path=site.place,
@@ -148,13 +150,15 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
-    found.collections.append(collection)
     # Hooks are on the module that holds the tables, keys are outputs of the collection.
     tables = [feature.table for feature in features]
-    _add_rotations(found, site.module, dict(zip(collection.outputs, tables, strict=True)))
+    _add_rotations(lookups, site.module, dict(zip(collection.outputs, tables, strict=True)))
+    return collection
 
 
-def _add_rotations(found: Lookups, module: nn.Module, tables: Mapping[Any, str]) -> None:
+def _add_rotations(
+    lookups: Mapping[str, Lookup], module: nn.Module, tables: Mapping[Any, str]
+) -> None:
     """Note the matrices that outputs of a module are multiplied by; ``tables`` by the key of the
     output, None for the only one of an embedding."""
     bases = bases_of_outputs(module)
@@ -164,7 +168,7 @@ def _add_rotations(found: Lookups, module: nn.Module, tables: Mapping[Any, str])
             raise ValueError(
                 f"Table {tables[key]!r}: the matrix that turns its outputs back is not finite."
             )
-        found.rotations[tables[key]] = rotation
+        lookups[tables[key]].rotation = rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,34 +177,47 @@ class ServedTable:
 
     Args:
         data: as it is stored now.
-        pooling: of the module that looks it up.
+        lookup: of the module that looks it up.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
             compact table.
-        default_row: whether the last of the served rows is that of removed ids.
-        rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``;
-            None as they are.
-        slots: where the kept rows are stored, int64 ``(n,)``; None: in their order.
         codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
         changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; None is
             any.
     """
 
     data: ShardedData
-    pooling: Pooling
+    lookup: Lookup
     stored: Tensor
     kept: Tensor
-    default_row: bool
-    rotation: Tensor | None
-    slots: Tensor | None = None
     codes: ShardedData | None = None
     books: Tensor | None = None
     changed: Tensor | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether ids are its rows, and rows are stored as they are."""
-        return self.kept is self.stored and self.rotation is None and self.slots is None
+    def default_row(self) -> bool:
+        """Whether the last of the served rows is that of removed ids."""
+        return self.lookup.index is not None and self.lookup.index.default_row
+
+    def planned(self, dtype: Dtype, scale: Scale) -> Table:
+        """Describe the table as it will be stored, without checksums."""
+        rows, dim = len(self.kept), self.data.shape[1]
+        if self.codes is not None:
+            dtype, scale = "codes", "row"
+        elif dtype == "codes":
+            dtype = "fp32"
+        return Table(
+            rows=rows,
+            kept=int(self.kept.count_nonzero()),
+            dim=dim,
+            pooling=self.lookup.pooling,
+            dtype=dtype,
+            scale=scale,
+            groups=None if self.codes is None else self.codes.shape[1],
+            default_row=self.default_row,
+            turned=None if self.lookup.rotation is None else self.lookup.rotation.shape[1],
+            before=rows * dim * self.data.dtype.itemsize,
+        )
 
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
@@ -212,20 +229,19 @@ class ServedTable:
     def whole(self) -> dict[str, Tensor]:
         """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
         words = None if bool(self.kept.all()) else RowIndex.of(self.kept).words
-        found = {"kept": words, "rotation": self.rotation, "books": self.books}
+        found = {"kept": words, "rotation": self.lookup.rotation, "books": self.books}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the served rows that may have changed on rank 0, in order, a few at a time:
         encoding them takes several times their memory. Collective over the ranks that hold the
         table: they must exhaust it; on others it ends at once."""
-        data = self.data if self.codes is None else self.codes
+        data, slots = self.data if self.codes is None else self.codes, self.lookup.slots
         # move_rows() is collective over the holders alone.
         if rank_in(world_ranks()) not in (data.ranks or (0,)):
             return
         rows = self.stored if self.changed is None else self.stored & self.changed
-        streamed = _moved(data, rows) if self.slots is None else _by_id(data, self.slots)
-        for part in streamed:
+        for part in _moved(data, rows) if slots is None else _by_id(data, slots):
             yield from (part[some] for some in chunks(*part.shape))
 
 
@@ -281,7 +297,7 @@ def _addresses(data: ShardedData) -> list[int]:
 
 def served_tables(
     located: Sequence[ShardedData],
-    lookups: Lookups,
+    lookups: Mapping[str, Lookup],
     sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
 ) -> dict[str, ServedTable]:
@@ -295,40 +311,28 @@ def served_tables(
     kept = kept_rows(sparsifier, registered)
     found = {}
     for data in located:
-        stored = kept.get(data.name)
-        if stored is None:
-            stored = torch.ones(data.shape[0], dtype=torch.bool)
-        found[data.name] = _served_table(data, lookups, stored)
+        stored = kept.get(data.name, torch.ones(data.shape[0], dtype=torch.bool))
+        found[data.name] = _served_table(data, lookups[data.name], stored)
     return found
 
 
-def _served_table(data: ShardedData, lookups: Lookups, stored: Tensor) -> ServedTable:
-    kept, default_row = stored, False
-    index = lookups.indexes.get(data.name)
-    if index is not None:
-        default_row = index.default_row
-        if default_row and not bool(stored[: index.stored].all()):
-            raise ValueError(
-                f"Table {data.name!r} has lost rows since it got its default row: it can't be"
-                " served."
-            )
-        # No id has the rows behind.
-        stored = stored & (torch.arange(len(stored)) < index.stored)
-        kept = index.kept().cpu()
-        # Of the ids that compact() kept, the ones whose rows masks keep still.
-        kept[kept.clone()] = stored[: index.num_kept]
-    return ServedTable(
-        data=data,
-        pooling=lookups.pooling[data.name],
-        stored=stored,
-        kept=kept,
-        default_row=default_row,
-        rotation=lookups.rotations.get(data.name),
-        slots=lookups.slots.get(data.name),
-    )
+def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTable:
+    index = lookup.index
+    if index is None:
+        return ServedTable(data=data, lookup=lookup, stored=stored, kept=stored)
+    if index.default_row and not bool(stored[: index.stored].all()):
+        raise ValueError(
+            f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
+        )
+    # No id has the rows behind.
+    stored = stored & (torch.arange(len(stored)) < index.stored)
+    kept = index.kept().cpu()
+    # Of the ids that compact() kept, the ones whose rows masks keep still.
+    kept[kept.clone()] = stored[: index.num_kept]
+    return ServedTable(data=data, lookup=lookup, stored=stored, kept=kept)
 
 
-def check_range(located: Sequence[ShardedData], dtype: Dtype) -> None:
+def check_range(located: Sequence[ShardedData], dtype: str) -> None:
     """Refuse values on this rank that are not finite in ``dtype``. Local."""
     for data in located:
         # Every rank checks its own shards; the agreement around this call tells the others.
@@ -336,13 +340,16 @@ def check_range(located: Sequence[ShardedData], dtype: Dtype) -> None:
             refuse_range(data.name, shard.tensor, dtype)
 
 
-def refuse_range(name: str, weights: Tensor, dtype: Dtype) -> None:
+def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     """Refuse weights of a table that are not finite in ``dtype``."""
-    if (value := out_of_range(weights, dtype)) is not None:
-        raise ValueError(
-            f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
-            f" finite ones of at most {ENCODINGS[dtype].largest:g}."
-        )
+    largest = ENCODINGS[dtype].largest
+    for value in map(float, torch.aminmax(weights) if weights.numel() else ()):
+        # Not ``>``, which is false for NaN.
+        if not abs(value) <= largest:
+            raise ValueError(
+                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
+                f" have finite ones of at most {largest:g}."
+            )
 
 
 def check_zero(
@@ -370,11 +377,8 @@ def check_zero(
 # next delta streams these rows alone. Nothing is noted of tables without a fused optimizer, on an
 # accelerator, rotated, or made compact: all of their rows are compared.
 
-_READER: Final = "deltas"
 
-
-@dataclass(frozen=True)
-class _Note:
+class _Note(NamedTuple):
     """The last delta and the folders before it, the hash of the artifact that it led to, and the
     rows that it keeps of each table."""
 
@@ -399,12 +403,13 @@ def with_changes(
         return tables
     found = dict(tables)
     for names in sparsifier.masks.tables.groups.values():
-        # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
-        fit = [registered[name] for name in names if name in tables and tables[name].is_plain]
-        written = gather_rows(fit, partial(_flags, records)) if fit else {}
-        for name, rows in written.items():
+        plain = [name for name in names if name in tables and tables[name].lookup.is_plain]
+        if not plain:
+            continue
+        flags = gather_rows([registered[name] for name in plain], partial(_flags, records))
+        for name, rows in flags.items():
             rows |= ~note.kept[name]
-            if int(rows.count_nonzero()) < len(rows):
+            if not bool(rows.all()):
                 found[name] = replace(tables[name], changed=rows)
     return found
 
@@ -430,8 +435,7 @@ def note_delta(
         folders: the delta that has just been written, last, and the ones before it.
         artifact: the hash of the artifact that it leads to.
     """
-    records = _records(sparsifier) or {}
-    for record in records.values():
+    for record in (_records(sparsifier) or {}).values():
         record.clear()
     kept = {name: table.kept for name, table in tables.items()}
     _NOTES[sparsifier] = _Note(folders, artifact, kept)
@@ -440,12 +444,11 @@ def note_delta(
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written] | None:
     """The rows written by the address of the weights; None without an enforcer."""
     enforcer = sparsifier.masks.enforcer
-    return None if enforcer is None else enforcer.written(_READER)
+    return None if enforcer is None else enforcer.written("deltas")
 
 
 def _flags(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:
-    [shard, *_] = [shard for shard in data.shards if shard.rect == rect]
-    record = records.get(shard.tensor.data_ptr())
+    record = records.get(dict(data.shards)[rect].data_ptr())
     rows = None if record is None else record.rows()
     # Where nothing is noted, any row may have been written.
     flags = torch.full((rect.rows,), rows is None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.encodings import ENCODINGS, decode, encode, out_of_range
+from dist_sparse.serving.encodings import ENCODINGS, decode, encode
+from dist_sparse.serving.sources import refuse_range
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -93,13 +96,11 @@ def test_fbgemm_reads_the_same(bits: int) -> None:
 def test_values_out_of_range(dtype: str) -> None:
     largest = ENCODINGS[dtype].largest
     for sign in (1, -1):
-        assert (
-            out_of_range(torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype) is None
-        )
+        refuse_range("t", torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype)
         assert decode(encode(torch.tensor([[1.0, sign * largest]]), dtype), 2).isfinite().all()
         beyond = sign * largest * (1 + 2**-11)
-        assert out_of_range(torch.tensor([[beyond, 1.0]], dtype=torch.float64), dtype) == beyond
-        assert out_of_range(torch.tensor([[sign * torch.inf]]), dtype) == sign * torch.inf
-    found = out_of_range(torch.tensor([[1.0, torch.nan]]), dtype)
-    assert found is not None and found != found
-    assert out_of_range(torch.zeros(0, 4), dtype) is None
+        for value in (beyond, sign * torch.inf, torch.nan):
+            weight = torch.tensor([[value, 1.0]], dtype=torch.float64)
+            with pytest.raises(ValueError, match=re.escape(f"it has the value {value}, ")):
+                refuse_range("t", weight, dtype)
+    refuse_range("t", torch.zeros(0, 4), dtype)

@@ -390,6 +390,37 @@ def test_writes_that_torch_does_not_count(block: Any, tmp_path: Path) -> None:
     sparse.detach()
 
 
+@on_ranks(1)
+def test_a_damaged_bitmap_is_not_published(tmp_path: Path) -> None:
+    """Of tables whose changes are noted no row of the base is read; its bitmap is."""
+    cell = trained_cells(1)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, level=0.6, block="row", end=1, every=1, min_rows=0)
+    folders: list[Path] = []
+    for day in range(4):
+        learn(model, optimizer, cell, day)
+        sparse.step()
+        if day > 1:
+            folders.append(export(model, sparse, tmp_path / str(day), since=folders or None).path)
+    opened = open_artifact(folders[0])
+    name = next(name for name in opened.manifest.tables if "kept" in opened.tensors(name))
+    # A copy on write: the file has to be found by its bytes.
+    raw = opened.tensors(name)["kept"].numpy().tobytes()
+    file = folders[0] / "tables.safetensors"
+    whole = file.read_bytes()
+    at = whole.index(raw)
+    file.write_bytes(whole[:at] + bytes([raw[0] ^ 1]) + whole[at + 1 :])
+    with streamed() as rows, pytest.raises(ValueError, match=rf"{file} is damaged.*'{name}.kept'"):
+        export(model, sparse, tmp_path / "next", since=folders)
+    assert not rows and not (tmp_path / "next").exists()
+    file.write_bytes(whole)
+    with streamed() as rows:
+        export(model, sparse, tmp_path / "next", since=folders)
+    assert rows and not any(rows)
+    sparse.detach()
+
+
 def test_revived_weights_of_plain_tables_are_refused(tmp_path: Path) -> None:
     model = torch.nn.EmbeddingBag(200, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
