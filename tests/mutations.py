@@ -132,6 +132,7 @@ MUTATIONS = [
     M("serving/chain.py", "for first in reversed(spans)", "for first in spans[:0]", "tests/serving/test_delta.py -k full_export"),
     M("serving/manifest.py", "if self.previous != found:", "if self.base != base:", "tests/serving/test_delta.py -k refusals"),
     M("serving/export.py", "self._take_out(self._gone, before.gather(self._gone))", "pass", "tests/serving/test_delta.py -k full_export"),
+    M("serving/artifact.py", "if key in PER_ROW and not rows:", "if not rows:", "tests/serving/test_delta.py -k damaged_bitmap"),
     M("serving/chain.py", "in reversed(self._layers)", "in self._layers", "tests/serving/test_delta.py -k full_export"),
     M("serving/artifact.py", " + ids[some].long() * factors[0]", "", "tests/serving/test_artifact.py -k checksum"),
     M("serving/sources.py", "rows |= ~note.kept[name]", "pass", "tests/serving/test_delta.py -k writes_that"),
@@ -139,10 +140,10 @@ MUTATIONS = [
     M("serving/encodings.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
     # -- codes
     # -----------------------------------------------------------------------------------------------------------
-    M("codes/lookups.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
+    M("codes/quantize.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
     M("codes/books.py", "torch.arange(number) * total // number", "torch.arange(number)", "tests/codes/test_quantize.py -k first_books"),
     M("codes/books.py", "    entries[:, 0] = 0\n", "", "tests/codes/test_quantize.py -k loop"),
-    M("codes/quantize.py", "shard.codes.mul_(weight.any(1, keepdim=True))", "pass", "tests/codes/test_quantize.py -k removed_rows"),
+    M("codes/quantize.py", "shard.codes.mul_(shard.weight.any(1, keepdim=True))", "pass", "tests/codes/test_quantize.py -k removed_rows"),
     M("codes/quantize.py", "codes.copy_(piece)", "pass", "tests/codes/test_quantize.py -k resumed"),
 ]
 # fmt: on

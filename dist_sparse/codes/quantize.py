@@ -7,23 +7,29 @@ checkpoint, so that it holds codes too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.checks import digest, integer, number
-from dist_sparse.codes.books import ENTRIES, assign, fit, refit
-from dist_sparse.codes.lookups import Attached, CodedShard
+from dist_sparse.codes.books import ENTRIES, assign, entries_at, learned, refit, sampled
+from dist_sparse.compaction import tables as compact
 from dist_sparse.compaction.kept_rows import sparsifier_of
+from dist_sparse.enforcer.fused import collections_of, lookups_of
+from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.modules import ModelTables
+from dist_sparse.tables.modules import ModelTables, collection_of
+from dist_sparse.tables.protocols import LookupKernel
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, resolve_block
 from dist_sparse.text import count, number_of, shape_text, size, table_lines
 from dist_sparse.training.sparsify import SparseTraining
@@ -154,9 +160,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         self._step, self._is_fitted = 0, False
         self._masks_version: int | None = None
         self._attached: Attached | None = None
-        self.books = {}
+        self.books: dict[str, Tensor] = {}
         for data in self._located():
-            self.books[data.name] = torch.zeros(self._book_shape(data), dtype=torch.float16)
+            shape = groups[data.name], ENTRIES, data.shape[1] // groups[data.name]
+            self.books[data.name] = torch.zeros(shape, dtype=torch.float16)
 
     def step(self) -> None:
         """Call after each optimizer step, and after the ``step()`` of what sparsifies the model:
@@ -173,9 +180,9 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             self._fit()
         elif version != self._masks_version:
             self._settle()
-            for shard, weight in self._weights(attached):
+            for shard in attached.shards:
                 # A row that was just removed decodes to zeros.
-                shard.codes.mul_(weight.any(1, keepdim=True))
+                shard.codes.mul_(shard.weight.any(1, keepdim=True))
         self._masks_version = version
         self._step += 1
 
@@ -186,12 +193,13 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         Raises:
             RuntimeError: the handle is detached.
         """
+        codes = self._while_attached().coded
         return {
             "step": self._step,
             "schedule": asdict(self._schedule),
             "fitted": self._is_fitted,
             "books": {name: books.clone() for name, books in self.books.items()},
-            "codes": {name: _chunked(codes) for name, codes in self._coded().items()},
+            "codes": {name: _chunked(coded) for name, coded in codes.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -210,11 +218,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             step, fitted = state_dict["step"], state_dict["fitted"]
             schedule = Window(**state_dict["schedule"])
             books = {}
-            for data in self._located():
-                saved = state_dict["books"].get(data.name)
-                books[data.name] = _checked_books(data.name, saved, self._book_shape(data))
+            for name, own in self.books.items():
+                books[name] = _checked_books(name, state_dict["books"].get(name), own.shape)
             pieces = []
-            for name, table in self._coded().items():
+            for name, table in attached.coded.items():
                 pieces += _pieces_of(table, state_dict["codes"].get(name))
             facts["step, schedule"] = [step, asdict(schedule), fitted]
             facts["books"] = {name: digest(each.tolist()) for name, each in books.items()}
@@ -234,7 +241,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         head = ("table", "shape", "codes x columns", "floats", "codes", "books")
         lines = []
         for data in self._located():
-            groups, _, width = self._book_shape(data)
+            groups, _, width = self.books[data.name].shape
             codes, books = data.shape[0] * groups, self.books[data.name].nbytes
             sizes = map(size, (codes * width * data.dtype.itemsize, codes, books))
             lines.append((data.name, shape_text(data.shape), f"{groups} x {width}", *sizes))
@@ -247,17 +254,18 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         Raises:
             ValueError: shards cut a group of columns, or something else reads a table.
         """
-        self.detach()
-        located = self._located()
-        self._attached = Attached(
-            self._source.model, located, self._groups, self._commitment, self.attach
+        # It raises before anything changes.
+        attached = Attached(
+            self._source.model, self._located(), self._groups, self._commitment, self.attach
         )
+        self.detach()
+        self._attached = attached
         if self._is_fitted:
             with torch.no_grad():
                 self._settle()
-                for shard, weight in self._weights(self._attached):
-                    assign(weight, self.books[shard.name][shard.groups], shard.codes)
-            self._attached.use(self.books)
+                for shard in attached.shards:
+                    assign(shard.weight, self.books[shard.name][shard.groups], shard.codes)
+            attached.use(self.books)
 
     def coded(self) -> dict[str, ShardedData]:
         """Return the codes that lookups decode, as tables of bytes ``(rows, groups)`` that are
@@ -268,7 +276,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         """
         if self._attached is None or not self._is_fitted:
             raise ValueError(f"There are no codes to export: {self!r}.")
-        return self._coded()
+        return self._while_attached().coded
 
     def __exit__(self, *_: object) -> None:
         self.detach()
@@ -280,40 +288,11 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     def _located(self) -> list[ShardedData]:
         return self._source.locate(self._groups)
 
-    def _weights(self, attached: Attached) -> Iterator[tuple[CodedShard, Tensor]]:
-        """Yield this rank's shards with their weights."""
-        held = {data.name: dict(data.shards) for data in self._located()}
-        for shard in attached.shards:
-            yield shard, held[shard.name][shard.rect]
-
     def _while_attached(self) -> Attached:
         if self._attached is None:
             raise RuntimeError("The codes are detached: call quantize() again.")
         self._attached.follow()
         return self._attached
-
-    def _book_shape(self, data: ShardedData) -> tuple[int, int, int]:
-        groups = self._groups[data.name]
-        return groups, ENTRIES, data.shape[1] // groups
-
-    def _coded(self) -> dict[str, ShardedData]:
-        attached = self._while_attached()
-        found = {}
-        for data in self._located():
-            codes = attached.codes(data.name)
-            groups, _, width = self._book_shape(data)
-            tiling = [tuple(_in_groups(rect, width) for rect in held) for held in data.tiling]
-            shards = []
-            for rect, _ in data.shards:
-                shards.append(Shard(_in_groups(rect, width), codes[rect]))
-            found[data.name] = replace(
-                data,
-                shape=(data.shape[0], groups),
-                dtype=torch.uint8,
-                tiling=tuple(tiling),
-                shards=tuple(shards),
-            )
-        return found
 
     def _settle(self) -> None:
         """Zero removed weights that an optimizer has written since."""
@@ -327,35 +306,31 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             facts["step, schedule"] = [self._step, asdict(self._schedule)]
             attached = self._while_attached()
             self._settle()
-            located = self._located()
-            for data in located:
-                _refuse_not_finite(data)
-        for data in located:
-            over, groups = group_over(data.ranks), self._groups[data.name]
+            for shard in attached.shards:
+                if not bool(torch.stack(torch.aminmax(shard.weight)).isfinite().all()):
+                    raise ValueError(
+                        f"Table {shard.name!r} has weights in {shard.rect} that are not finite:"
+                        " books can't be fitted."
+                    )
+        for data in self._located():
+            over, name = group_over(data.ranks), data.name
             if self._is_fitted:
-                books = refit(data, over, self.books[data.name], attached.codes(data.name))
+                self.books[name] = refit(data, over, self.books[name], attached.coded[name])
             else:
-                books = fit(data, over, groups)
-            self.books[data.name] = books
+                # From here on the same on every rank: nothing has to be sent.
+                self.books[name] = learned(sampled(data, over), self._groups[name])
         self._is_fitted = True
         self.attach()
-
-
-# Arguments.
 
 
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Return the codes of a row, by table."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
-    if not by_name:
-        raise ValueError(f"Invalid {codes=}: it names none of the tables {sorted(located)}.")
-    if unknown := sorted(set(by_name) - set(located)):
-        raise ValueError(f"Invalid {codes=}: {unknown} are none of the tables {sorted(located)}.")
+    if not by_name or not by_name.keys() <= located.keys():
+        raise ValueError(f"Invalid {codes=}: must name some of the tables {sorted(located)}.")
     found = {}
-    for name, data in located.items():
-        if name not in by_name:
-            continue
-        rows, columns = data.shape
+    for name in [name for name in located if name in by_name]:
+        rows, columns = located[name].shape
         if rows < LEAST_ROWS:
             raise ValueError(
                 f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
@@ -385,19 +360,7 @@ def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedD
             )
 
 
-# What a step checks, and what a checkpoint holds.
-
-
-def _refuse_not_finite(data: ShardedData) -> None:
-    for rect, weight in data.shards:
-        if not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
-            raise ValueError(
-                f"Table {data.name!r} has weights in {rect} that are not finite: books can't be"
-                " fitted."
-            )
-
-
-def _in_groups(rect: Rect, width: int) -> Rect:
+def _in_groups(width: int, rect: Rect) -> Rect:
     """Return the rectangle of a shard's codes."""
     return rect._replace(col=rect.col // width, cols=rect.cols // width)
 
@@ -429,13 +392,305 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _checked_books(name: str, books: Any, shape: tuple[int, int, int]) -> Tensor:
+def _checked_books(name: str, books: Any, shape: torch.Size) -> Tensor:
     """Return a copy of a table's books from a state."""
     fits = isinstance(books, Tensor) and (books.shape, books.dtype) == (shape, torch.float16)
     if not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any()):
         raise ValueError(
-            f"Table {name!r}: its books in the state must be finite torch.float16 {shape}, with"
-            " zeros as entry 0."
+            f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)},"
+            " with zeros as entry 0."
         )
-    copied: Tensor = books.detach().cpu().clone()
-    return copied
+    return torch.clone(books.detach().cpu())
+
+
+# Lookups that return decoded rows, with gradients straight through to the table of floats.
+#
+# A forward hook on what looks the table up, one of TorchRec's kernels or a module of torch's, puts
+# the pooled decoded rows in the place of the pooled weights. The backward passes their gradient on
+# to the output that the lookup computed, so that a fused optimizer steps as before. At the kernel,
+# ids are local to the shard, whatever the sharding. Nothing waits for an accelerator.
+
+_MODULES = (nn.Embedding, nn.EmbeddingBag, compact.CompactEmbedding, compact.CompactEmbeddingBag)
+
+
+class CodedShard:
+    """The codes of a shard, zeros at first, and the entries that they stand for.
+
+    Args:
+        name: of the table.
+        rect: of the shard.
+        weight: of the shard, live.
+        width: columns of a group.
+
+    Attributes:
+        codes: live, uint8 ``(rows, groups)``.
+        entries: of its groups' books; None while lookups return floats.
+    """
+
+    def __init__(self, name: str, rect: Rect, weight: Tensor, width: int) -> None:
+        self.name, self.rect, self.weight = name, rect, weight
+        self.groups = slice(rect.col // width, rect.col_end // width)
+        groups, device = rect.cols // width, weight.device
+        # The last row, of codes 0, decodes to zeros.
+        self._codes = torch.zeros(rect.rows + 1, groups, dtype=torch.uint8, device=device)
+        self.codes = self._codes[:-1]
+        self._starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
+        self.entries: Tensor | None = None
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Return decoded rows, float16 ``(n, columns)``, by their numbers."""
+        assert self.entries is not None
+        return entries_at(self._codes.index_select(0, rows) + self._starts, self.entries)
+
+
+_Decode = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Tensor]
+"""Returns a module's output of decoded rows: from its arguments and its output of floats."""
+
+
+class Attached:
+    """The codes of tables as they are stored now, and the hooks on their lookups until
+    :meth:`remove`.
+
+    Args:
+        groups: codes of a row, by table.
+        moved: called before a forward after a reshard, which leaves the hooks behind.
+
+    Attributes:
+        shards: of this rank.
+        coded: the live codes, by table.
+
+    Raises:
+        ValueError: shards cut a group of columns, or something else reads a table; no hook is left.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        located: Sequence[ShardedData],
+        groups: Mapping[str, int],
+        commitment: float,
+        moved: Callable[[], object],
+    ) -> None:
+        self._commitment, self._moved = commitment, moved
+        self._by_weight: dict[tuple[int, torch.Size], CodedShard] = {}
+        self.coded: dict[str, ShardedData] = {}
+        for data in located:
+            width = data.shape[1] // groups[data.name]
+            _refuse_cut_groups(data, width)
+            in_groups = partial(_in_groups, width)
+            codes = []
+            for rect, weight in data.shards:
+                shard = CodedShard(data.name, rect, weight, width)
+                self._by_weight[weight.data_ptr(), weight.shape] = shard
+                codes.append(Shard(in_groups(rect), shard.codes))
+            self.coded[data.name] = replace(
+                data,
+                shape=(data.shape[0], groups[data.name]),
+                dtype=torch.uint8,
+                tiling=tuple(tuple(map(in_groups, held)) for held in data.tiling),
+                shards=tuple(codes),
+            )
+        self.shards = [*self._by_weight.values()]
+        self._unread = {*self.shards}
+        self._handles: list[RemovableHandle] = []
+        self._known: dict[nn.Module, list[nn.Module]] = {}
+        try:
+            for collection in collections_of(model.modules()):
+                self._known[collection] = lookups_of(collection)
+                self._handles.append(collection.register_forward_pre_hook(Hook(self.follow)))
+                for kernel in collection_of(collection).kernels():
+                    self._hook_kernel(kernel)
+            for path, module in model.named_modules():
+                self._hook_module(path, module)
+            for shard in self._unread:
+                raise ValueError(
+                    f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
+                    f" sharded collection of TorchRec's looks up its shard {shard.rect}."
+                )
+        except BaseException:
+            self.remove()
+            raise
+
+    def use(self, books: Mapping[str, Tensor] | None) -> None:
+        """Decode by these books from now on, by table; None for not at all."""
+        for shard in self.shards:
+            shard.entries = None
+            if books is not None:
+                entries = books[shard.name][shard.groups].flatten(0, 1)
+                shard.entries = entries.to(shard.codes.device)
+
+    def follow(self, *_: Any) -> None:
+        """Report a reshard, which makes new lookups on every rank."""
+        if any(lookups_of(each) != known for each, known in self._known.items()):
+            self._moved()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook_kernel(self, kernel: LookupKernel) -> None:
+        weights = kernel.weights()
+        shards = [self._by_weight.get((each.data_ptr(), each.shape)) for each in weights]
+        if any(shards):
+            by_feature = [shards[number] for number in kernel.features]
+            widths = [weights[number].shape[1] for number in kernel.features]
+            decode = partial(_decode_features, by_feature, widths, kernel.pooling)
+            self._hook(kernel.module, [shard for shard in shards if shard], decode)
+
+    def _hook_module(self, path: str, module: nn.Module) -> None:
+        # Not the parameters that a sharded collection shows: its kernels read them.
+        weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
+        for weight in weights:
+            shard = self._by_weight.get((weight.data_ptr(), weight.shape))
+            if shard is None:
+                continue
+            if weight.itemsize < 4 or not _has_plain_rows(module):
+                raise ValueError(
+                    f"Table {shard.name!r} can't have codes: what looks it up, the"
+                    f" {type(module).__name__} at {path!r}, must be an nn.Embedding, or an"
+                    " nn.EmbeddingBag without padding_idx and mode='max', and without max_norm; of"
+                    " float32 or float64: serving does not round its sums to 16 bits."
+                )
+            self._hook(module, [shard], partial(_decode_module, shard, module))
+
+    def _hook(self, module: nn.Module, shards: Sequence[CodedShard], decode: _Decode) -> None:
+        self._unread.difference_update(shards)
+        hook = Hook(partial(self._decode, shards[0], decode))
+        # Before the hook that turns outputs of rotated tables back.
+        handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+        self._handles.append(handle)
+
+    def _decode(
+        self, shard: CodedShard, decode: _Decode, _: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        """Return decoded rows in the place of a module's output, to which their gradient goes: a
+        forward hook.
+
+        Args:
+            shard: one of the module's; all have entries, or none has.
+        """
+        if shard.entries is None:
+            return None
+        with torch.no_grad():
+            decoded = decode(args, kwargs, output).view(output.shape).to(output.dtype)
+        return _StraightThrough.apply(output, decoded, self._commitment)  # type: ignore[no-untyped-call]
+
+
+def _refuse_cut_groups(data: ShardedData, width: int) -> None:
+    columns = data.shape[1]
+    for rect in data.rects:
+        if rect.col % width or rect.cols % width:
+            fits = [each for each in range(width, columns + 1, width) if columns % each == 0]
+            raise ValueError(
+                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
+                f" {fits} columns fit {columns // width} codes."
+            )
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The decoded rows forward; backward the gradient, and that of ``commitment`` times half the
+    squared distance between floats and decoded rows."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
+        if commitment:
+            ctx.save_for_backward((output - decoded).mul_(commitment))
+        return decoded
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pulls = ctx.saved_tensors
+        return (grads[0] + pulls[0] if pulls else grads[0]), None, None
+
+
+def _decode_features(
+    by_feature: Sequence[CodedShard | None],
+    widths: Sequence[int],
+    pooling: str,
+    args: tuple[Any, ...],
+    _: dict[str, Any],
+    output: Tensor,
+) -> Tensor:
+    """Decode the output of one of TorchRec's kernels.
+
+    Args:
+        by_feature: the shard of each feature; None leaves its output as it is.
+        widths: columns of each feature.
+    """
+    ids = args[0]
+    if ids.variable_stride_per_key():
+        raise ValueError("Codes do not support batches of another size for each feature.")
+    # TorchRec has counted each feature's ids as it distributed them.
+    starts, stride = ids.offset_per_key(), ids.stride()
+    # Bags of features are side by side, sequences below each other.
+    dim, sizes = (0, ids.length_per_key()) if pooling == "none" else (1, [*widths])
+    decoded = torch.empty_like(output)
+    parts = zip(torch.split(decoded, sizes, dim), torch.split(output, sizes, dim), strict=True)
+    for feature, (part, rows) in enumerate(parts):
+        shard, mine = by_feature[feature], slice(starts[feature], starts[feature + 1])
+        if shard is not None:
+            numbers = ids.values()[mine].long()
+            # FBGEMM reads row 0 for an id out of range, unless it has raised an error.
+            outside = (numbers < 0) | (numbers >= shard.rect.rows)
+            rows = shard.decoded(numbers.masked_fill(outside, 0))
+            if pooling != "none":
+                ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - mine.start
+                rows = _pooled(rows, ends, pooling, ids.weights_or_none(), mine)
+        part.copy_(rows)
+    return decoded
+
+
+def _pooled(
+    rows: Tensor, ends: Tensor, pooling: str, weights: Tensor | None, mine: slice
+) -> Tensor:
+    """Return the sums or means of the rows of each bag, ``(bags, columns)``.
+
+    Args:
+        ends: where bags begin, and the last one ends.
+        weights: a factor for each row, at ``mine``. A weighted mean is over the number of rows.
+    """
+    # TorchRec's kernels ignore whole numbers.
+    if weights is not None and weights.is_floating_point():
+        rows = rows * weights[mine].unsqueeze(1)
+    # Most bags of real models have one id. A device would have to be waited for.
+    if ends.is_cpu and len(rows) == len(ends) - 1 and bool((ends.diff() == 1).all()):
+        return rows
+    places = torch.arange(len(rows), device=rows.device)
+    return F.embedding_bag(
+        places, rows.float(), ends.long(), mode=pooling, include_last_offset=True
+    )
+
+
+def _decode_module(
+    shard: CodedShard,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    _: Tensor,
+) -> Tensor:
+    """Decode the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not."""
+    given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
+    ids = given.pop("input")
+    numbers = ids.reshape(-1).long()
+    if isinstance(module, compact.CompactTable):
+        numbers = module.index(numbers).long()
+        # Removed ids read the row of zeros.
+        numbers = torch.where(numbers < 0, shard.rect.rows, numbers)
+    rows = shard.decoded(numbers).float()
+    if isinstance(module, nn.EmbeddingBag):
+        given.update(mode=module.mode, include_last_offset=module.include_last_offset)
+        places = torch.arange(len(rows), device=rows.device).view(ids.shape)
+        rows = F.embedding_bag(places, rows, **given)
+    return rows
+
+
+def _has_plain_rows(module: nn.Module) -> bool:
+    """Whether a module of torch's returns rows, or their sums or means."""
+    # By exact class: a subclass may do more in its forward.
+    if type(module) not in _MODULES or getattr(module, "max_norm", None) is not None:
+        return False
+    if isinstance(module, nn.EmbeddingBag):
+        # Padding leaves ids out of bags.
+        return module.mode != "max" and compact.padding_id_of(module) is None
+    return True
