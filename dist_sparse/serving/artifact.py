@@ -38,7 +38,6 @@ from dist_sparse.serving.manifest import (
     PER_ROW,
     TABLES,
     Delta,
-    Layout,
     Manifest,
     Table,
     layout_of,
@@ -189,14 +188,17 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
 
     def begin(self, tables: Mapping[str, Any]) -> None:
         """Write the header of the tables."""
-        layout = layout_of(tables)
-        header = _header(layout)
-        self._checksums = dict.fromkeys(layout, 0)
+        header, spans = _placed(tables)
+        self._checksums = dict.fromkeys(spans, 0)
         # Tensors are written side by side: where the next rows of each belong, and where it ends.
-        spans = _spans(layout)
-        self._at = {name: len(header) + span.start for name, span in spans.items()}
-        self._ends = {name: len(header) + span.stop for name, span in spans.items()}
+        self._at = {name: span.start for name, span in spans.items()}
+        self._ends = {name: span.stop for name, span in spans.items()}
         self._file.write(header)
+
+    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+        """Write the next rows of a table, or its tensors that are no rows; as of :meth:`append`."""
+        for key, part in parts.items():
+            self.append(f"{table}.{key}", part, ids)
 
     def append(self, name: str, part: Tensor, ids: Tensor | None = None) -> None:
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`.
@@ -287,8 +289,8 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file that has the size and the header that follow from the manifest."""
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
-    layout = layout_of(manifest.tables)
-    header, expected = _header(layout), bytes_of(manifest.tables)
+    header, spans = _placed(manifest.tables)
+    expected = bytes_of(manifest.tables)
     if (size := file.stat().st_size) != expected:
         raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
@@ -298,39 +300,36 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
             )
     # Private: nothing that is written to a tensor reaches the file.
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
-    tensors, found = raw[len(header) :], {}
-    for name, span in _spans(layout).items():
-        dtype, shape = layout[name]
-        found[name] = tensors[span].view(dtype).view(shape)
+    found = {}
+    for name, (dtype, shape) in layout_of(manifest.tables).items():
+        found[name] = raw[spans[name]].view(dtype).view(shape)
     return found
 
 
-def _spans(layout: Layout) -> dict[str, slice]:
-    """Where the bytes of each tensor are behind the header."""
-    found, end = {}, 0
-    for name, each in layout.items():
-        start, end = end, end + size_of(*each)
-        found[name] = slice(start, end)
-    return found
-
-
-def _header(layout: Layout) -> bytes:
-    """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
-    entries = {}
-    for name, span in _spans(layout).items():
-        dtype, shape = layout[name]
-        offsets = [span.start, span.stop]
+def _placed(tables: Mapping[str, Any]) -> tuple[bytes, dict[str, slice]]:
+    """The header of a safetensors file, and where its tensors are in the file."""
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, (dtype, shape) in layout_of(tables).items():
+        start, end = end, end + size_of(dtype, shape)
+        offsets = [start, end]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    # The tensors begin behind the header, and must be aligned.
+    # Spaces at its end: the tensors begin behind it, and must be aligned.
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    spans = {}
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        spans[name] = slice(len(header) + start, len(header) + end)
+    return header, spans
 
 
 def bytes_of(tables: Mapping[str, Any]) -> int:
     """Return the bytes of ``tables.safetensors``."""
-    layout = layout_of(tables)
-    return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
+    header, spans = _placed(tables)
+    ends: list[int] = [span.stop for span in spans.values()]
+    return max([len(header), *ends])
 
 
 def _fits(words: Tensor, table: Any) -> bool:

@@ -88,12 +88,6 @@ class MappedTable:
         _put(found, left, self._stored, rows_of(self._mapped, ids[left]))
         return found
 
-    def chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yield the ids of stored rows, ascending, and the rows, a few at a time."""
-        for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
-            for part in chunks(len(ids), self.entry.dim):
-                yield ids[part], self.gather(ids[part])
-
     def stored(self) -> dict[str, Tensor]:
         """Return all stored rows: of an artifact without deltas where they are mapped."""
         if not self._layers:
@@ -103,16 +97,14 @@ class MappedTable:
         ]
         return self.gather(torch.cat(every))
 
-    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield every tensor of the artifact that base and deltas make, rows a few at a time and
-        with their ids."""
-        if self.entry.kept < self.entry.rows:
-            yield "kept", self.index.words, None
-        for key, tensor in self.whole.items():
-            yield key, tensor, None
-        for ids, rows in self.chunks():
-            for key, part in rows.items():
-                yield key, part, ids
+    def parts(self) -> Iterator[tuple[Tensor | None, dict[str, Tensor]]]:
+        """Yield every tensor of the artifact that base and deltas make: the ones that are no rows,
+        and then rows, a few at a time, with their ids."""
+        yield None, ({"kept": self.index.words} if self.entry.kept < self.entry.rows else {})
+        yield None, self.whole
+        for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
+            for part in chunks(len(ids), self.entry.dim):
+                yield ids[part], self.gather(ids[part])
 
 
 def _put(
@@ -275,8 +267,18 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     where = chain.paths[-1]
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
-        _check_table(table, name, where)
-        if deltas and _checksums(table) != entry.checksums:
+        sums = dict.fromkeys(entry.layout(), 0)
+        for ids, parts in table.parts():
+            for key, part in parts.items():
+                sums[key] = added(sums[key], part, ids)
+            if ids is None:
+                continue
+            if len(places := _invalid({**table.whole, **parts}, entry).nonzero()):
+                id = int(ids[places[0]])
+                raise ValueError(
+                    f"{where}: the row of id {id} of table {name!r} has no valid weights."
+                )
+        if {key: hex_of(each) for key, each in sums.items()} != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
@@ -303,29 +305,13 @@ def merge(
     manifest = chain.manifest
     with ArtifactWriter(out, manifest.tables) as writer:
         for name in manifest.tables:
-            for key, part, ids in chain.table(name).parts():
-                writer.append(f"{name}.{key}", part, ids)
+            for ids, parts in chain.table(name).parts():
+                writer.add(name, parts, ids)
         # The last delta brought the checksum of each tensor that a full export had written.
         if writer.seal(manifest) != manifest:
             raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
         writer.publish(manifest)
     return manifest
-
-
-def _checksums(table: MappedTable) -> dict[str, str]:
-    """The checksum of each tensor of the artifact that base and deltas make."""
-    sums = dict.fromkeys(table.entry.layout(), 0)
-    for key, part, ids in table.parts():
-        sums[key] = added(sums[key], part, ids)
-    return {key: hex_of(each) for key, each in sums.items()}
-
-
-def _check_table(table: MappedTable, name: str, where: Path) -> None:
-    for ids, rows in table.chunks():
-        wrong = _invalid({**table.whole, **rows}, table.entry)
-        if len(places := wrong.nonzero()):
-            id = int(ids[places[0]])
-            raise ValueError(f"{where}: the row of id {id} of table {name!r} has no valid weights.")
 
 
 def _invalid(stored: Mapping[str, Tensor], entry: Table) -> Tensor:

@@ -273,7 +273,7 @@ def _write(
     Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
     raise its errors.
     """
-    writer: Any = None
+    writer: ArtifactWriter | None = None
     text = None
     rows = sum(table.stored for table in manifest.tables.values())
     with ExitStack() as stack:
@@ -281,7 +281,7 @@ def _write(
             if chain is not None:
                 writer = stack.enter_context(DeltaWriter(path, manifest, chain, sources))
             elif world.rank == 0:
-                writer = stack.enter_context(WholeWriter(path, manifest))
+                writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
         shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
         bar = stack.enter_context(shown)
         for name, source in sources.items():
@@ -299,7 +299,7 @@ def _write(
                     _write_table(writer, name, table, source, whole, bar, chunks)
         with world.agreeing("export()"):
             if writer is not None:
-                text = writer.end().to_text()
+                text = writer.finish(manifest).to_text()
     return str(world.all_gather_json(text)[0])
 
 
@@ -322,7 +322,7 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
 
 
 def _write_table(
-    writer: WholeWriter | DeltaWriter,
+    writer: ArtifactWriter,
     name: str,
     table: Table,
     source: ServedTable,
@@ -330,7 +330,7 @@ def _write_table(
     bar: Bar,
     chunks: Iterator[Tensor],
 ) -> None:
-    writer.start(name, whole)
+    writer.add(name, whole)
     ids, first = source.ids(), 0
     for rows in chunks:
         refuse_range(name, rows, table.dtype)
@@ -338,7 +338,7 @@ def _write_table(
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)
         parts = {key: part.cpu() for key, part in stored.items() if key in PER_ROW}
-        writer.add(name, ids[first : first + len(rows)], parts)
+        writer.add(name, parts, ids[first : first + len(rows)])
         first += len(rows)
         bar(len(rows))
     if first != len(ids):
@@ -351,38 +351,8 @@ def _write_table(
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
 
 
-class WholeWriter(ArtifactWriter):
-    """Writes an artifact; as a context manager it deletes one that was not published.
-
-    Args:
-        path: the final name.
-        manifest: without checksums.
-
-    Raises:
-        ValueError, OSError: as of :class:`ArtifactWriter`.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        super().__init__(path, manifest.tables)
-        self._manifest = manifest
-
-    def start(self, name: str, whole: Mapping[str, Tensor]) -> None:
-        """Begin a table with its tensors that are no rows."""
-        for key, tensor in whole.items():
-            self.append(f"{name}.{key}", tensor)
-
-    def add(self, name: str, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Write the next rows of a table; ``ids`` as of :meth:`ServedTable.ids`."""
-        for key, part in parts.items():
-            self.append(f"{name}.{key}", part, ids)
-
-    def end(self) -> Manifest:
-        """Publish the artifact, and return its manifest."""
-        return self.finish(self._manifest)
-
-
 class DeltaWriter(ArtifactWriter):
-    """Writes what changed since a chain: the same methods as :class:`WholeWriter`.
+    """Writes what changed since a chain.
 
     Changed rows wait in files without a name, beside the delta: the format begins with their
     number, which is known at the end.
@@ -404,23 +374,29 @@ class DeltaWriter(ArtifactWriter):
         self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}
 
-    def start(self, name: str, whole: Mapping[str, Tensor]) -> None:
-        before, after = self._chain.table(name), self._manifest.tables[name]
-        self._tables[name] = _Changes(before, after, whole, self.folder)
+    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+        """Compare the next rows of a table, or begin it with its tensors that are no rows."""
+        if ids is not None:
+            self._tables[table].add(ids, parts)
+            return
+        before, after = self._chain.table(table), self._manifest.tables[table]
+        self._tables[table] = _Changes(before, after, parts, self.folder)
 
-    def add(self, name: str, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
-        self._tables[name].add(ids, parts)
+    def finish(self, manifest: Any) -> Any:
+        """Write what was found, publish it, and return the manifest of the delta.
 
-    def end(self) -> Delta:
+        Args:
+            manifest: as it was given.
+        """
         found = {name: changes.result() for name, changes in self._tables.items()}
         after = {name: change.after for name, change in found.items()}
-        artifact = replace(self._manifest, tables=after, bytes=bytes_of(after))
+        artifact = replace(manifest, tables=after, bytes=bytes_of(after))
         self.begin(found)
         for name, changes in self._tables.items():
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
         base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
-        return self.finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
+        return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
 
 
 class _Changes:

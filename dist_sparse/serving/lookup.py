@@ -50,6 +50,12 @@ class StoredTable:
     room: int = 0
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether FBGEMM has one: neither for books nor for rows of half a byte."""
+        is_odd = self.entry.dtype == "int4" and self.entry.dim % 2 == 1
+        return not is_odd and books_of(self.whole) is None
+
+    @property
     def needed_index(self) -> RowIndex | None:
         """The index; None where all ids have a row: without removed rows, ids are rows."""
         return self.index if self.entry.kept < self.entry.rows else None

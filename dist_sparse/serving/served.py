@@ -38,7 +38,7 @@ from dist_sparse.serving.lookup import (
     to_fbgemm,
     to_torchrec,
 )
-from dist_sparse.serving.manifest import Collection, Delta, Table
+from dist_sparse.serving.manifest import Collection, Delta
 from dist_sparse.torchrec import kernels
 
 
@@ -47,27 +47,19 @@ class _Lookup(nn.Module):
 
     Args:
         tables: by name.
-        features: for each feature, the name of its table.
-        native: whether lookups use FBGEMM's operator.
+        collection: of the manifest.
+        fbgemm: whether lookups use FBGEMM's operator if it has one for the tables.
         unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph
             counts none.
-        include_last_offset: of a ``torch.nn.EmbeddingBag``.
     """
 
     def __init__(
-        self,
-        tables: dict[str, StoredTable],
-        features: list[str],
-        native: bool,
-        unknown: str,
-        include_last_offset: bool,
+        self, tables: dict[str, StoredTable], collection: Collection, fbgemm: bool, unknown: str
     ) -> None:
         super().__init__()
-        rows = {name: table.entry.rows for name, table in tables.items()}
-        self._names, self._native = list(features), native
-        self.features = len(features)
-        self.include_last_offset = include_last_offset
-        self.unknown = unknown
+        self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
+        self._names = [feature.table for feature in collection.features] or [*collection.tables]
+        self.features = len(self._names)
         # For when the tables change; rows and indexes are held by the modules below.
         self._tables: dict[str, StoredTable] = {}
         for name, table in tables.items():
@@ -75,7 +67,14 @@ class _Lookup(nn.Module):
             self._tables[name] = replace(table, rows={}, whole=whole, index=None)
         self.index = self._indexes(tables)
         self.rows = self._row_lookup(tables)
-        self.counted = UnknownLookups(rows, features)
+        rows = {name: table.entry.rows for name, table in tables.items()}
+        self.counted = UnknownLookups(rows, self._names)
+
+    @property
+    def dims(self) -> list[int]:
+        """Columns of the result of each feature."""
+        entries = [self._tables[name].entry for name in self._names]
+        return [entry.turned or entry.dim for entry in entries]
 
     def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
@@ -87,11 +86,12 @@ class _Lookup(nn.Module):
 
     def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup:
         # Both take the same arguments and return the same sums.
-        return (FbgemmLookup if self._native else LibtorchLookup)(tables, self._names)
+        native = self._fbgemm and all(table.has_kernel for table in tables.values())
+        return (FbgemmLookup if native else LibtorchLookup)(tables, self._names)
 
     def like_this(self, tables: dict[str, StoredTable]) -> _Lookup:
         """Return the same lookup of other tables."""
-        return type(self)(tables, self._names, self._native, self.unknown, self.include_last_offset)
+        return type(self)(tables, self._collection, self._fbgemm, self.unknown)
 
     def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
         """Return a function that makes the tables the ones that a delta leads to. Nothing changes
@@ -200,7 +200,7 @@ class EmbeddingBagLookup(_Lookup):
             weights: float32 ``(n,)``, a factor for each id.
         """
         ends = offsets.int()
-        if not self.include_last_offset:
+        if not self._collection.include_last_offset:
             last = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
             ends = torch.cat([ends, last])
         ends = _checked(ends, ids.size(0))
@@ -241,7 +241,6 @@ class Served(nn.Module):
         chain: the artifact that it was loaded from.
         collection: of the manifest.
         lookup: of its tables.
-        dims: columns of each feature; an embedding module has one.
 
     Attributes:
         lookup: the module that is called and exported; tensors in, a tensor out.
@@ -251,9 +250,7 @@ class Served(nn.Module):
         dims: columns of the results, likewise.
     """
 
-    def __init__(
-        self, chain: Chain, collection: Collection, lookup: _Lookup, dims: list[int]
-    ) -> None:
+    def __init__(self, chain: Chain, collection: Collection, lookup: _Lookup) -> None:
         super().__init__()
         self._collection = collection
         self._folders, self._manifest = list(chain.paths), chain.manifest
@@ -263,7 +260,7 @@ class Served(nn.Module):
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
         self.features = [feature.name for feature in collection.features]
         self.outputs = list(collection.outputs)
-        self.dims = dims
+        self.dims = lookup.dims
 
     def apply(self, delta: Any) -> Served:
         """Serve what the next delta leads to, in a process that goes on looking up.
@@ -336,7 +333,7 @@ class Served(nn.Module):
             # A bag in each row.
             bags, each = ids.size()
             # With include_last_offset there is one offset more: the end of the last bag.
-            lengths = torch.arange(bags + self.lookup.include_last_offset) * each
+            lengths = torch.arange(bags + self._collection.include_last_offset) * each
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
@@ -384,7 +381,7 @@ class Served(nn.Module):
         if self.kind == "embedding":
             args: tuple[Tensor, ...] = (ids,)
         elif self.kind == "embedding_bag":
-            args = (ids, torch.arange(len(ids) + 1)[: len(ids) + self.lookup.include_last_offset])
+            args = (ids, torch.arange(len(ids) + self._collection.include_last_offset))
         else:
             args = (ids, torch.ones_like(ids))
             if self.weighted:
@@ -479,12 +476,20 @@ def load_served(
                 [6., 8.]])
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    native = fbgemm and kernels.available()
+    fbgemm = fbgemm and kernels.available()
     base, *deltas = [path] if isinstance(path, (str, os.PathLike)) else path
     chain = open_chain(base)
-    served = {
-        each.path: _served(chain, each, native, unknown) for each in chain.manifest.collections
-    }
+    served = {}
+    for collection in chain.manifest.collections:
+        tables = {}
+        for name, table in _tables(chain, collection).items():
+            entry = table.entry
+            # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
+            room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
+            tables[name] = replace(table, room=room)
+        kind = _LOOKUPS.get(collection.kind, CollectionLookup)
+        lookup = kind(tables, collection, fbgemm, unknown)
+        served[collection.path] = Served(chain, collection, lookup)
     for delta in deltas:
         for one in served.values():
             one.apply(delta)
@@ -505,27 +510,6 @@ def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
     return tables
 
 
-def _served(chain: Chain, collection: Collection, native: bool, unknown: str) -> Served:
-    tables = {}
-    for name, table in _tables(chain, collection).items():
-        entry = table.entry
-        # Rows that come with deltas find room for a sixteenth more, and never need all ids' rows.
-        room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-        tables[name] = replace(table, room=room)
-    features = [feature.table for feature in collection.features] or list(collection.tables)
-    kind = _LOOKUPS.get(collection.kind, CollectionLookup)
-    native &= all(_has_kernel(table.entry) for table in tables.values())
-    lookup = kind(tables, features, native, unknown, collection.include_last_offset)
-    dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
-    return Served(chain, collection, lookup, dims)
-
-
-def _has_kernel(entry: Table) -> bool:
-    """Whether FBGEMM has one: neither for grids of columns nor for rows of half a byte."""
-    is_odd = entry.dtype == "int4" and entry.dim % 2 == 1
-    return not (is_odd or entry.scale == "column" or entry.dtype == "codes")
-
-
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}
 
 
@@ -541,9 +525,9 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._turn, self._condition = threading.Lock(), threading.Condition()
         self.preparing = threading.Lock()
-        self._inside, self._is_changing = 0, False
+        self._inside = 0
 
     def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
         # A copy of a module gets a gate of its own; locks can't be copied.
@@ -552,8 +536,7 @@ class Gate:
     @contextmanager
     def lookup(self) -> Iterator[None]:
         """Hold changes back."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._is_changing)
+        with self._turn, self._condition:
             self._inside += 1
         try:
             yield
@@ -565,13 +548,7 @@ class Gate:
     @contextmanager
     def change(self) -> Iterator[None]:
         """Hold lookups back, within :attr:`preparing`."""
-        with self._condition:
-            # From here no lookup begins: a stream of lookups would keep changes out for good.
-            self._is_changing = True
+        # From here no lookup begins: a stream of lookups would keep changes out for good.
+        with self._turn, self._condition:
             self._condition.wait_for(lambda: not self._inside)
-        try:
             yield
-        finally:
-            with self._condition:
-                self._is_changing = False
-                self._condition.notify_all()

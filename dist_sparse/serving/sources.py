@@ -95,33 +95,28 @@ def lookups_of(
 
 def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
     module = site.module
-    _refuse_embedding(name, module)
-    # An nn.Embedding has neither of the two options.
-    lookups[name].pooling = getattr(module, "mode", "none")
-    _add_rotations(lookups, module, {None: name})
-    return Collection(
-        path=site.place,
-        kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
-        include_last_offset=bool(getattr(module, "include_last_offset", False)),
-        tables=(name,),
-    )
-
-
-def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     # It would write to the table when it is looked up.
     if module.max_norm is not None:
         raise ValueError(
             f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
         )
-    if isinstance(module, nn.Embedding):
-        return
-    if module.mode == "max":
+    is_bag = isinstance(module, nn.EmbeddingBag)
+    if is_bag and module.mode == "max":
         raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-    if (padding := padding_id_of(module)) is not None:
+    if is_bag and (padding := padding_id_of(module)) is not None:
         raise ValueError(
             f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
             " ids out of bags."
         )
+    # An nn.Embedding has neither of the two options.
+    lookups[name].pooling = getattr(module, "mode", "none")
+    _add_rotations(lookups, module, {None: name})
+    return Collection(
+        path=site.place,
+        kind="embedding_bag" if is_bag else "embedding",
+        include_last_offset=bool(getattr(module, "include_last_offset", False)),
+        tables=(name,),
+    )
 
 
 def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, str]) -> Collection:
