@@ -8,7 +8,7 @@ checkpoint, so that it holds codes too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.checks import digest, integer, number
 from dist_sparse.codes.books import ENTRIES, assign, entries_at, learned, refit, sampled
@@ -118,9 +117,8 @@ def quantize(
         source = ModelTables(model)
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
-        located = {name: located[name] for name in groups}
         if sparsifier is not None:
-            _refuse_masks(sparsifier, located)
+            _refuse_masks(sparsifier, groups, located)
         facts["begin, end, every"] = asdict(schedule)
         facts["codes, commitment, sparse"] = [groups, pull, sparsifier is not None]
     handle = CodedTraining(source, groups, schedule, pull, sparsifier)
@@ -329,7 +327,7 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
     if not by_name or not by_name.keys() <= located.keys():
         raise ValueError(f"Invalid {codes=}: must name some of the tables {sorted(located)}.")
     found = {}
-    for name in [name for name in located if name in by_name]:
+    for name in sorted(by_name):
         rows, columns = located[name].shape
         if rows < LEAST_ROWS:
             raise ValueError(
@@ -339,20 +337,25 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
             )
         found[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
         if columns % found[name]:
-            fits = [each for each in range(1, columns + 1) if columns % each == 0]
             raise ValueError(
                 f"Invalid {codes=}: {found[name]} does not divide the {columns} columns of table"
-                f" {name!r}; {fits} do."
+                f" {name!r}; {_divisors(columns, 1)} do."
             )
     return found
 
 
-def _refuse_masks(sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedData]) -> None:
+def _divisors(columns: int, of: int) -> list[int]:
+    """The multiples of a width that divide the columns."""
+    return [each for each in range(of, columns + 1, of) if columns % each == 0]
+
+
+def _refuse_masks(
+    sparsifier: BaseDataSparsifier, groups: Mapping[str, int], located: Mapping[str, ShardedData]
+) -> None:
     """Refuse masks that change what is left of a row."""
-    for name, config in sparsifier.data_groups.items():
-        if name not in located:
-            continue
-        block = resolve_block(name, config["sparse_block_shape"], located[name].shape)
+    for name in sparsifier.data_groups.keys() & groups.keys():
+        shape = sparsifier.data_groups[name]["sparse_block_shape"]
+        block = resolve_block(name, shape, located[name].shape)
         if block[1] < located[name].shape[1]:
             raise ValueError(
                 f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
@@ -372,8 +375,8 @@ def _chunked(data: ShardedData) -> ChunkedTensor:
     for rect, codes in data.shards:
         if rect.numel:
             wants.append(((rect.row, rect.col), (rect.rows, rect.cols)))
-        if rect.numel and rect in owned:
-            writes.append(((rect.row, rect.col), codes.to("cpu", copy=True)))
+            if rect in owned:
+                writes.append(((rect.row, rect.col), codes.to("cpu", copy=True)))
     return ChunkedTensor(data.shape, torch.uint8, writes, wants)
 
 
@@ -405,10 +408,10 @@ def _checked_books(name: str, books: Any, shape: torch.Size) -> Tensor:
 
 # Lookups that return decoded rows, with gradients straight through to the table of floats.
 #
-# A forward hook on what looks the table up, one of TorchRec's kernels or a module of torch's, puts
-# the pooled decoded rows in the place of the pooled weights. The backward passes their gradient on
-# to the output that the lookup computed, so that a fused optimizer steps as before. At the kernel,
-# ids are local to the shard, whatever the sharding. Nothing waits for an accelerator.
+# A forward hook on one of TorchRec's kernels or a module of torch's puts pooled decoded rows in the
+# place of pooled weights. The backward passes their gradient on to the output that the lookup
+# computed, so that a fused optimizer steps as before. At the kernel, ids are local to the shard,
+# whatever the sharding. Nothing waits for an accelerator.
 
 _MODULES = (nn.Embedding, nn.EmbeddingBag, compact.CompactEmbedding, compact.CompactEmbeddingBag)
 
@@ -443,8 +446,8 @@ class CodedShard:
         return entries_at(self._codes.index_select(0, rows) + self._starts, self.entries)
 
 
+# A module's output of decoded rows, from its arguments and its output of floats.
 _Decode = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Tensor]
-"""Returns a module's output of decoded rows: from its arguments and its output of floats."""
 
 
 class Attached:
@@ -492,12 +495,14 @@ class Attached:
             )
         self.shards = [*self._by_weight.values()]
         self._unread = {*self.shards}
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         self._known: dict[nn.Module, list[nn.Module]] = {}
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.remove)
             for collection in collections_of(model.modules()):
                 self._known[collection] = lookups_of(collection)
-                self._handles.append(collection.register_forward_pre_hook(Hook(self.follow)))
+                handle = collection.register_forward_pre_hook(Hook(self.follow))
+                self._handles.enter_context(handle)
                 for kernel in collection_of(collection).kernels():
                     self._hook_kernel(kernel)
             for path, module in model.named_modules():
@@ -507,9 +512,7 @@ class Attached:
                     f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
                     f" sharded collection of TorchRec's looks up its shard {shard.rect}."
                 )
-        except BaseException:
-            self.remove()
-            raise
+            undo.pop_all()
 
     def use(self, books: Mapping[str, Tensor] | None) -> None:
         """Decode by these books from now on, by table; None for not at all."""
@@ -526,17 +529,15 @@ class Attached:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
 
     def _hook_kernel(self, kernel: LookupKernel) -> None:
         weights = kernel.weights()
         shards = [self._by_weight.get((each.data_ptr(), each.shape)) for each in weights]
         if any(shards):
-            by_feature = [shards[number] for number in kernel.features]
-            widths = [weights[number].shape[1] for number in kernel.features]
-            decode = partial(_decode_features, by_feature, widths, kernel.pooling)
-            self._hook(kernel.module, [shard for shard in shards if shard], decode)
+            by_feature = [(shards[each], weights[each].shape[1]) for each in kernel.features]
+            decode = partial(_decode_features, by_feature, kernel.pooling)
+            self._hook(kernel.module, list(filter(None, shards)), decode)
 
     def _hook_module(self, path: str, module: nn.Module) -> None:
         # Not the parameters that a sharded collection shows: its kernels read them.
@@ -545,13 +546,14 @@ class Attached:
             shard = self._by_weight.get((weight.data_ptr(), weight.shape))
             if shard is None:
                 continue
-            if weight.itemsize < 4 or not _has_plain_rows(module):
+            # By exact class: a subclass may do more in its forward.
+            if type(module) not in _MODULES or weight.itemsize < 4:
                 raise ValueError(
                     f"Table {shard.name!r} can't have codes: what looks it up, the"
-                    f" {type(module).__name__} at {path!r}, must be an nn.Embedding, or an"
-                    " nn.EmbeddingBag without padding_idx and mode='max', and without max_norm; of"
-                    " float32 or float64: serving does not round its sums to 16 bits."
+                    f" {type(module).__name__} at {path!r}, must be an nn.Embedding or an"
+                    " nn.EmbeddingBag of float32 or float64: serving does not round to 16 bits."
                 )
+            refuse_lookup(shard.name, module)
             self._hook(module, [shard], partial(_decode_module, shard, module))
 
     def _hook(self, module: nn.Module, shards: Sequence[CodedShard], decode: _Decode) -> None:
@@ -559,17 +561,14 @@ class Attached:
         hook = Hook(partial(self._decode, shards[0], decode))
         # Before the hook that turns outputs of rotated tables back.
         handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-        self._handles.append(handle)
+        self._handles.enter_context(handle)
 
     def _decode(
         self, shard: CodedShard, decode: _Decode, _: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
         """Return decoded rows in the place of a module's output, to which their gradient goes: a
-        forward hook.
-
-        Args:
-            shard: one of the module's; all have entries, or none has.
-        """
+        forward hook."""
+        # Of a module's shards all have entries, or none has.
         if shard.entries is None:
             return None
         with torch.no_grad():
@@ -581,10 +580,9 @@ def _refuse_cut_groups(data: ShardedData, width: int) -> None:
     columns = data.shape[1]
     for rect in data.rects:
         if rect.col % width or rect.cols % width:
-            fits = [each for each in range(width, columns + 1, width) if columns % each == 0]
             raise ValueError(
                 f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
-                f" {fits} columns fit {columns // width} codes."
+                f" {_divisors(columns, width)} columns fit {columns // width} codes."
             )
 
 
@@ -605,18 +603,16 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _decode_features(
-    by_feature: Sequence[CodedShard | None],
-    widths: Sequence[int],
+    by_feature: Sequence[tuple[CodedShard | None, int]],
     pooling: str,
-    args: tuple[Any, ...],
-    _: dict[str, Any],
-    output: Tensor,
+    args: Any,
+    _: Any,
+    output: Any,
 ) -> Tensor:
     """Decode the output of one of TorchRec's kernels.
 
     Args:
-        by_feature: the shard of each feature; None leaves its output as it is.
-        widths: columns of each feature.
+        by_feature: the shard of each feature and its columns; None leaves its output as it is.
     """
     ids = args[0]
     if ids.variable_stride_per_key():
@@ -624,17 +620,19 @@ def _decode_features(
     # TorchRec has counted each feature's ids as it distributed them.
     starts, stride = ids.offset_per_key(), ids.stride()
     # Bags of features are side by side, sequences below each other.
-    dim, sizes = (0, ids.length_per_key()) if pooling == "none" else (1, [*widths])
+    is_pooled = pooling != "none"
+    sizes = [columns for _, columns in by_feature] if is_pooled else ids.length_per_key()
     decoded = torch.empty_like(output)
-    parts = zip(torch.split(decoded, sizes, dim), torch.split(output, sizes, dim), strict=True)
-    for feature, (part, rows) in enumerate(parts):
-        shard, mine = by_feature[feature], slice(starts[feature], starts[feature + 1])
+    parts = torch.split(decoded, sizes, int(is_pooled))
+    floats = torch.split(output, sizes, int(is_pooled))
+    for feature, (part, rows) in enumerate(zip(parts, floats, strict=True)):
+        shard, mine = by_feature[feature][0], slice(starts[feature], starts[feature + 1])
         if shard is not None:
             numbers = ids.values()[mine].long()
             # FBGEMM reads row 0 for an id out of range, unless it has raised an error.
             outside = (numbers < 0) | (numbers >= shard.rect.rows)
             rows = shard.decoded(numbers.masked_fill(outside, 0))
-            if pooling != "none":
+            if is_pooled:
                 ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - mine.start
                 rows = _pooled(rows, ends, pooling, ids.weights_or_none(), mine)
         part.copy_(rows)
@@ -663,11 +661,7 @@ def _pooled(
 
 
 def _decode_module(
-    shard: CodedShard,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    _: Tensor,
+    shard: CodedShard, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor
 ) -> Tensor:
     """Decode the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not."""
     given = {**dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)), **kwargs}
@@ -685,12 +679,21 @@ def _decode_module(
     return rows
 
 
-def _has_plain_rows(module: nn.Module) -> bool:
-    """Whether a module of torch's returns rows, or their sums or means."""
-    # By exact class: a subclass may do more in its forward.
-    if type(module) not in _MODULES or getattr(module, "max_norm", None) is not None:
-        return False
-    if isinstance(module, nn.EmbeddingBag):
-        # Padding leaves ids out of bags.
-        return module.mode != "max" and compact.padding_id_of(module) is None
-    return True
+def refuse_lookup(name: str, module: Any) -> None:
+    """Refuse an embedding of torch's that returns something else than stored rows, their sums or
+    means, with a ValueError that names the table."""
+    is_bag = isinstance(module, nn.EmbeddingBag)
+    padding = compact.padding_id_of(module) if is_bag else None
+    reasons = {
+        # It would write to the table.
+        f"max_norm={module.max_norm} changes rows when they are looked up": (
+            module.max_norm is not None
+        ),
+        "mode='max' can't be served; 'sum' and 'mean' can": is_bag and module.mode == "max",
+        f"padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags": (
+            padding is not None
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"Table {name!r}: {reason}.")

@@ -58,7 +58,7 @@ Written = TypeVar("Written", Manifest, Delta)
 class Opened(Generic[Written]):
     """The manifest and the mapped tensors of an artifact or a delta, in a file of the size and
     with the header that follow from the manifest. Whether a delta fits an artifact is not known
-    yet: see :meth:`Delta.refuse_other`.
+    yet.
 
     Args:
         path: the folder.

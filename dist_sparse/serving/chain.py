@@ -32,7 +32,7 @@ from dist_sparse.serving.artifact import (
     rows_of,
 )
 from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
-from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table
+from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
 # Of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
@@ -225,12 +225,17 @@ def open_next(
     Raises:
         ValueError: it is damaged, out of order, or of another base; names it.
     """
-    delta = open_artifact(path, Delta, verify=verify)
-    try:
-        delta.manifest.refuse_other(before, base)
-    except ValueError as error:
-        raise ValueError(f"{path} is refused: {error}.") from None
-    return delta
+    opened: Opened[Delta] = open_artifact(path, Delta, verify=verify)
+    delta, found = opened.manifest, before.hash
+    if delta.previous != found:
+        kind = "out of order" if delta.base == base else "of another base"
+        raise ValueError(
+            f"{path} is refused: the delta is {kind}: it follows artifact {delta.previous[:12]} of"
+            f" base {delta.base[:12]}, and this is artifact {found[:12]} of base {base[:12]}."
+        )
+    # Written by export(), the two differ in rows alone.
+    refuse_changed(before, delta.artifact)
+    return opened
 
 
 def open_chain(

@@ -138,8 +138,8 @@ def export(
             writes that torch does not count (through ``.data``, numpy, or a collective on weights)
             call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that has
             changed may change the codes of all rows. Only rank 0 reads these folders; of tables
-            whose written rows were noted, only rows that changed: damage elsewhere is found by
-            what loads, checks or merges the chain.
+            whose written rows were noted, which ids have rows, and rows that changed: damage of
+            other rows is found by what loads, checks or merges the chain.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
@@ -369,7 +369,7 @@ class DeltaWriter(ArtifactWriter):
         self, path: Path, manifest: Manifest, chain: Chain, sources: Mapping[str, ServedTable]
     ) -> None:
         for name, source in sources.items():
-            chain.verify(name, rows=source.changed is None)
+            chain.verify(name, rows=not source.is_noted)
         super().__init__(path)
         self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}
@@ -415,23 +415,18 @@ class _Changes:
         self._before, self._after, self._now = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
         self._gone = torch.cat([ids for _, ids in ids_of(before.index.words & ~words, after.rows)])
-        self._whole = {
-            key: tensor
-            for key, tensor in whole.items()
-            if key != "kept" and not torch.equal(tensor, before.whole[key])
-        }
+        self._whole = {}
+        for key, tensor in before.whole.items():
+            if not torch.equal(whole[key], tensor):
+                self._whole[key] = whole[key]
         self._came = 0
         self._found = [torch.empty(0, dtype=torch.int32)]
-        keys = [key for key in PER_ROW if key in after.layout()]
-        # Open until the delta is written.
-        self._spools = {key: tempfile.TemporaryFile(dir=folder) for key in keys}  # noqa: SIM115
-        # Of the rows that stay, come and go: the rows of the artifact before are not read for it.
-        self._sums = {key: int(before.entry.checksums[key], 16) for key in keys}
-        self._take_out(self._gone, before.gather(self._gone))
-
-    def _take_out(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
-        for key, part in parts.items():
-            self._sums[key] -= sum_of_rows(ids, part)
+        self._spools, self._sums = {}, {}
+        for key, part in before.gather(self._gone).items():
+            # Open until the delta is written.
+            self._spools[key] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            # Of the rows that stay, come and go: rows of the artifact before are not read for it.
+            self._sums[key] = int(before.entry.checksums[key], 16) - sum_of_rows(self._gone, part)
 
     def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
         had_one = rows_of(self._before.index, ids) >= 0
@@ -439,13 +434,12 @@ class _Changes:
         for key, part in parts.items():
             differs = words_of(part[had_one]) != words_of(old[key])
             changed[had_one] |= differs.any(1)
-        still = changed[had_one]
-        self._take_out(ids[had_one & changed], {key: part[still] for key, part in old.items()})
         self._came += int((~had_one).count_nonzero())
         self._found.append(ids[changed].int())
         for key, part in parts.items():
             held = part[changed]
-            self._sums[key] = added(self._sums[key], held, ids[changed])
+            out = sum_of_rows(ids[had_one & changed], old[key][changed[had_one]])
+            self._sums[key] = added(self._sums[key] - out, held, ids[changed])
             self._spools[key].write(memory_of(held))
 
     def result(self) -> TableDelta:

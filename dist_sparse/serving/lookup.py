@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.encodings import books_of, decode
-from dist_sparse.serving.manifest import PER_ROW, Collection, Pooling, Table
+from dist_sparse.serving.manifest import Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
@@ -66,13 +66,20 @@ class StoredTable:
         return max(self.room, self.entry.stored)
 
 
-class _Ids(NamedTuple):
-    """The arguments of :meth:`RowLookup.forward`."""
+class Found(NamedTuple):
+    """The rows of ids that are looked up, and how they are pooled.
+
+    Args:
+        rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
+        offsets: int32 ``(features * bags + 1,)``: where each bag starts.
+        counts: ``(features,)``, how many ids each feature has.
+        weights: float32 ``(n,)``, a factor for each id.
+    """
 
     rows: Tensor
     offsets: Tensor
     counts: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
 
 
 class RowLookup(nn.Module):
@@ -92,7 +99,7 @@ class RowLookup(nn.Module):
         self.dims = [entry.dim for entry in entries]
         self.pooling = entries[0].pooling
         means = torch.tensor([entry.pooling == "mean" for entry in entries])
-        self.mixed = bool(means.any() and not means.all())
+        self.mixed = len({entry.pooling for entry in entries}) > 1
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
         self.is_turned = any(entry.turned is not None for entry in entries)
         for at, table in enumerate(tables.values()):
@@ -100,26 +107,17 @@ class RowLookup(nn.Module):
             self.register_buffer(f"rotation_{at}", None if rotation is None else rotation.clone())
         self.rotations = [f"rotation_{list(tables).index(name)}" for name in features]
 
-    def forward(
-        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Found) -> Tensor:
         """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
-        sequences the row of each id, ``(n, columns)``; columns are the ones of the original tables.
-
-        Args:
-            rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
-            offsets: int32 ``(features * bags + 1,)``: where each bag starts.
-            counts: ``(features,)``, how many ids each feature has.
-            weights: float32 ``(n,)``, a factor for each id.
-        """
-        ids = _Ids(rows, offsets, counts, weights)
+        sequences the row of each id, ``(n, columns)``; columns are the ones of the original
+        tables."""
         if self.mixed:
             # A lookup pools in one way, so both are computed, and each column takes its own.
             mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
             found = torch.where(self.mean_columns, mean, total)
         else:
             found = self._pooled(ids, self.pooling)
-        return self._turned(found, counts) if self.is_turned else found
+        return self._turned(found, ids.counts) if self.is_turned else found
 
     def _turned(self, found: Tensor, counts: Tensor) -> Tensor:
         rotations: list[Tensor | None] = [getattr(self, name) for name in self.rotations]
@@ -139,7 +137,7 @@ class RowLookup(nn.Module):
                 out = torch.where(of == feature, part, out)
         return out
 
-    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
     def stored(self, table: str) -> dict[str, Tensor]:
@@ -189,7 +187,7 @@ class FbgemmLookup(RowLookup):
         # The operator picks its code by the widest table of each dtype; 0: there is none.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
-    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         return look_up_stored(
             self.weights,
             self.no_weights,
@@ -232,7 +230,7 @@ class LibtorchLookup(RowLookup):
         self._fill(tables)
         self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
 
-    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
         found: list[Tensor] = [group(ids, pooling) for group in self.groups]
         if pooling == "none":
@@ -264,7 +262,6 @@ class _Group(nn.Module):
     """
 
     rows: Tensor
-    scale_bias: Tensor | None
     firsts: Tensor
     books: Tensor | None
     group_starts: Tensor
@@ -282,11 +279,9 @@ class _Group(nn.Module):
         one = tables[mine[0]]
         self.dtype, self.width = one.entry.dtype, one.entry.dim
         assert self.count <= _MOST_ROWS, f"{self.count} rows: more need FBGEMM"
-        for key in PER_ROW:
-            like = one.rows.get(key)
-            # Weights have no scales.
-            whole = None if like is None else like.new_zeros(self.count + 1, like.shape[1])
-            self.register_buffer(key, whole)
+        for key, like in one.rows.items():
+            self.register_buffer(key, like.new_zeros(self.count + 1, like.shape[1]))
+        self.keys = list(one.rows)
         # For each feature, where its table's rows start; -1: they are in another group.
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
@@ -307,12 +302,9 @@ class _Group(nn.Module):
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return where the rows of a table are."""
-        found = {"rows": self.rows[self.places[table]]}
-        if self.scale_bias is not None:
-            found["scale_bias"] = self.scale_bias[self.places[table]]
-        return found
+        return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
 
-    def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def forward(self, ids: Found, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
         rows = ids.rows
@@ -343,13 +335,10 @@ class _Group(nn.Module):
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
-        rows = self.rows.index_select(0, here)
+        found = {key: self.get_buffer(key).index_select(0, here) for key in self.keys}
         if self.books is None:
-            found = {"rows": rows}
-            if self.scale_bias is not None:
-                found["scale_bias"] = self.scale_bias.index_select(0, here)
             return decode(found, self.width)
-        entries = rows + self.group_starts
+        entries = found["rows"] + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
         return entries_at(entries, self.books)[:, : self.width].float()
@@ -375,11 +364,10 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
             f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
             " pools in one way: use to_torchrec()."
         )
-    features = [feature.table for feature in collection.features] or list(collection.tables)
     # FBGEMM's remap counts tables where it should count features: a table with two features and a
     # remap serves other rows. So each feature has a table of its own.
     stored = []
-    for place, name in enumerate(features):
+    for place, name in enumerate(collection.looked_up):
         index = tables[name].index
         assert index is not None
         remap = index(torch.arange(index.rows)).int()
@@ -400,8 +388,8 @@ def to_torchrec(
         )
     # A feature of two tables has other rows in each: its outputs' names tell them apart.
     keys: dict[str, list[str]] = {name: [] for name in collection.tables}
-    for feature, key in zip(collection.features, collection.outputs, strict=True):
-        keys[feature.table].append(key)
+    for name, key in zip(collection.looked_up, collection.outputs, strict=True):
+        keys[name].append(key)
     stored = []
     for name in collection.tables:
         one = _stored(tables[name], name)
@@ -409,7 +397,7 @@ def to_torchrec(
         tail = None if one.scale_bias is None else F.pad(one.scale_bias, (0, 0, 0, 1))
         rows = F.pad(one.rows, (0, 0, 0, 1))
         stored.append(replace(one, rows=rows, scale_bias=tail, features=tuple(keys[name])))
-    zeros = [tables[feature.table].entry.stored for feature in collection.features]
+    zeros = [tables[name].entry.stored for name in collection.looked_up]
     inner = bag_collection(stored, collection.weighted)
     return QuantizedCollection(collection, inner, index, zeros)
 

@@ -69,6 +69,11 @@ class Collection:
     features: tuple[Feature, ...] = ()
 
     @property
+    def looked_up(self) -> tuple[str, ...]:
+        """The table of each feature, or of a module of torch's."""
+        return tuple(feature.table for feature in self.features) or self.tables
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """The key of each feature's output, as TorchRec names it: ``feature``, or ``feature@table``
         of one that looks up several tables."""
@@ -198,9 +203,7 @@ class Manifest:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
-        fields = asdict(self)
-        files = {TABLES: {"bytes": fields.pop("bytes")}}
-        return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
+        return _sealed(FORMAT, VERSION, asdict(self))
 
     @cached_property
     def hash(self) -> str:
@@ -232,9 +235,14 @@ class Manifest:
             dtype=entries["dtype"],
             collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
             tables=tables,
-            # No other name in a manifest is used as a path.
             bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
         )
+
+
+def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
+    # No other name in a manifest is used as a path.
+    files = {TABLES: {"bytes": fields.pop("bytes")}}
+    return sealed({"format": form, "version": version, **fields, "files": files})
 
 
 def layout_of(tables: Mapping[str, Any]) -> Layout:
@@ -258,29 +266,27 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _table(entry: Mapping[str, Any]) -> Table:
-    rows = integer("rows", entry["rows"], least=1)
-    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS)
-    fields: dict[str, Any] = {
-        **entry,
-        "kept": integer("kept", entry["kept"], least=0, most=rows),
-        "pooling": choice("pooling", entry["pooling"], get_args(Pooling)),
-        "dtype": choice("dtype", entry["dtype"], ENCODINGS),
-        "scale": choice("scale", entry["scale"], get_args(Scale)),
-        "before": integer("before", entry["before"], least=0),
-        "checksums": dict(entry["checksums"]),
+    found = Table(**{**entry, "checksums": dict(entry["checksums"])})
+    for key, least in (("rows", 1), ("dim", 1), ("kept", 0), ("before", 0)):
+        integer(key, entry[key], least=least)
+    known = {"pooling": get_args(Pooling), "dtype": ENCODINGS, "scale": get_args(Scale)}
+    for key, names in known.items():
+        choice(key, entry[key], names)
+    is_coded, is_by_column = found.dtype == "codes", found.scale == "column"
+    groups = integer("groups", found.groups, least=1) if is_coded else 1
+    turned = found.dim if found.turned is None else integer("turned", found.turned)
+    rules = {
+        "kept": found.kept <= found.rows,
+        "dim": found.dim <= _MOST_COLUMNS,
+        "default_row": isinstance(found.default_row, bool),
+        "scale": found.dtype == "int4" or not is_by_column,
+        "groups": found.dim % groups == 0 and (found.groups is None) != is_coded,
+        "turned": found.dim <= turned <= _MOST_COLUMNS,
     }
-    groups = entry["groups"]
-    if groups is not None:
-        integer("groups", groups, least=1, most=dim)
-    if entry["turned"] is not None:
-        integer("turned", entry["turned"], least=dim, most=_MOST_COLUMNS)
-    if not isinstance(entry["default_row"], bool):
-        raise ValueError("its default_row is neither true nor false")
-    if fields["scale"] == "column" and fields["dtype"] != "int4":
-        raise ValueError(f"its scale is 'column', and its dtype {fields['dtype']!r}")
-    if (groups is None) == (fields["dtype"] == "codes") or dim % (groups or 1):
-        raise ValueError(f"it has dtype {fields['dtype']!r} and groups {groups}")
-    return Table(**fields)
+    for key, fits in rules.items():
+        if not fits:
+            raise ValueError(f"Invalid {key}={entry[key]!r} beside the other entries")
+    return found
 
 
 def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
@@ -390,10 +396,7 @@ class Delta:
         fields = {**asdict(self), "artifact": self.artifact.to_text()}
         for table in fields["tables"].values():
             del table["after"]
-        files = {TABLES: {"bytes": fields.pop("bytes")}}
-        return sealed(
-            {"format": _DELTA_FORMAT, "version": _DELTA_VERSION, **fields, "files": files}
-        )
+        return _sealed(_DELTA_FORMAT, _DELTA_VERSION, fields)
 
     @staticmethod
     def from_text(text: str) -> Delta:
@@ -417,26 +420,6 @@ class Delta:
             tables=tables,
             bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
         )
-
-    def refuse_other(self, before: Manifest, base: str) -> None:
-        """Refuse to follow another artifact than the one that this delta was exported from.
-
-        Args:
-            before: of what is served.
-            base: hash of the artifact that its chain began with.
-
-        Raises:
-            ValueError: names both by the first digits of their hashes.
-        """
-        found = before.hash
-        if self.previous != found:
-            kind = "out of order" if self.base == base else "of another base"
-            raise ValueError(
-                f"the delta is {kind}: it follows artifact {self.previous[:12]} of base"
-                f" {self.base[:12]}, and this is artifact {found[:12]} of base {base[:12]}"
-            )
-        # Written by export(), the two differ in rows alone.
-        refuse_changed(before, self.artifact)
 
 
 def refuse_changed(before: Manifest, after: Manifest) -> None:

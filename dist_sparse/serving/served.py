@@ -31,6 +31,7 @@ from dist_sparse.serving.artifact import Opened, all_kept
 from dist_sparse.serving.chain import Chain, index_after, move_rows, open_chain, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
+    Found,
     LibtorchLookup,
     QuantizedCollection,
     RowLookup,
@@ -58,7 +59,7 @@ class _Lookup(nn.Module):
     ) -> None:
         super().__init__()
         self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
-        self._names = [feature.table for feature in collection.features] or [*collection.tables]
+        self._names = list(collection.looked_up)
         self.features = len(self._names)
         # For when the tables change; rows and indexes are held by the modules below.
         self._tables: dict[str, StoredTable] = {}
@@ -183,7 +184,7 @@ class CollectionLookup(_Lookup):
         offsets = _checked(offsets, values.size(0))
         # Of one feature no counts are read.
         counts = lengths if self.features == 1 else lengths.view(self.features, -1).sum(1)
-        found: Tensor = self.rows(self._found(values, counts), offsets, counts, weights)
+        found: Tensor = self.rows(Found(self._found(values, counts), offsets, counts, weights))
         return found
 
 
@@ -205,7 +206,7 @@ class EmbeddingBagLookup(_Lookup):
             ends = torch.cat([ends, last])
         ends = _checked(ends, ids.size(0))
         # Of one feature no counts are read.
-        found: Tensor = self.rows(self._found(ids, ends), ends, ends, weights)
+        found: Tensor = self.rows(Found(self._found(ids, ends), ends, ends, weights))
         return found
 
 
@@ -218,7 +219,7 @@ class EmbeddingLookup(_Lookup):
         # One bag of all ids, which are not pooled.
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
-        found: Tensor = self.rows(self._found(flat, count), F.pad(count, (1, 0)), count, None)
+        found: Tensor = self.rows(Found(self._found(flat, count), F.pad(count, (1, 0)), count))
         return found.view(ids.size() + found.size()[1:])
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.codes.quantize import refuse_lookup
 from dist_sparse.compaction.kept_rows import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
-from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.rotation.outputs import bases_of_outputs
@@ -31,6 +31,7 @@ from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
+_ANY: Final = torch.tensor(True)
 _ORDERED: Final = 1 << 21
 """Weights of slots that are brought together into the order of their ids."""
 
@@ -41,22 +42,23 @@ class Lookup:
 
     Args:
         pooling: of the last module that does.
-        index: of the rows of the original table, if it is compact.
+        index: of the rows of the original table: all of them, if it is not compact.
         slots: where the rows of the index are stored, int64 ``(n,)``; None where they are in the
             order of ids.
         rotation: what its outputs are multiplied by, float32 ``(columns, columns of the output)``;
             None as they are.
     """
 
+    index: RowIndex
     pooling: Pooling = "none"
-    index: RowIndex | None = None
     slots: Tensor | None = None
     rotation: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether ids are rows, and rows that training writes are those that lookups name."""
-        return self.index is None and self.slots is None and self.rotation is None
+        moved = self.slots is not None or self.rotation is not None
+        return not moved and self.index.stored == self.index.rows
 
 
 def lookups_of(
@@ -69,7 +71,9 @@ def lookups_of(
         ValueError: a module does with its rows what a served table can't; names its path.
     """
     named = {data.fqn: data.name for data in located}
-    lookups = {data.name: Lookup() for data in located}
+    lookups = {}
+    for data in located:
+        lookups[data.name] = Lookup(index=RowIndex.of(torch.ones(data.shape[0], dtype=torch.bool)))
     collections = []
     for site in sites_of(model):
         indexes, slots, names = site.indexes(), site.slots(), {}
@@ -79,15 +83,16 @@ def lookups_of(
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
             names[table] = named[fqn]
-            lookups[named[fqn]].index = indexes.get(table)
-            lookups[named[fqn]].slots = slots.get(table)
+            lookup = lookups[named[fqn]]
+            lookup.index = indexes.get(table, lookup.index)
+            lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
             collections.append(_embedding(lookups, site, names[""]))
         else:
             collections.append(_collection(lookups, site, names))
     for data in located:
         # A compact table that keeps no row still looks up: every id is a removed one.
-        if 0 in data.shape and lookups[data.name].index is None:
+        if 0 in (lookups[data.name].index.rows, data.shape[1]):
             raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
     # By path, so that the file does not depend on the order of the modules.
     return sorted(collections, key=lambda each: each.path), lookups
@@ -95,25 +100,13 @@ def lookups_of(
 
 def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
     module = site.module
-    # It would write to the table when it is looked up.
-    if module.max_norm is not None:
-        raise ValueError(
-            f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
-        )
-    is_bag = isinstance(module, nn.EmbeddingBag)
-    if is_bag and module.mode == "max":
-        raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-    if is_bag and (padding := padding_id_of(module)) is not None:
-        raise ValueError(
-            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
-            " ids out of bags."
-        )
+    refuse_lookup(name, module)
     # An nn.Embedding has neither of the two options.
     lookups[name].pooling = getattr(module, "mode", "none")
     _add_rotations(lookups, module, {None: name})
     return Collection(
         path=site.place,
-        kind="embedding_bag" if is_bag else "embedding",
+        kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
         include_last_offset=bool(getattr(module, "include_last_offset", False)),
         tables=(name,),
     )
@@ -146,8 +139,8 @@ def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, s
         features=tuple(features),
     )
     # Hooks are on the module that holds the tables, keys are outputs of the collection.
-    tables = [feature.table for feature in features]
-    _add_rotations(lookups, site.module, dict(zip(collection.outputs, tables, strict=True)))
+    of_outputs = dict(zip(collection.outputs, collection.looked_up, strict=True))
+    _add_rotations(lookups, site.module, of_outputs)
     return collection
 
 
@@ -177,8 +170,8 @@ class ServedTable:
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
             compact table.
         codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
-        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; None is
-            any.
+        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; one True
+            is any.
     """
 
     data: ShardedData
@@ -187,18 +180,18 @@ class ServedTable:
     kept: Tensor
     codes: ShardedData | None = None
     books: Tensor | None = None
-    changed: Tensor | None = None
+    changed: Tensor = _ANY
 
     @property
-    def default_row(self) -> bool:
-        """Whether the last of the served rows is that of removed ids."""
-        return self.lookup.index is not None and self.lookup.index.default_row
+    def is_noted(self) -> bool:
+        """Whether it is known which rows have changed."""
+        return self.changed.dim() > 0
 
     def planned(self, dtype: Dtype, scale: Scale) -> Table:
         """Describe the table as it will be stored, without checksums."""
-        rows, dim = len(self.kept), self.data.shape[1]
+        rows, dim, groups = len(self.kept), self.data.shape[1], None
         if self.codes is not None:
-            dtype, scale = "codes", "row"
+            dtype, scale, groups = "codes", "row", self.codes.shape[1]
         elif dtype == "codes":
             dtype = "fp32"
         return Table(
@@ -208,8 +201,8 @@ class ServedTable:
             pooling=self.lookup.pooling,
             dtype=dtype,
             scale=scale,
-            groups=None if self.codes is None else self.codes.shape[1],
-            default_row=self.default_row,
+            groups=groups,
+            default_row=self.lookup.index.default_row,
             turned=None if self.lookup.rotation is None else self.lookup.rotation.shape[1],
             before=rows * dim * self.data.dtype.itemsize,
         )
@@ -217,9 +210,8 @@ class ServedTable:
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
         int64."""
-        kept = self.kept if self.changed is None else self.kept & self.changed
-        ids = kept.nonzero().flatten()
-        return F.pad(ids, (0, int(self.default_row)), value=len(self.kept))
+        ids = (self.kept & self.changed).nonzero().flatten()
+        return F.pad(ids, (0, int(self.lookup.index.default_row)), value=len(self.kept))
 
     def whole(self) -> dict[str, Tensor]:
         """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
@@ -235,7 +227,7 @@ class ServedTable:
         # move_rows() is collective over the holders alone.
         if rank_in(world_ranks()) not in (data.ranks or (0,)):
             return
-        rows = self.stored if self.changed is None else self.stored & self.changed
+        rows = self.stored & self.changed
         for part in _moved(data, rows) if slots is None else _by_id(data, slots):
             yield from (part[some] for some in chunks(*part.shape))
 
@@ -243,7 +235,9 @@ class ServedTable:
 def _moved(data: ShardedData, stored: Tensor) -> Iterator[Tensor]:
     """Yield some rows on rank 0, in the order in which they are stored. Collective."""
     whole = Rect(0, 0, int(stored.count_nonzero()), data.shape[1])
-    wanted = [[whole] if rank == 0 else [] for rank in data.ranks or (0,)]
+    ranks = data.ranks or (0,)
+    wanted: list[list[Rect]] = [[] for _ in ranks]
+    wanted[ranks.index(0)] = [whole]
     shards = [shard.tensor for shard in data.shards]
     for _, rows in move_rows(data, shards, stored, wanted):
         yield rows
@@ -313,8 +307,6 @@ def served_tables(
 
 def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTable:
     index = lookup.index
-    if index is None:
-        return ServedTable(data=data, lookup=lookup, stored=stored, kept=stored)
     if index.default_row and not bool(stored[: index.stored].all()):
         raise ValueError(
             f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
@@ -353,7 +345,7 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    if all(table.changed is not None for table in tables.values()):
+    if all(table.is_noted for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
     revived = count_revived(sparsifier.masks, registered)
@@ -374,15 +366,17 @@ def check_zero(
 
 
 class _Note(NamedTuple):
-    """The last delta and the folders before it, the hash of the artifact that it led to, and the
-    rows that it keeps of each table."""
+    """The hash of the artifact that the last delta led to, and the rows that it keeps of each
+    table."""
 
-    folders: tuple[Path, ...]
     artifact: str
     kept: Mapping[str, Tensor]
 
 
-_NOTES: Final[WeakKeyDictionary[BaseDataSparsifier, _Note]] = WeakKeyDictionary()
+# By the folders of the last delta and of what it follows.
+_NOTES: Final[WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]]] = (
+    WeakKeyDictionary()
+)
 
 
 def with_changes(
@@ -393,19 +387,21 @@ def with_changes(
 ) -> dict[str, ServedTable]:
     """Return the tables with the rows that may have changed since the last delta, if it is the last
     of the folders ``before``. Collective."""
-    note, records = _NOTES.get(sparsifier), _records(sparsifier)
-    if note is None or records is None or note.folders != before:
+    note = _NOTES.get(sparsifier, {}).get(before)
+    if note is None:
         return tables
     found = dict(tables)
+    # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
+    plain = {name for name, table in tables.items() if table.lookup.is_plain}
+    records = _records(sparsifier)
     for names in sparsifier.masks.tables.groups.values():
-        plain = [name for name in names if name in tables and tables[name].lookup.is_plain]
-        if not plain:
-            continue
-        flags = gather_rows([registered[name] for name in plain], partial(_flags, records))
-        for name, rows in flags.items():
-            rows |= ~note.kept[name]
-            if not bool(rows.all()):
-                found[name] = replace(tables[name], changed=rows)
+        if not plain.isdisjoint(names):
+            fit = [registered[name] for name in names if name in plain]
+            flags = gather_rows(fit, partial(_flags, records))
+            for name, rows in flags.items():
+                rows |= ~note.kept[name]
+                if not bool(rows.all()):
+                    found[name] = replace(tables[name], changed=rows)
     return found
 
 
@@ -413,8 +409,8 @@ def refuse_replaced(
     sparsifier: BaseDataSparsifier, before: tuple[Path, ...], artifact: str
 ) -> None:
     """Refuse folders that hold another artifact than the last delta led to. Local."""
-    note = _NOTES.get(sparsifier)
-    if note is not None and note.folders == before and note.artifact != artifact:
+    note = _NOTES.get(sparsifier, {}).get(before)
+    if note is not None and note.artifact != artifact:
         raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
 
 
@@ -430,16 +426,16 @@ def note_delta(
         folders: the delta that has just been written, last, and the ones before it.
         artifact: the hash of the artifact that it leads to.
     """
-    for record in (_records(sparsifier) or {}).values():
+    for record in _records(sparsifier).values():
         record.clear()
     kept = {name: table.kept for name, table in tables.items()}
-    _NOTES[sparsifier] = _Note(folders, artifact, kept)
+    _NOTES[sparsifier] = {folders: _Note(artifact, kept)}
 
 
-def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written] | None:
-    """The rows written by the address of the weights; None without an enforcer."""
+def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
+    """The rows written by the address of the weights; none without an enforcer."""
     enforcer = sparsifier.masks.enforcer
-    return None if enforcer is None else enforcer.written("deltas")
+    return {} if enforcer is None else enforcer.written("deltas")
 
 
 def _flags(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:

@@ -282,11 +282,11 @@ def test_compact_tables_have_codes(tmp_path: Path) -> None:
         ({}, {"codes": {"x": 2}}, "must name some of the tables ['weight']"),
         ({}, {"begin": -1}, "Invalid begin=-1"),
         ({}, {"begin": 3, "end": 2}, "Invalid end=2"),
-        ({"mode": "max"}, {}, "without padding_idx and mode='max', and without max_norm"),
-        ({"max_norm": 1.0}, {}, "the EmbeddingBag at '', must be"),
-        ({"padding_idx": 0}, {}, "without padding_idx and mode='max'"),
-        ({"dtype": torch.float16}, {}, "of float32 or float64: serving does not round"),
-        ({"dtype": torch.bfloat16}, {}, "of float32 or float64: serving does not round"),
+        ({"mode": "max"}, {}, "Table 'weight': mode='max' can't be served"),
+        ({"max_norm": 1.0}, {}, "Table 'weight': max_norm=1.0 changes rows"),
+        ({"padding_idx": 0}, {}, "Table 'weight': padding_idx=0 of an EmbeddingBag"),
+        ({"dtype": torch.float16}, {}, "of float32 or float64: serving does not round to 16 bits"),
+        ({"dtype": torch.bfloat16}, {}, "of float32 or float64: serving does not round to 16 bits"),
     ],
 )
 def test_refused_arguments(options: Any, arguments: Any, message: str) -> None:
@@ -316,7 +316,7 @@ def test_what_can_not_be_attached_again_stays_attached() -> None:
     ids = torch.arange(40).view(40, 1)
     out = model(ids)
     model.max_norm = 100.0
-    with pytest.raises(ValueError, match="without max_norm"):
+    with pytest.raises(ValueError, match="max_norm=100"):
         handle.attach()
     model.max_norm = None
     assert torch.equal(model(ids), out) and len(model._forward_hooks) == 1
