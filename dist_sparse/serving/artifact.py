@@ -406,7 +406,11 @@ def _mixed(values: Tensor) -> Tensor:
 
 def all_kept(rows: int) -> Tensor:
     """Return the bitmap of a table that keeps all rows."""
-    return RowIndex.of(torch.ones(rows, dtype=torch.bool)).words
+    words = torch.full((max(1, -(-rows // 32)),), -1, dtype=torch.int32)
+    # Bits behind the last row are 0.
+    if rows == 0 or rows % 32:
+        words[-1] = (1 << rows % 32) - 1
+    return words
 
 
 def ids_in(words: Tensor, rows: int, first: int) -> Tensor:

@@ -23,6 +23,7 @@ from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.rotation.outputs import bases_of_outputs
+from dist_sparse.serving.artifact import all_kept
 from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
 from dist_sparse.serving.manifest import Collection, Feature, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -73,7 +74,7 @@ def lookups_of(
     named = {data.fqn: data.name for data in located}
     lookups = {}
     for data in located:
-        lookups[data.name] = Lookup(index=RowIndex.of(torch.ones(data.shape[0], dtype=torch.bool)))
+        lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
     collections = []
     for site in sites_of(model):
         indexes, slots, names = site.indexes(), site.slots(), {}
@@ -311,6 +312,8 @@ def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTa
         raise ValueError(
             f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
         )
+    if index.stored == index.rows == len(stored):
+        return ServedTable(data=data, lookup=lookup, stored=stored, kept=stored)
     # No id has the rows behind.
     stored = stored & (torch.arange(len(stored)) < index.stored)
     kept = index.kept().cpu()
