@@ -26,6 +26,7 @@ from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.modules import ModelTables, collection_of
 from dist_sparse.tables.protocols import LookupKernel
@@ -113,14 +114,14 @@ def quantize(
     with world.agreeing("quantize()") as facts:
         schedule = Window(begin=begin, end=end, every=every)
         pull = number("commitment", commitment, least=0)
-        sparsifier = None if sparse is None else sparsifier_of(sparse)
+        # Without one nothing is removed.
+        sparsifier = DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
         source = ModelTables(model)
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
-        if sparsifier is not None:
-            _refuse_masks(sparsifier, groups, located)
+        _refuse_masks(sparsifier, groups, located)
         facts["begin, end, every"] = asdict(schedule)
-        facts["codes, commitment, sparse"] = [groups, pull, sparsifier is not None]
+        facts["codes, commitment, sparse"] = [groups, pull, sparse is not None]
     handle = CodedTraining(source, groups, schedule, pull, sparsifier)
     try:
         with world.agreeing("quantize()"):
@@ -141,7 +142,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     Attributes:
         books: of each table, float16 ``(groups, 256, columns of a group)``; zeros before the first
             fit.
-        sparsifier: of the masks of the same tables, or None.
+        sparsifier: of the masks of the same tables; without masks one of no tables.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         groups: Mapping[str, int],
         schedule: Window,
         commitment: float,
-        sparsifier: BaseDataSparsifier | None,
+        sparsifier: BaseDataSparsifier,
     ) -> None:
         self.sparsifier = sparsifier
         self._source, self._groups = source, groups
@@ -173,7 +174,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             RuntimeError: the handle is detached.
         """
         attached = self._while_attached()
-        version = None if self.sparsifier is None else self.sparsifier.masks.tables.version
+        version = self.sparsifier.masks.tables.version
         if self._schedule.updates(self._step):
             self._fit()
         elif version != self._masks_version:
@@ -294,8 +295,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 
     def _settle(self) -> None:
         """Zero removed weights that an optimizer has written since."""
-        if self.sparsifier is not None:
-            self.sparsifier.masks.hooks.settle()
+        self.sparsifier.masks.hooks.settle()
 
     @torch.no_grad()
     def _fit(self) -> None:

@@ -407,9 +407,8 @@ def _mixed(values: Tensor) -> Tensor:
 def all_kept(rows: int) -> Tensor:
     """Return the bitmap of a table that keeps all rows."""
     words = torch.full((max(1, -(-rows // 32)),), -1, dtype=torch.int32)
-    # Bits behind the last row are 0.
-    if rows == 0 or rows % 32:
-        words[-1] = (1 << rows % 32) - 1
+    # Bits behind the last row are 0; as an int32, 32 ones are -1.
+    words[-1] = torch.tensor((1 << rows - 32 * (len(words) - 1)) - 1).int()
     return words
 
 

@@ -204,12 +204,6 @@ class Chain:
         """Return a table of the artifact that they make."""
         return MappedTable(self.artifact, name, self.deltas)
 
-    def verify(self, name: str, *, rows: bool) -> None:
-        """Verify the tensors of a table, with or without its rows."""
-        self.artifact.verify_table(name, rows=rows)
-        for delta in self.deltas:
-            delta.verify_table(name, rows=rows)
-
 
 def open_next(
     path: str | os.PathLike[str], before: Manifest, base: str, *, verify: bool = True

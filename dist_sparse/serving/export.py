@@ -210,10 +210,10 @@ def export(
 
 
 def _sparsifier(sparse: Any) -> tuple[CodedTraining | None, BaseDataSparsifier]:
-    coded = sparse if isinstance(sparse, CodedTraining) else None
-    rows = sparse if coded is None else coded.sparsifier
+    if isinstance(sparse, CodedTraining):
+        return sparse, sparse.sparsifier
     # Without one nothing is removed.
-    return coded, DataNormSparsifier() if rows is None else sparsifier_of(rows)
+    return None, DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
 
 
 def _checked(dtype: Any, scale: Any, sparse: Any) -> tuple[Dtype, Scale]:
@@ -369,7 +369,9 @@ class DeltaWriter(ArtifactWriter):
         self, path: Path, manifest: Manifest, chain: Chain, sources: Mapping[str, ServedTable]
     ) -> None:
         for name, source in sources.items():
-            chain.verify(name, rows=not source.is_noted)
+            chain.artifact.verify_table(name, rows=not source.is_noted)
+            for delta in chain.deltas:
+                delta.verify_table(name, rows=not source.is_noted)
         super().__init__(path)
         self._manifest, self._chain = manifest, chain
         self._tables: dict[str, _Changes] = {}

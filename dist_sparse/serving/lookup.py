@@ -221,14 +221,15 @@ class LibtorchLookup(RowLookup):
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # Tables whose rows have one shape: by their columns and codes.
-        by_shape: dict[tuple[int, int], list[str]] = {}
+        by_shape: dict[tuple[int, int | None], list[str]] = {}
         for name, table in tables.items():
-            by_shape.setdefault(_shape(table), []).append(name)
-        self.groups = nn.ModuleList()
-        for names in by_shape.values():
+            by_shape.setdefault((table.entry.dim, table.entry.groups), []).append(name)
+        self.groups, group_of = nn.ModuleList(), {}
+        for at, names in enumerate(by_shape.values()):
             self.groups.append(_Group(tables, names, features))
+            group_of.update(dict.fromkeys(names, at))
         self._fill(tables)
-        self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
+        self.group_of = [group_of[name] for name in features]
 
     def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
@@ -244,11 +245,6 @@ class LibtorchLookup(RowLookup):
         """Return the rows, and their scales and biases."""
         groups = cast(Iterable[_Group], self.groups)
         return next(group for group in groups if table in group.places).stored(table)
-
-
-def _shape(table: StoredTable) -> tuple[int, int]:
-    # Beside tables with codes there may be others.
-    return table.entry.dim, table.entry.groups or 0
 
 
 class _Group(nn.Module):

@@ -412,7 +412,13 @@ class Delta:
             raise ValueError(f"its tables are {sorted(entries['tables'])}")
         tables = {}
         for name, entry in entries["tables"].items():
-            tables[name] = _table_delta(name, artifact.tables[name], entry)
+            after = artifact.tables[name]
+            most = {"rows": after.stored, "came": after.stored, "gone": after.rows}
+            for key, largest in most.items():
+                integer(key, entry[key], least=0, most=largest, of=name)
+            whole = tuple(key for key in after.layout() if key in entry["whole"])
+            fields = {**entry, "whole": whole, "checksums": dict(entry["checksums"])}
+            tables[name] = TableDelta(after=after, **fields)
         return Delta(
             base=str(entries["base"]),
             previous=str(entries["previous"]),
@@ -442,17 +448,6 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
                     " artifact that the delta follows: a delta changes rows alone; export a new"
                     " base"
                 )
-
-
-def _table_delta(name: str, after: Table, entry: Mapping[str, Any]) -> TableDelta:
-    return TableDelta(
-        after=after,
-        rows=integer("rows", entry["rows"], least=0, most=after.stored, of=name),
-        came=integer("came", entry["came"], least=0, most=after.stored, of=name),
-        gone=integer("gone", entry["gone"], least=0, most=after.rows, of=name),
-        whole=tuple(key for key in after.layout() if key in entry["whole"]),
-        checksums=dict(entry["checksums"]),
-    )
 
 
 def delta_summary(delta: Delta) -> str:
