@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality_kernel import Floats, Model, rotated
-from dist_sparse.serving.codes import decode, encode
-from dist_sparse.serving.column_grid import ColumnSpread
+from dist_sparse.serving.encodings import ColumnSpread, decode, encode
 from two_tower.data import Interactions, Test, load
 from two_tower.quality import measure
 

@@ -172,7 +172,7 @@ def _add_launch(commands: Commands) -> None:
 
 def _add_serve_check(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.serving.check import check_artifact
+        from dist_sparse.serving.chain import check_artifact
         from dist_sparse.serving.manifest import summary
 
         manifest = check_artifact(options.folder, *options.deltas).manifest
@@ -196,7 +196,7 @@ def _add_chain(parser: Parser) -> None:
 
 def _add_merge(commands: Commands) -> None:
     def run(options: argparse.Namespace) -> int:
-        from dist_sparse.serving.check import merge
+        from dist_sparse.serving.chain import merge
         from dist_sparse.serving.manifest import summary
 
         manifest = merge(options.folder, *options.deltas, out=options.out)

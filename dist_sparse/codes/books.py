@@ -13,7 +13,6 @@ rounding. Of replicas, the first holder counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from dist_sparse.groups import Group
-    from dist_sparse.tables.shards import Rect, ShardedData
+    from dist_sparse.tables.shards import ShardedData
 
 ENTRIES: Final = 256
 """Entries of a book: a byte has as many values."""
@@ -121,17 +120,6 @@ def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
             codes[:, group] = nearest.long().bitwise_and_(ENTRIES - 1).to(torch.uint8)
 
 
-def fit(data: ShardedData, group: Group, groups: int) -> Tensor:
-    """Return the first books of a table, by k-means of evenly spaced rows. Collective over the
-    table's ``group``: an all-reduce of these rows.
-
-    Args:
-        groups: of the table's columns.
-    """
-    # The same on every rank from here on: nothing has to be sent.
-    return learned(sampled(data, group), groups)
-
-
 def learned(rows: Tensor, groups: int) -> Tensor:
     """Return books of some rows ``(n, columns)`` by k-means. Local."""
     parts = rows.view(len(rows), groups, -1).unbind(1)
@@ -143,19 +131,20 @@ def learned(rows: Tensor, groups: int) -> Tensor:
     return books
 
 
-def refit(data: ShardedData, group: Group, books: Tensor, codes: Mapping[Rect, Tensor]) -> Tensor:
+def refit(data: ShardedData, group: Group, books: Tensor, coded: ShardedData) -> Tensor:
     """Return books of the means of all rows that share an entry, one round of Lloyd's. Collective
     over the table's ``group``: an all-reduce of sums and counts.
 
     Args:
-        codes: of this rank's shards.
+        coded: the codes of its shards.
     """
     groups, entries, width = books.shape
     sums = torch.zeros(groups, entries, width + 1, dtype=torch.int64)
-    held = dict(data.shards)
-    for rect in data.owned(group.rank):
-        mine = slice(rect.col // width, rect.col_end // width)
-        sums[mine] += _sums(held[rect], codes[rect], books[mine])
+    owned = data.owned(group.rank)
+    for (rect, rows), (_, codes) in zip(data.shards, coded.shards, strict=True):
+        if rect in owned:
+            mine = slice(rect.col // width, rect.col_end // width)
+            sums[mine] += _sums(rows, codes, books[mine])
     return _means(books, group.all_reduce(sums))
 
 

@@ -37,7 +37,7 @@ from dist_sparse.planning.plan import untouched_rows
 from dist_sparse.planning.trials import check_candidate, serving
 from dist_sparse.progress import progress
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.serving.codes import BITS
+from dist_sparse.serving.encodings import BITS
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source

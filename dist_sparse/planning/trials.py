@@ -28,9 +28,7 @@ from dist_sparse.rotation.bases import bases_of
 from dist_sparse.rotation.lookups import find_lookup
 from dist_sparse.rotation.rotate import check_group
 from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
-from dist_sparse.serving.codes import chunks, decode, encode
-from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.manifest import Dtype
+from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import check_range, lookups_of
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import model_source

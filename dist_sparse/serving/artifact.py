@@ -20,19 +20,29 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.files import hex_of, sync_folder
-from dist_sparse.masking.masks import count_bits
-from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of
-from dist_sparse.serving.rows import PER_ROW, all_kept, ids_of, sum_of_rows
+from dist_sparse.masking.masks import count_bits, unpack
+from dist_sparse.serving.encodings import chunks
+from dist_sparse.serving.manifest import (
+    PER_ROW,
+    TABLES,
+    Delta,
+    Manifest,
+    Table,
+    layout_of,
+    size_of,
+)
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -48,7 +58,7 @@ Written = TypeVar("Written", Manifest, Delta)
 class Opened(Generic[Written]):
     """The manifest and the mapped tensors of an artifact or a delta, in a file of the size and
     with the header that follow from the manifest. Whether a delta fits an artifact is not known
-    yet: see :meth:`Delta.refuse_other`.
+    yet.
 
     Args:
         path: the folder.
@@ -64,21 +74,24 @@ class Opened(Generic[Written]):
         self.manifest: Written = manifest
         self._tensors = _mapped(self.path / TABLES, manifest)
 
-    def verify(self, tables: Iterable[str] | None = None) -> Opened[Written]:
-        """Verify every byte of these tables; None of all.
+    def verify(self) -> Opened[Written]:
+        """Verify every byte.
 
         Raises:
             ValueError: they are not what the manifest describes; names file and tensor.
         """
-        for name in self.manifest.tables if tables is None else tables:
-            self._verify(name)
+        for name in self.manifest.tables:
+            self.verify_table(name)
         return self
 
-    def _verify(self, name: str) -> None:
+    def verify_table(self, name: str, *, rows: bool = True) -> None:
+        """Verify every byte of a table, or of its tensors that are no rows."""
         file, table, tensors = self.path / TABLES, self.manifest.tables[name], self.tensors(name)
         # The bitmap comes first, and says which ids the rows belong to.
         for key, tensor in tensors.items():
-            if isinstance(table, Table) and key in PER_ROW:
+            if key in PER_ROW and not rows:
+                continue
+            if key in PER_ROW and isinstance(table, Table):
                 words = tensors.get("kept", all_kept(table.rows))
                 parts = ids_of(words, table.rows, table.default_row)
                 found = sum(sum_of_rows(ids, tensor[some]) for some, ids in parts) % 2**64
@@ -175,14 +188,17 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
 
     def begin(self, tables: Mapping[str, Any]) -> None:
         """Write the header of the tables."""
-        layout = layout_of(tables)
-        header = _header(layout)
-        self._checksums = dict.fromkeys(layout, 0)
+        header, spans = _placed(tables)
+        self._checksums = dict.fromkeys(spans, 0)
         # Tensors are written side by side: where the next rows of each belong, and where it ends.
-        spans = _spans(layout)
-        self._at = {name: len(header) + span.start for name, span in spans.items()}
-        self._ends = {name: len(header) + span.stop for name, span in spans.items()}
+        self._at = {name: span.start for name, span in spans.items()}
+        self._ends = {name: span.stop for name, span in spans.items()}
         self._file.write(header)
+
+    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+        """Write the next rows of a table, or its tensors that are no rows; as of :meth:`append`."""
+        for key, part in parts.items():
+            self.append(f"{table}.{key}", part, ids)
 
     def append(self, name: str, part: Tensor, ids: Tensor | None = None) -> None:
         """Write the next rows of the tensor ``name``, in the dtype of :meth:`Table.layout`.
@@ -209,6 +225,13 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
             found = {key: hex_of(self._checksums[f"{name}.{key}"]) for key in table.layout()}
             tables[name] = replace(table, checksums=found)
         return replace(manifest, tables=tables, bytes=bytes_of(tables))
+
+    def finish(self, manifest: Written) -> Written:
+        """Read the tables back, give the folder its name, and return ``manifest`` as written."""
+        sealed = self.seal(manifest)
+        Opened(self.folder, sealed).verify()
+        self.publish(sealed)
+        return sealed
 
     def publish(self, manifest: Manifest | Delta) -> None:
         """Write the manifest, and give the folder its final name.
@@ -266,8 +289,8 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file that has the size and the header that follow from the manifest."""
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
-    layout = layout_of(manifest.tables)
-    header, expected = _header(layout), bytes_of(manifest.tables)
+    header, spans = _placed(manifest.tables)
+    expected = bytes_of(manifest.tables)
     if (size := file.stat().st_size) != expected:
         raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
@@ -277,39 +300,36 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
             )
     # Private: nothing that is written to a tensor reaches the file.
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
-    tensors, found = raw[len(header) :], {}
-    for name, span in _spans(layout).items():
-        dtype, shape = layout[name]
-        found[name] = tensors[span].view(dtype).view(shape)
+    found = {}
+    for name, (dtype, shape) in layout_of(manifest.tables).items():
+        found[name] = raw[spans[name]].view(dtype).view(shape)
     return found
 
 
-def _spans(layout: Layout) -> dict[str, slice]:
-    """Where the bytes of each tensor are behind the header."""
-    found, end = {}, 0
-    for name, each in layout.items():
-        start, end = end, end + size_of(*each)
-        found[name] = slice(start, end)
-    return found
-
-
-def _header(layout: Layout) -> bytes:
-    """Length and JSON of a safetensors file, padded with spaces to a multiple of 8 bytes."""
-    entries = {}
-    for name, span in _spans(layout).items():
-        dtype, shape = layout[name]
-        offsets = [span.start, span.stop]
+def _placed(tables: Mapping[str, Any]) -> tuple[bytes, dict[str, slice]]:
+    """The header of a safetensors file, and where its tensors are in the file."""
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, (dtype, shape) in layout_of(tables).items():
+        start, end = end, end + size_of(dtype, shape)
+        offsets = [start, end]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    # The tensors begin behind the header, and must be aligned.
+    # Spaces at its end: the tensors begin behind it, and must be aligned.
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    spans = {}
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        spans[name] = slice(len(header) + start, len(header) + end)
+    return header, spans
 
 
 def bytes_of(tables: Mapping[str, Any]) -> int:
     """Return the bytes of ``tables.safetensors``."""
-    layout = layout_of(tables)
-    return len(_header(layout)) + sum(size_of(*each) for each in layout.values())
+    header, spans = _placed(tables)
+    ends: list[int] = [span.stop for span in spans.values()]
+    return max([len(header), *ends])
 
 
 def _fits(words: Tensor, table: Any) -> bool:
@@ -336,3 +356,82 @@ def memory_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     # Tensor.numpy() would need NumPy.
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+# Rows by the ids that they belong to. A delta costs what it changes: nothing here that it needs
+# reads rows that it does not name.
+
+SPAN: Final = 1 << 16
+"""Ids that are taken from a bitmap, and rows that are moved, at once."""
+
+
+def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
+    """Return a checksum of rows ``(n, columns)`` and their ids: the sum of a hash of each, modulo
+    2**64.
+
+    Whatever is stored beside a row or before it, its share is the same: a delta takes the shares of
+    old rows out and puts the ones of new rows in. A row is hashed by its words of 32 bits times
+    factors of 64 (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+    """
+    words, total = words_of(rows), 0
+    factors = _factors(words.shape[1] + 1)
+    for some in chunks(*words.shape):
+        # Overflow is meant: sums and products are those of integers modulo 2**64.
+        hashes = torch.mv(words[some].long(), factors[1:]) + ids[some].long() * factors[0]
+        total += int(_mixed(hashes).sum())
+    return total % 2**64
+
+
+def words_of(rows: Tensor) -> Tensor:
+    """Return the bytes of rows as int32, the last ones with zeros behind: -0.0 is not 0.0."""
+    raw = rows.contiguous().view(torch.uint8)
+    # Rows of a mapped file need not begin at a word.
+    if raw.shape[1] % 4 or raw.storage_offset() % 4:
+        raw = F.pad(raw, (0, -raw.shape[1] % 4)).clone()
+    return raw.view(torch.int32)
+
+
+@cache
+def _factors(count: int) -> Tensor:
+    # SplitMix64's numbers, and odd ones: no bit of a word is lost.
+    return _mixed(torch.arange(1, count + 1) * -0x61C8864680B583EB) | 1
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """SplitMix64's last steps: each bit of an int64 changes about half of the result's."""
+    values = (values ^ ((values >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    values = (values ^ ((values >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return values ^ ((values >> 31) & (2**33 - 1))
+
+
+def all_kept(rows: int) -> Tensor:
+    """Return the bitmap of a table that keeps all rows."""
+    words = torch.full((max(1, -(-rows // 32)),), -1, dtype=torch.int32)
+    # Bits behind the last row are 0; as an int32, 32 ones are -1.
+    words[-1] = torch.tensor((1 << rows - 32 * (len(words) - 1)) - 1).int()
+    return words
+
+
+def ids_in(words: Tensor, rows: int, first: int) -> Tensor:
+    """Return the ids of a span that a bitmap keeps, int64, ascending."""
+    some = words[first // 32 : (first + SPAN) // 32].view(torch.uint8)
+    return unpack(some, min(SPAN, rows - first)).nonzero().flatten() + first
+
+
+def ids_of(words: Tensor, rows: int, default_row: bool = False) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the stored rows of a bitmap, a few at a time: their numbers, and their ids, int64,
+    ascending; the default row has the id behind the last."""
+    last = 0
+    for first in range(0, rows, SPAN):
+        ids = ids_in(words, rows, first)
+        yield slice(last, last := last + len(ids)), ids
+    if default_row:
+        yield slice(last, last + 1), torch.tensor([rows])
+
+
+def rows_of(index: RowIndex, ids: Tensor) -> Tensor:
+    """Return the row of each id, the default row for the id behind the last, and :data:`REMOVED`
+    where an id has no row of its own: int64."""
+    found: Tensor = index(ids)
+    found = torch.where(found == index.num_kept, REMOVED, found)
+    return torch.where(ids == index.rows, index.num_kept, found)

@@ -10,44 +10,64 @@ on the sharding, nor on the number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice
 from dist_sparse.codes.quantize import CodedTraining
 from dist_sparse.compaction.kept_rows import sparsifier_of
+from dist_sparse.files import hex_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
-from dist_sparse.serving.artifact import check_new
-from dist_sparse.serving.check import compare_rows, open_chain
-from dist_sparse.serving.codes import LARGEST, encode
-from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.delta import Delta, delta_summary, refuse_changed
-from dist_sparse.serving.manifest import Dtype, Manifest, Scale, Table, summary
-from dist_sparse.serving.noted import note_delta, refuse_replaced, with_changes
+from dist_sparse.serving.artifact import (
+    ArtifactWriter,
+    added,
+    all_kept,
+    bytes_of,
+    check_new,
+    ids_of,
+    memory_of,
+    rows_of,
+    sum_of_rows,
+    words_of,
+)
+from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
+from dist_sparse.serving.encodings import ENCODINGS, ColumnSpread, Dtype, encode
+from dist_sparse.serving.manifest import (
+    PER_ROW,
+    Delta,
+    Manifest,
+    Scale,
+    Table,
+    TableDelta,
+    delta_summary,
+    refuse_changed,
+    summary,
+)
 from dist_sparse.serving.sources import (
     ServedTable,
     check_zero,
     lookups_of,
+    note_delta,
     refuse_range,
+    refuse_replaced,
     registered_tables,
     served_tables,
+    with_changes,
 )
-from dist_sparse.serving.writers import DeltaWriter, WholeWriter
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.training.sparsify import SparseTraining
-
-Consume = Callable[[Iterator[Tensor]], object]
 
 
 @dataclass(frozen=True)
@@ -118,8 +138,8 @@ def export(
             writes that torch does not count (through ``.data``, numpy, or a collective on weights)
             call ``sparsifier.apply_masks()`` first. With ``scale="column"`` a scale that has
             changed may change the codes of all rows. Only rank 0 reads these folders; of tables
-            whose written rows were noted, only rows that changed: damage elsewhere is found by
-            what loads, checks or merges the chain.
+            whose written rows were noted, which ids have rows, and rows that changed: damage of
+            other rows is found by what loads, checks or merges the chain.
 
     Raises:
         ValueError: something is at ``path``, a table or module can't be served, removed weights are
@@ -143,22 +163,18 @@ def export(
         (200, 128)
     """
     world = group_over(world_ranks())
-    chain: Any = None
+    chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        chosen, by = _checked(dtype, scale)
-        coded = _coded_training(sparse, chosen)
+        coded, sparsifier = _sparsifier(sparse)
+        chosen, by = _checked(dtype, scale, sparse)
         before = _folders(since)
-        sparsifier = _sparsifier(sparse)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
-        for data in located:
-            check_data(data)
-            # Ranks that disagree in these would wait for messages that no rank sends.
-            facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
-            _refuse_without_rank_0(data)
-        lookups = lookups_of(model, located)
+        # Ranks that disagree in these would wait for messages that no rank sends.
+        facts.update({f"table {data.name!r}": _checked_table(data) for data in located})
+        collections, lookups = lookups_of(model, located)
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
@@ -168,13 +184,12 @@ def export(
     with world.agreeing("export()"):
         # An enforcer may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.hooks.settle()
-        if coded is not None:
-            tables = _with_codes(tables, coded)
+        tables = _with_codes(tables, coded)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
             dtype=chosen if coded is None else "codes",
-            collections=tuple(lookups.collections),
-            tables={name: _planned(table, chosen, by) for name, table in tables.items()},
+            collections=tuple(collections),
+            tables={name: table.planned(chosen, by) for name, table in tables.items()},
             bytes=0,
         )
         if chain is not None:
@@ -184,12 +199,7 @@ def export(
     check_zero(sparsifier, tables, registered)
     # The working directory may change later.
     target = Path(os.path.abspath(path))
-    writing: Callable[[], WholeWriter | DeltaWriter] = partial(
-        WholeWriter, target, manifest, tables
-    )
-    if before:
-        writing = partial(DeltaWriter, target, manifest, tables, chain)
-    text = _write(manifest, tables, writing, world)
+    text = _write(target, manifest, tables, chain, world)
     if not before:
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
@@ -199,82 +209,63 @@ def export(
     return Exported(target, delta.artifact, delta, before)
 
 
-def _sparsifier(sparse: Any) -> BaseDataSparsifier:
-    """The sparsifier of the rows; of None one that removes nothing."""
-    rows = sparse.sparsifier if isinstance(sparse, CodedTraining) else sparse
-    return DataNormSparsifier() if rows is None else sparsifier_of(rows)
+def _sparsifier(sparse: Any) -> tuple[CodedTraining | None, BaseDataSparsifier]:
+    if isinstance(sparse, CodedTraining):
+        return sparse, sparse.sparsifier
+    # Without one nothing is removed.
+    return None, DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
 
 
-def _folders(since: Any) -> tuple[Path, ...]:
-    """The folders that a delta follows; none for a whole export."""
-    if since is None:
-        return ()
-    if isinstance(since, Exported):
-        return (*since.since, since.path)
-    folders = [since] if isinstance(since, (str, os.PathLike)) else since
-    return tuple(Path(os.path.abspath(folder)) for folder in folders)
-
-
-def _checked(dtype: Any, scale: Any) -> tuple[Dtype, Scale]:
-    chosen: Any = choice("dtype", dtype, LARGEST)
+def _checked(dtype: Any, scale: Any, sparse: Any) -> tuple[Dtype, Scale]:
+    chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
     if by == "column" and chosen != "int4":
         raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
-    return chosen, by
-
-
-def _coded_training(sparse: Any, dtype: Dtype) -> CodedTraining | None:
-    coded = sparse if isinstance(sparse, CodedTraining) else None
-    if coded is None and dtype == "codes":
+    if chosen == "codes" and not isinstance(sparse, CodedTraining):
         raise ValueError(
             f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
             " quantize() returned."
         )
-    return coded
+    return chosen, by
 
 
-def _with_codes(tables: Mapping[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
-    codes, books = coded.coded(), coded.books
-    if strange := sorted(set(codes) - set(tables)):
-        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
-    return {
-        name: replace(table, codes=codes.get(name), books=books.get(name))
-        for name, table in tables.items()
-    }
+def _folders(since: Any) -> tuple[Path, ...]:
+    """The folders that a delta follows; none for a whole export."""
+    if isinstance(since, Exported):
+        return (*since.since, since.path)
+    folders = [since] if isinstance(since, (str, os.PathLike)) else since or ()
+    return tuple(Path(os.path.abspath(folder)) for folder in folders)
 
 
-def _refuse_without_rank_0(data: ShardedData) -> None:
+def _checked_table(data: ShardedData) -> list[Any]:
+    """Where a table is stored."""
+    check_data(data)
     if 0 not in (data.ranks or (0,)):
         raise ValueError(
             f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
         )
+    return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _planned(source: ServedTable, dtype: Dtype, scale: Scale) -> Table:
-    """Describe the table as it will be stored."""
-    rows, dim = len(source.kept), source.data.shape[1]
-    if source.codes is not None:
-        dtype, scale = "codes", "row"
-    elif dtype == "codes":
-        dtype = "fp32"
-    return Table(
-        rows=rows,
-        kept=int(source.kept.count_nonzero()),
-        dim=dim,
-        pooling=source.pooling,
-        dtype=dtype,
-        scale=scale,
-        groups=None if source.codes is None else source.codes.shape[1],
-        default_row=source.default_row,
-        turned=None if source.rotation is None else source.rotation.shape[1],
-        before=rows * dim * source.data.dtype.itemsize,
-    )
+def _with_codes(
+    tables: dict[str, ServedTable], coded: CodedTraining | None
+) -> dict[str, ServedTable]:
+    if coded is None:
+        return tables
+    codes, books = coded.coded(), coded.books
+    if strange := sorted(set(codes) - set(tables)):
+        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
+    found = {}
+    for name, table in tables.items():
+        found[name] = replace(table, codes=codes.get(name), books=books.get(name))
+    return found
 
 
 def _write(
+    path: Path,
     manifest: Manifest,
     sources: Mapping[str, ServedTable],
-    writing: Callable[[], WholeWriter | DeltaWriter],
+    chain: Chain | None,
     world: Group,
 ) -> str:
     """Write, check and publish; return the text of the manifest that was written. Collective.
@@ -282,13 +273,15 @@ def _write(
     Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
     raise its errors.
     """
-    writer: Any = None
+    writer: ArtifactWriter | None = None
     text = None
     rows = sum(table.stored for table in manifest.tables.values())
     with ExitStack() as stack:
         with world.agreeing("export()"):
-            if world.rank == 0:
-                writer = stack.enter_context(writing())
+            if chain is not None:
+                writer = stack.enter_context(DeltaWriter(path, manifest, chain, sources))
+            elif world.rank == 0:
+                writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
         shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
         bar = stack.enter_context(shown)
         for name, source in sources.items():
@@ -296,23 +289,28 @@ def _write(
             if table.scale == "column":
                 # Scales are chosen from all rows, which are streamed once more for them.
                 spread = ColumnSpread(table.dim)
-                _stream(world, source, partial(_count, spread, name, table.dtype))
+                with _streaming(world, source) as chunks:
+                    for some in chunks:
+                        refuse_range(name, some, table.dtype)
+                        spread.add(some)
                 whole["scales"] = spread.scales()
-            _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
+            with _streaming(world, source) as chunks:
+                if writer is not None:
+                    _write_table(writer, name, table, source, whole, bar, chunks)
         with world.agreeing("export()"):
             if writer is not None:
-                text = writer.finish().to_text()
+                text = writer.finish(manifest).to_text()
     return str(world.all_gather_json(text)[0])
 
 
-def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
-    """Stream a table to rank 0, where ``consume`` gets its chunks. Collective; what it raises is
-    raised on all ranks."""
+@contextmanager
+def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
+    """Stream the chunks of a table to rank 0; other ranks get none. Collective; what is raised
+    inside is raised on all ranks."""
     chunks = source.chunks()
     error: Exception | None = None
     try:
-        if world.rank == 0:
-            consume(chunks)
+        yield chunks
     except Exception as fault:
         error = fault
     # The other ranks wait for messages until the table is through, so the error waits too.
@@ -323,14 +321,8 @@ def _stream(world: Group, source: ServedTable, consume: Consume) -> None:
             raise error
 
 
-def _count(spread: ColumnSpread, name: str, dtype: Dtype, chunks: Iterator[Tensor]) -> None:
-    for rows in chunks:
-        refuse_range(name, rows, dtype)
-        spread.add(rows)
-
-
 def _write_table(
-    writer: WholeWriter | DeltaWriter,
+    writer: ArtifactWriter,
     name: str,
     table: Table,
     source: ServedTable,
@@ -338,18 +330,140 @@ def _write_table(
     bar: Bar,
     chunks: Iterator[Tensor],
 ) -> None:
-    writer.start(name, whole)
+    writer.add(name, whole)
     ids, first = source.ids(), 0
     for rows in chunks:
         refuse_range(name, rows, table.dtype)
         stored = encode(rows, table.dtype, whole.get("scales"))
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)
-        parts = {"rows": stored.rows.cpu()}
-        if stored.scale_bias is not None:
-            parts["scale_bias"] = stored.scale_bias.cpu()
-        writer.add(name, ids[first : first + len(rows)], parts)
+        parts = {key: part.cpu() for key, part in stored.items() if key in PER_ROW}
+        writer.add(name, parts, ids[first : first + len(rows)])
         first += len(rows)
         bar(len(rows))
     if first != len(ids):
         raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
+
+
+# What is written from streamed tables: a whole artifact, or a delta. Both get the same tensors in
+# the same order, are read back, and published.
+
+_PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
+
+
+class DeltaWriter(ArtifactWriter):
+    """Writes what changed since a chain.
+
+    Changed rows wait in files without a name, beside the delta: the format begins with their
+    number, which is known at the end.
+
+    Args:
+        path: the final name.
+        manifest: of the whole artifact, without checksums.
+        chain: what the delta follows.
+        sources: the tables, by name. Where changes are noted, no row of the chain is read that was
+            not written, and rows are not verified: only what says which ids have one.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, chain: Chain, sources: Mapping[str, ServedTable]
+    ) -> None:
+        for name, source in sources.items():
+            chain.artifact.verify_table(name, rows=not source.is_noted)
+            for delta in chain.deltas:
+                delta.verify_table(name, rows=not source.is_noted)
+        super().__init__(path)
+        self._manifest, self._chain = manifest, chain
+        self._tables: dict[str, _Changes] = {}
+
+    def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
+        """Compare the next rows of a table, or begin it with its tensors that are no rows."""
+        if ids is not None:
+            self._tables[table].add(ids, parts)
+            return
+        before, after = self._chain.table(table), self._manifest.tables[table]
+        self._tables[table] = _Changes(before, after, parts, self.folder)
+
+    def finish(self, manifest: Any) -> Any:
+        """Write what was found, publish it, and return the manifest of the delta.
+
+        Args:
+            manifest: as it was given.
+        """
+        found = {name: changes.result() for name, changes in self._tables.items()}
+        after = {name: change.after for name, change in found.items()}
+        artifact = replace(manifest, tables=after, bytes=bytes_of(after))
+        self.begin(found)
+        for name, changes in self._tables.items():
+            for key, part in changes.parts():
+                self.append(f"{name}.{key}", part)
+        base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
+        return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
+
+
+class _Changes:
+    """What changed in a table, found as its rows go by.
+
+    Args:
+        before: the table that the delta follows.
+        after: without checksums.
+        whole: tensors that are no rows, and the bitmap of the ids that are kept now.
+        folder: of files without a name.
+    """
+
+    def __init__(
+        self, before: MappedTable, after: Table, whole: Mapping[str, Tensor], folder: Path
+    ) -> None:
+        self._before, self._after, self._now = before, after, whole
+        words = whole.get("kept", all_kept(after.rows))
+        self._gone = torch.cat([ids for _, ids in ids_of(before.index.words & ~words, after.rows)])
+        self._whole = {}
+        for key, tensor in before.whole.items():
+            if not torch.equal(whole[key], tensor):
+                self._whole[key] = whole[key]
+        self._came = 0
+        self._found = [torch.empty(0, dtype=torch.int32)]
+        self._spools, self._sums = {}, {}
+        for key, part in before.gather(self._gone).items():
+            # Open until the delta is written.
+            self._spools[key] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            # Of the rows that stay, come and go: rows of the artifact before are not read for it.
+            self._sums[key] = int(before.entry.checksums[key], 16) - sum_of_rows(self._gone, part)
+
+    def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+        had_one = rows_of(self._before.index, ids) >= 0
+        old, changed = self._before.gather(ids[had_one]), ~had_one
+        for key, part in parts.items():
+            differs = words_of(part[had_one]) != words_of(old[key])
+            changed[had_one] |= differs.any(1)
+        self._came += int((~had_one).count_nonzero())
+        self._found.append(ids[changed].int())
+        for key, part in parts.items():
+            held = part[changed]
+            out = sum_of_rows(ids[had_one & changed], old[key][changed[had_one]])
+            self._sums[key] = added(self._sums[key] - out, held, ids[changed])
+            self._spools[key].write(memory_of(held))
+
+    def result(self) -> TableDelta:
+        sums = {key: each % 2**64 for key, each in self._sums.items()}
+        for key, tensor in self._now.items():
+            sums[key] = added(0, tensor, None)
+        checksums = {key: hex_of(sums[key]) for key in self._after.layout()}
+        return TableDelta(
+            after=replace(self._after, checksums=checksums),
+            rows=sum(map(len, self._found)),
+            came=self._came,
+            gone=len(self._gone),
+            whole=tuple(self._whole),
+        )
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the delta, rows as bytes and a few at a time."""
+        yield "ids", torch.cat(self._found)
+        yield "gone", self._gone.int()
+        yield from self._whole.items()
+        for key, spool in self._spools.items():
+            with spool:
+                spool.seek(0)
+                while raw := spool.read(_PIECE):
+                    yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)

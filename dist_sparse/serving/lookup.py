@@ -9,19 +9,17 @@ as zeros. They hold tensors and numbers alone, no module of FBGEMM, which ``torc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.codes.books import ENTRIES, entries_at
-from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.serving.codes import Rows, decode
-from dist_sparse.serving.column_grid import books_of
-from dist_sparse.serving.manifest import Pooling, Table
-from dist_sparse.serving.rows import PER_ROW
+from dist_sparse.compaction.row_index import RowIndex, RowIndexes
+from dist_sparse.serving.encodings import books_of, decode
+from dist_sparse.serving.manifest import Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
@@ -41,7 +39,7 @@ class StoredTable:
         entry: of the manifest.
         rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
         whole: its other tensors, likewise.
-        index: of the rows, None where all ids have one.
+        index: of the rows; None where a :class:`RowIndexes` holds it.
         room: how many rows it may come to have in the place where it is stored.
     """
 
@@ -52,22 +50,41 @@ class StoredTable:
     room: int = 0
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether FBGEMM has one: neither for books nor for rows of half a byte."""
+        is_odd = self.entry.dtype == "int4" and self.entry.dim % 2 == 1
+        return not is_odd and books_of(self.whole) is None
+
+    @property
+    def needed_index(self) -> RowIndex | None:
+        """The index; None where all ids have a row: without removed rows, ids are rows."""
+        return self.index if self.entry.kept < self.entry.rows else None
+
+    @property
     def places(self) -> int:
         """Return the rows that there is room for."""
         return max(self.room, self.entry.stored)
 
 
-class _Ids(NamedTuple):
-    """The arguments of :meth:`RowLookup.forward`."""
+class Found(NamedTuple):
+    """The rows of ids that are looked up, and how they are pooled.
+
+    Args:
+        rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
+        offsets: int32 ``(features * bags + 1,)``: where each bag starts.
+        counts: ``(features,)``, how many ids each feature has.
+        weights: float32 ``(n,)``, a factor for each id.
+    """
 
     rows: Tensor
     offsets: Tensor
     counts: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
 
 
 class RowLookup(nn.Module):
-    """Kept rows of several tables, and how each feature pools them: base class.
+    """Kept rows of several tables, how each feature pools them, and the ``rotation`` that turns
+    results of a table back if it has one: base class.
 
     Args:
         tables: by name.
@@ -82,29 +99,45 @@ class RowLookup(nn.Module):
         self.dims = [entry.dim for entry in entries]
         self.pooling = entries[0].pooling
         means = torch.tensor([entry.pooling == "mean" for entry in entries])
-        self.mixed = bool(means.any() and not means.all())
+        self.mixed = len({entry.pooling for entry in entries}) > 1
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
+        self.is_turned = any(entry.turned is not None for entry in entries)
+        for at, table in enumerate(tables.values()):
+            rotation = table.whole.get("rotation")
+            self.register_buffer(f"rotation_{at}", None if rotation is None else rotation.clone())
+        self.rotations = [f"rotation_{list(tables).index(name)}" for name in features]
 
-    def forward(
-        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Found) -> Tensor:
         """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
-        sequences the row of each id, ``(n, columns)``.
+        sequences the row of each id, ``(n, columns)``; columns are the ones of the original
+        tables."""
+        if self.mixed:
+            # A lookup pools in one way, so both are computed, and each column takes its own.
+            mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
+            found = torch.where(self.mean_columns, mean, total)
+        else:
+            found = self._pooled(ids, self.pooling)
+        return self._turned(found, ids.counts) if self.is_turned else found
 
-        Args:
-            rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
-            offsets: int32 ``(features * bags + 1,)``: where each bag starts.
-            counts: ``(features,)``, how many ids each feature has.
-            weights: float32 ``(n,)``, a factor for each id.
-        """
-        ids = _Ids(rows, offsets, counts, weights)
-        if not self.mixed:
-            return self._pooled(ids, self.pooling)
-        # A lookup pools in one way, so both are computed, and each column takes its own.
-        mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
-        return torch.where(self.mean_columns, mean, total)
+    def _turned(self, found: Tensor, counts: Tensor) -> Tensor:
+        rotations: list[Tensor | None] = [getattr(self, name) for name in self.rotations]
+        is_sequence = self.pooling == "none"
+        # Every row of sequences is turned by every matrix: a graph can't split them by counts.
+        given = [found] * len(rotations) if is_sequence else torch.split(found, self.dims, 1)
+        parts = []
+        for part, rotation in zip(given, rotations, strict=True):
+            parts.append(part if rotation is None else part @ rotation)
+        if not is_sequence:
+            return torch.cat(parts, 1)
+        out = parts[0]
+        if len(parts) > 1:
+            features = torch.arange(len(parts), device=counts.device)
+            of = torch.repeat_interleave(features, counts, output_size=found.size(0)).unsqueeze(1)
+            for feature, part in enumerate(parts):
+                out = torch.where(of == feature, part, out)
+        return out
 
-    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
     def stored(self, table: str) -> dict[str, Tensor]:
@@ -154,7 +187,7 @@ class FbgemmLookup(RowLookup):
         # The operator picks its code by the widest table of each dtype; 0: there is none.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
-    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         return look_up_stored(
             self.weights,
             self.no_weights,
@@ -188,16 +221,17 @@ class LibtorchLookup(RowLookup):
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
         # Tables whose rows have one shape: by their columns and codes.
-        by_shape: dict[tuple[int, int], list[str]] = {}
+        by_shape: dict[tuple[int, int | None], list[str]] = {}
         for name, table in tables.items():
-            by_shape.setdefault(_shape(table), []).append(name)
-        self.groups = nn.ModuleList()
-        for names in by_shape.values():
+            by_shape.setdefault((table.entry.dim, table.entry.groups), []).append(name)
+        self.groups, group_of = nn.ModuleList(), {}
+        for at, names in enumerate(by_shape.values()):
             self.groups.append(_Group(tables, names, features))
+            group_of.update(dict.fromkeys(names, at))
         self._fill(tables)
-        self.group_of = [list(by_shape).index(_shape(tables[name])) for name in features]
+        self.group_of = [group_of[name] for name in features]
 
-    def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
         found: list[Tensor] = [group(ids, pooling) for group in self.groups]
         if pooling == "none":
@@ -213,18 +247,6 @@ class LibtorchLookup(RowLookup):
         return next(group for group in groups if table in group.places).stored(table)
 
 
-def _shape(table: StoredTable) -> tuple[int, int]:
-    # Beside tables with codes there may be others.
-    return table.entry.dim, table.entry.groups or 0
-
-
-def _books(table: StoredTable) -> Tensor | None:
-    """The books of a table whose rows are bytes; of scales of columns they are made."""
-    if table.entry.scale == "column":
-        return books_of(table.whole["scales"])
-    return table.whole.get("books")
-
-
 class _Group(nn.Module):
     """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
     for ids of tables in another group. Bytes 0 are zeros in all books.
@@ -236,7 +258,6 @@ class _Group(nn.Module):
     """
 
     rows: Tensor
-    scale_bias: Tensor | None
     firsts: Tensor
     books: Tensor | None
     group_starts: Tensor
@@ -254,17 +275,16 @@ class _Group(nn.Module):
         one = tables[mine[0]]
         self.dtype, self.width = one.entry.dtype, one.entry.dim
         assert self.count <= _MOST_ROWS, f"{self.count} rows: more need FBGEMM"
-        for key in PER_ROW:
-            like = one.rows.get(key)
-            # Weights have no scales.
-            whole = None if like is None else like.new_zeros(self.count + 1, like.shape[1])
-            self.register_buffer(key, whole)
+        for key, like in one.rows.items():
+            self.register_buffer(key, like.new_zeros(self.count + 1, like.shape[1]))
+        self.keys = list(one.rows)
         # For each feature, where its table's rows start; -1: they are in another group.
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
-        if _books(one) is not None:
-            self._add_books([cast(Tensor, _books(tables[name])) for name in mine], features)
+        books = [found for name in mine if (found := books_of(tables[name].whole)) is not None]
+        if books:
+            self._add_books(books, features)
 
     def _add_books(self, books: Sequence[Tensor], features: Sequence[str]) -> None:
         """Hold all books one behind the other: where each group of columns starts, and each
@@ -278,12 +298,9 @@ class _Group(nn.Module):
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return where the rows of a table are."""
-        found = {"rows": self.rows[self.places[table]]}
-        if self.scale_bias is not None:
-            found["scale_bias"] = self.scale_bias[self.places[table]]
-        return found
+        return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
 
-    def forward(self, ids: _Ids, pooling: Pooling) -> Tensor:
+    def forward(self, ids: Found, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
         rows = ids.rows
@@ -314,11 +331,10 @@ class _Group(nn.Module):
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
         """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
-        rows = self.rows.index_select(0, here)
+        found = {key: self.get_buffer(key).index_select(0, here) for key in self.keys}
         if self.books is None:
-            tail = None if self.scale_bias is None else self.scale_bias.index_select(0, here)
-            return decode(Rows(rows, tail), self.width)
-        entries = rows + self.group_starts
+            return decode(found, self.width)
+        entries = found["rows"] + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
         return entries_at(entries, self.books)[:, : self.width].float()
@@ -329,58 +345,115 @@ def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) 
     return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
 
 
-class TurnedLookup(nn.Module):
-    """Results of ``rows``, times the ``rotation`` of each feature's table if it has one.
+# Tables of an artifact in modules that others load: FBGEMM's table batch with its remap of ids, and
+# TorchRec's quantized collection. Both hold rows of the artifact bit for bit, and removed ids are
+# exactly 0. Columns with a scale each and codes are stored in float16, which holds their steps and
+# the entries of books exactly.
+
+
+def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
+    """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
+    from dist_sparse.torchrec.inference import table_batch
+
+    if len({table.entry.pooling for table in tables.values()}) > 1:
+        raise ValueError(
+            f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
+            " pools in one way: use to_torchrec()."
+        )
+    # FBGEMM's remap counts tables where it should count features: a table with two features and a
+    # remap serves other rows. So each feature has a table of its own.
+    stored = []
+    for place, name in enumerate(collection.looked_up):
+        index = tables[name].index
+        assert index is not None
+        remap = index(torch.arange(index.rows)).int()
+        stored.append(replace(_stored(tables[name], f"{name}.{place}"), remap=remap))
+    return table_batch(stored)
+
+
+def to_torchrec(
+    collection: Collection, tables: Mapping[str, StoredTable], index: RowIndexes
+) -> QuantizedCollection:
+    """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
+    from dist_sparse.torchrec.inference import bag_collection
+
+    if collection.kind != "bag":
+        raise ValueError(
+            f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
+            " EmbeddingBagCollection looks up bags: use to_fbgemm()."
+        )
+    # A feature of two tables has other rows in each: its outputs' names tell them apart.
+    keys: dict[str, list[str]] = {name: [] for name in collection.tables}
+    for name, key in zip(collection.looked_up, collection.outputs, strict=True):
+        keys[name].append(key)
+    stored = []
+    for name in collection.tables:
+        one = _stored(tables[name], name)
+        # Behind the last row one of zeros: for removed ids, and for ids out of range.
+        tail = None if one.scale_bias is None else F.pad(one.scale_bias, (0, 0, 0, 1))
+        rows = F.pad(one.rows, (0, 0, 0, 1))
+        stored.append(replace(one, rows=rows, scale_bias=tail, features=tuple(keys[name])))
+    zeros = [tables[name].entry.stored for name in collection.looked_up]
+    inner = bag_collection(stored, collection.weighted)
+    return QuantizedCollection(collection, inner, index, zeros)
+
+
+class QuantizedCollection(nn.Module):
+    """TorchRec's quantized EmbeddingBagCollection behind an index from ids to rows.
 
     Args:
-        rows: looks up the stored columns.
-        tables: by name.
-        features: for each feature, the name of its table.
+        looked_up: the collection of the manifest.
+        collection: TorchRec's; takes rows.
+        index: from ids to rows.
+        zeros: the row of zeros of each feature's table.
     """
 
+    zeros: Tensor
+
     def __init__(
-        self, rows: RowLookup, tables: Mapping[str, StoredTable], features: Sequence[str]
+        self, looked_up: Collection, collection: nn.Module, index: RowIndexes, zeros: Sequence[int]
     ) -> None:
         super().__init__()
-        self.rows = rows
-        turns: dict[str, nn.Module] = {}
-        for name, table in tables.items():
-            rotation = table.whole.get("rotation")
-            turns[name] = nn.Identity() if rotation is None else _Turn(rotation)
-        self.turns = nn.ModuleList(turns[name] for name in features)
-        self.dims = [tables[name].entry.dim for name in features]
-        self.sequences = tables[features[0]].entry.pooling == "none"
+        self.collection, self.index = collection, index
+        self.features = [feature.name for feature in looked_up.features]
+        self.keys, self.weighted = looked_up.outputs, looked_up.weighted
+        self.register_buffer("zeros", torch.tensor(zeros, dtype=torch.int32), persistent=False)
 
-    def forward(
-        self, rows: Tensor, offsets: Tensor, counts: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
-        """As :meth:`RowLookup.forward`; columns are the ones of the original tables."""
-        found: Tensor = self.rows(rows, offsets, counts, weights)
-        if not self.sequences:
-            parts = torch.split(found, self.dims, 1)
-            return torch.cat([turn(part) for turn, part in zip(self.turns, parts, strict=True)], 1)
-        out: Tensor = self.turns[0](found)
-        if len(self.turns) > 1:
-            features = torch.arange(len(self.turns), device=counts.device)
-            of = torch.repeat_interleave(features, counts, output_size=rows.size(0)).unsqueeze(1)
-            # Every row is turned by every matrix: a graph can't split them by counts.
-            for feature in range(1, len(self.turns)):
-                out = torch.where(of == feature, self.turns[feature](found), out)
-        return out
+    def forward(self, ids: Any) -> Any:
+        """Return the pooled rows of a KeyedJaggedTensor as a KeyedTensor. Removed ids, and ids out
+        of range, count as zeros."""
+        from dist_sparse.torchrec import jagged
 
-    def stored(self, table: str) -> dict[str, Tensor]:
-        """Return where the rows of a table are."""
-        return self.rows.stored(table)
+        values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+        counts = lengths.view(len(self.features), -1).sum(1)
+        rows = self.index(values, counts)
+        zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
+        rows = torch.where(rows < 0, zeros, rows)
+        return self.collection(jagged.keyed(self.keys, rows, lengths, weights))
 
 
-class _Turn(nn.Module):
-    """Multiplies by a matrix."""
+def _stored(table: StoredTable, name: str) -> Any:
+    """The stored rows of a table in FBGEMM's format."""
+    from dist_sparse.torchrec.inference import StoredRows
 
-    matrix: Tensor
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("matrix", matrix.clone())
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values @ self.matrix
+    entry = table.entry
+    if entry.turned is not None:
+        raise ValueError(
+            f"Table {name!r} was rotated alone: its outputs are turned back by a matrix, for which"
+            " other libraries have no place. Rotate its group instead, or serve it by this one."
+        )
+    if entry.dtype == "int4" and entry.dim % 2:
+        raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
+    dtype, rows = entry.dtype, table.rows["rows"]
+    if books_of(table.whole) is not None:
+        dtype, rows = "fp16", decode({**table.whole, "rows": rows}, entry.dim).half()
+    tail = table.rows.get("scale_bias")
+    return StoredRows(
+        name=name,
+        features=(name,),
+        columns=entry.dim,
+        dtype=dtype,
+        pooling=entry.pooling,
+        rows=rows.view(torch.uint8),
+        scale_bias=None if tail is None else tail.view(torch.uint8),
+    )

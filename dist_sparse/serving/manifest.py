@@ -1,4 +1,5 @@
-"""The manifest of an artifact: its tables, and the collections that look them up.
+"""The manifest of an artifact: its tables, and the collections that look them up; and of a delta,
+what turns one artifact into the next one.
 
 Everything in the file of tables follows from the manifest: names, dtypes, shapes and order of the
 tensors. The text is canonical and holds its own CRC32, so that it is read as it was written or
@@ -20,25 +21,21 @@ import torch
 from dist_sparse.checks import choice, integer
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.files import sealed, unsealed
+from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
 
 FORMAT: Final = "dist_sparse.serving"
 VERSION: Final = 4
 TABLES: Final = "tables.safetensors"
 
-Dtype = Literal["fp32", "fp16", "int8", "int4", "codes"]
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-ROW_DTYPES: Final[dict[str, torch.dtype]] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "int8": torch.uint8,
-    "int4": torch.uint8,
-    "codes": torch.uint8,
-}
+PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
+"""Tensors with an entry for each stored row. Others are carried whole if they have changed."""
+
 _MOST_COLUMNS: Final = 1 << 16
 
 
@@ -70,6 +67,11 @@ class Collection:
     include_last_offset: bool = False
     tables: tuple[str, ...]
     features: tuple[Feature, ...] = ()
+
+    @property
+    def looked_up(self) -> tuple[str, ...]:
+        """The table of each feature, or of a module of torch's."""
+        return tuple(feature.table for feature in self.features) or self.tables
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -118,7 +120,7 @@ class Table:
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
         checksums: of each of its tensors, named as in :meth:`layout`: CRC32s, and of rows what
-            :func:`~dist_sparse.serving.rows.sum_of_rows` returns.
+            :func:`~dist_sparse.serving.artifact.sum_of_rows` returns.
     """
 
     rows: int
@@ -174,7 +176,7 @@ class Table:
         if self.groups is not None:
             columns = self.groups
             found["books"] = torch.float16, (columns, ENTRIES, self.dim // columns)
-        found["rows"] = ROW_DTYPES[self.dtype], (self.stored, columns)
+        found["rows"] = ENCODINGS[self.dtype].stored, (self.stored, columns)
         if self.turned is not None:
             found["rotation"] = torch.float32, (self.dim, self.turned)
         return found
@@ -201,9 +203,7 @@ class Manifest:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
-        fields = asdict(self)
-        files = {TABLES: {"bytes": fields.pop("bytes")}}
-        return sealed({"format": FORMAT, "version": VERSION, **fields, "files": files})
+        return _sealed(FORMAT, VERSION, asdict(self))
 
     @cached_property
     def hash(self) -> str:
@@ -235,9 +235,14 @@ class Manifest:
             dtype=entries["dtype"],
             collections=tuple(_collection(entry, tables) for entry in entries["collections"]),
             tables=tables,
-            # No other name in a manifest is used as a path.
             bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
         )
+
+
+def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
+    # No other name in a manifest is used as a path.
+    files = {TABLES: {"bytes": fields.pop("bytes")}}
+    return sealed({"format": form, "version": version, **fields, "files": files})
 
 
 def layout_of(tables: Mapping[str, Any]) -> Layout:
@@ -261,29 +266,27 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _table(entry: Mapping[str, Any]) -> Table:
-    rows = integer("rows", entry["rows"], least=1)
-    dim = integer("dim", entry["dim"], least=1, most=_MOST_COLUMNS)
-    fields: dict[str, Any] = {
-        **entry,
-        "kept": integer("kept", entry["kept"], least=0, most=rows),
-        "pooling": choice("pooling", entry["pooling"], get_args(Pooling)),
-        "dtype": choice("dtype", entry["dtype"], ROW_DTYPES),
-        "scale": choice("scale", entry["scale"], get_args(Scale)),
-        "before": integer("before", entry["before"], least=0),
-        "checksums": dict(entry["checksums"]),
+    found = Table(**{**entry, "checksums": dict(entry["checksums"])})
+    for key, least in (("rows", 1), ("dim", 1), ("kept", 0), ("before", 0)):
+        integer(key, entry[key], least=least)
+    known = {"pooling": get_args(Pooling), "dtype": ENCODINGS, "scale": get_args(Scale)}
+    for key, names in known.items():
+        choice(key, entry[key], names)
+    is_coded, is_by_column = found.dtype == "codes", found.scale == "column"
+    groups = integer("groups", found.groups, least=1) if is_coded else 1
+    turned = found.dim if found.turned is None else integer("turned", found.turned)
+    rules = {
+        "kept": found.kept <= found.rows,
+        "dim": found.dim <= _MOST_COLUMNS,
+        "default_row": isinstance(found.default_row, bool),
+        "scale": found.dtype == "int4" or not is_by_column,
+        "groups": found.dim % groups == 0 and (found.groups is None) != is_coded,
+        "turned": found.dim <= turned <= _MOST_COLUMNS,
     }
-    groups = entry["groups"]
-    if groups is not None:
-        integer("groups", groups, least=1, most=dim)
-    if entry["turned"] is not None:
-        integer("turned", entry["turned"], least=dim, most=_MOST_COLUMNS)
-    if not isinstance(entry["default_row"], bool):
-        raise ValueError("its default_row is neither true nor false")
-    if fields["scale"] == "column" and fields["dtype"] != "int4":
-        raise ValueError(f"its scale is 'column', and its dtype {fields['dtype']!r}")
-    if (groups is None) == (fields["dtype"] == "codes") or dim % (groups or 1):
-        raise ValueError(f"it has dtype {fields['dtype']!r} and groups {groups}")
-    return Table(**fields)
+    for key, fits in rules.items():
+        if not fits:
+            raise ValueError(f"Invalid {key}={entry[key]!r} beside the other entries")
+    return found
 
 
 def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collection:
@@ -321,3 +324,139 @@ def summary(manifest: Manifest) -> str:
     if all(table.kept == table.rows for table in manifest.tables.values()):
         whole += "; no row was removed"
     return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole])
+
+
+# Deltas: their folders have the files of an artifact. `tables.safetensors` holds, for each table,
+# the rows that changed or came and their ids, and the ids that went (tombstones). `manifest.json`
+# names the artifact that the delta follows by the hash of its manifest, and holds the whole
+# manifest of the artifact that it leads to: the checksum of each tensor there says what a chain of
+# deltas must add up to, and an artifact merged from a chain goes on with the deltas that follow the
+# chain.
+
+_DELTA_FORMAT: Final = "dist_sparse.serving.delta"
+_DELTA_VERSION: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDelta:
+    """What changes in a table.
+
+    Args:
+        after: the table of the artifact that the delta leads to.
+        rows: in the delta: rows that changed, and rows of ids that came.
+        came: how many of them came.
+        gone: ids that went.
+        whole: tensors that are no rows, and changed: scales of columns, or a rotation.
+        checksums: CRC32s of the delta's tensors, named as in :meth:`layout`.
+    """
+
+    after: Table
+    rows: int
+    came: int
+    gone: int
+    whole: tuple[str, ...] = ()
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+    def layout(self) -> Layout:
+        """Return dtype and shape of each of its tensors: ``ids`` of the rows and ids that are
+        ``gone``, ascending; a default row has the id behind the last."""
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "ids": (torch.int32, (self.rows,)),
+            "gone": (torch.int32, (self.gone,)),
+        }
+        for key, (dtype, shape) in self.after.layout().items():
+            if key in PER_ROW:
+                found[key] = dtype, (self.rows, *shape[1:])
+            elif key in self.whole:
+                found[key] = dtype, shape
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """The entries of a delta's ``manifest.json``.
+
+    Args:
+        base: hash of the artifact that begins the chain.
+        previous: hash of the artifact that the delta follows, which base and deltas before it make.
+        artifact: the manifest of the one that it leads to.
+        tables: by name.
+        bytes: of ``tables.safetensors``.
+    """
+
+    base: str
+    previous: str
+    artifact: Manifest
+    tables: Mapping[str, TableDelta]
+    bytes: int = 0
+
+    def to_text(self) -> str:
+        """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
+        it."""
+        fields = {**asdict(self), "artifact": self.artifact.to_text()}
+        for table in fields["tables"].values():
+            del table["after"]
+        return _sealed(_DELTA_FORMAT, _DELTA_VERSION, fields)
+
+    @staticmethod
+    def from_text(text: str) -> Delta:
+        """Return what :meth:`to_text` wrote.
+
+        Raises:
+            ValueError: the text is not exactly that, or of another version.
+            LookupError, TypeError, AttributeError: an entry is missing or of another type.
+        """
+        entries = unsealed(text, _DELTA_FORMAT, _DELTA_VERSION)
+        artifact = Manifest.from_text(entries["artifact"])
+        if list(entries["tables"]) != list(artifact.tables):
+            raise ValueError(f"its tables are {sorted(entries['tables'])}")
+        tables = {}
+        for name, entry in entries["tables"].items():
+            after = artifact.tables[name]
+            most = {"rows": after.stored, "came": after.stored, "gone": after.rows}
+            for key, largest in most.items():
+                integer(key, entry[key], least=0, most=largest, of=name)
+            whole = tuple(key for key in after.layout() if key in entry["whole"])
+            fields = {**entry, "whole": whole, "checksums": dict(entry["checksums"])}
+            tables[name] = TableDelta(after=after, **fields)
+        return Delta(
+            base=str(entries["base"]),
+            previous=str(entries["previous"]),
+            artifact=artifact,
+            tables=tables,
+            bytes=integer("bytes", entries["files"][TABLES]["bytes"], least=0),
+        )
+
+
+def refuse_changed(before: Manifest, after: Manifest) -> None:
+    """Refuse artifacts between which more has changed than rows and what decodes them.
+
+    Raises:
+        ValueError: names the table.
+    """
+    if before.collections != after.collections or list(before.tables) != list(after.tables):
+        raise ValueError(
+            "a delta is of the same tables and lookups as the artifact that it follows:"
+            " export a new base"
+        )
+    for name, table in after.tables.items():
+        was = vars(before.tables[name])
+        for key in vars(table).keys() - {"kept", "checksums", "before"}:
+            if getattr(table, key) != was[key]:
+                raise ValueError(
+                    f"table {name!r} has {key}={getattr(table, key)!r}, and had {was[key]!r} in the"
+                    " artifact that the delta follows: a delta changes rows alone; export a new"
+                    " base"
+                )
+
+
+def delta_summary(delta: Delta) -> str:
+    """Return how many rows the delta changes, and its bytes beside the whole artifact's."""
+    tables = delta.tables.values()
+    came, gone = sum(table.came for table in tables), sum(table.gone for table in tables)
+    changed = sum(table.rows for table in tables) - came
+    share = percent(delta.bytes / delta.artifact.bytes)
+    return (
+        f"delta: {count(changed)} rows changed, {count(came)} came, {count(gone)} went;"
+        f" {size(delta.bytes)} on disk, {share} of {size(delta.artifact.bytes)}"
+    )

@@ -8,7 +8,9 @@ its ``lookup``, a module that takes and returns tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -25,20 +27,19 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import Opened
-from dist_sparse.serving.check import Chain, move_of, open_chain, open_next
-from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.in_place import Gate, Move
+from dist_sparse.serving.artifact import Opened, all_kept
+from dist_sparse.serving.chain import Chain, index_after, move_rows, open_chain, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
+    Found,
     LibtorchLookup,
+    QuantizedCollection,
     RowLookup,
     StoredTable,
-    TurnedLookup,
+    to_fbgemm,
+    to_torchrec,
 )
-from dist_sparse.serving.manifest import Collection, Table
-from dist_sparse.serving.rows import all_kept
-from dist_sparse.serving.targets import QuantizedCollection, to_fbgemm, to_torchrec
+from dist_sparse.serving.manifest import Collection, Delta
 from dist_sparse.torchrec import kernels
 
 
@@ -47,27 +48,19 @@ class _Lookup(nn.Module):
 
     Args:
         tables: by name.
-        features: for each feature, the name of its table.
-        native: whether lookups use FBGEMM's operator.
+        collection: of the manifest.
+        fbgemm: whether lookups use FBGEMM's operator if it has one for the tables.
         unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph
             counts none.
-        include_last_offset: of a ``torch.nn.EmbeddingBag``.
     """
 
     def __init__(
-        self,
-        tables: dict[str, StoredTable],
-        features: list[str],
-        native: bool,
-        unknown: str,
-        include_last_offset: bool,
+        self, tables: dict[str, StoredTable], collection: Collection, fbgemm: bool, unknown: str
     ) -> None:
         super().__init__()
-        rows_of = {name: table.entry.rows for name, table in tables.items()}
-        self._names, self._native = list(features), native
-        self.features = len(features)
-        self.include_last_offset = include_last_offset
-        self.unknown = unknown
+        self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
+        self._names = list(collection.looked_up)
+        self.features = len(self._names)
         # For when the tables change; rows and indexes are held by the modules below.
         self._tables: dict[str, StoredTable] = {}
         for name, table in tables.items():
@@ -75,23 +68,31 @@ class _Lookup(nn.Module):
             self._tables[name] = replace(table, rows={}, whole=whole, index=None)
         self.index = self._indexes(tables)
         self.rows = self._row_lookup(tables)
-        self.counted = UnknownLookups(rows_of, features)
+        rows = {name: table.entry.rows for name, table in tables.items()}
+        self.counted = UnknownLookups(rows, self._names)
+
+    @property
+    def dims(self) -> list[int]:
+        """Columns of the result of each feature."""
+        entries = [self._tables[name].entry for name in self._names]
+        return [entry.turned or entry.dim for entry in entries]
 
     def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
-            [table.index for table in tables.values()],
+            [table.needed_index for table in tables.values()],
             [table.entry.rows for table in tables.values()],
             [names.index(name) for name in self._names],
         )
 
-    def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup | TurnedLookup:
+    def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup:
         # Both take the same arguments and return the same sums.
-        kind = FbgemmLookup if self._native else LibtorchLookup
-        rows = kind(tables, self._names)
-        if all(table.entry.turned is None for table in tables.values()):
-            return rows
-        return TurnedLookup(rows, tables, self._names)
+        native = self._fbgemm and all(table.has_kernel for table in tables.values())
+        return (FbgemmLookup if native else LibtorchLookup)(tables, self._names)
+
+    def like_this(self, tables: dict[str, StoredTable]) -> _Lookup:
+        """Return the same lookup of other tables."""
+        return type(self)(tables, self._collection, self._fbgemm, self.unknown)
 
     def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
         """Return a function that makes the tables the ones that a delta leads to. Nothing changes
@@ -100,48 +101,38 @@ class _Lookup(nn.Module):
         Raises:
             ValueError: the delta does not fit the rows; names its folder and table.
         """
-        moves: dict[str, Move] = {}
+        before: dict[str, RowIndex] = {}
         tables: dict[str, StoredTable] = {}
         grown: dict[str, StoredTable] = {}
-        before, is_grown = self.index.tables(), False
+        indexes, is_grown = self.index.tables(), False
         for at, (name, table) in enumerate(self._tables.items()):
-            change, tensors = delta.manifest.tables[name], delta.tensors(name)
-            entry = table.entry
-            index = before.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
-            moves[name] = move_of(delta, name, index.cpu())
+            change, tensors, entry = delta.manifest.tables[name], delta.tensors(name), table.entry
+            index = indexes.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
+            before[name] = index.cpu()
             whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
             # The table may be pooled in another way in another collection.
-            after = replace(change.after, pooling=table.entry.pooling)
-            tables[name] = StoredTable(after, {}, whole, _needed(moves[name].index, after))
-            rows, room = self._held(name)
+            after = replace(change.after, pooling=entry.pooling)
+            tables[name] = StoredTable(after, {}, whole, index_after(delta, name, before[name]))
+            places = self.rows.stored(name)
+            room = len(places["rows"])
             is_grown |= after.stored > room or bool(change.whole)
             if after.stored > room:
                 # The next deltas find room.
                 room = after.stored + after.stored // 4
-            grown[name] = StoredTable(table.entry, rows, whole, None, room)
+            rows = {key: part[: entry.stored] for key, part in places.items()}
+            grown[name] = StoredTable(entry, rows, whole, None, room)
         device = self.index.words.device
-        indexes = self._indexes(tables).to(device)
+        index_of_all = self._indexes(tables).to(device)
         lookup = self._row_lookup(grown).to(device) if is_grown else self.rows
 
         def change_all() -> None:
-            for name, move in moves.items():
-                move.run(lookup.stored(name), delta.tensors(name))
-                self._tables[name] = replace(tables[name], index=None)
-            self.index, self.rows = indexes, lookup
+            for name, table in tables.items():
+                assert table.index is not None
+                move_rows(lookup.stored(name), before[name], table.index, delta.tensors(name))
+                self._tables[name] = replace(table, index=None)
+            self.index, self.rows = index_of_all, lookup
 
         return change_all
-
-    def _held(self, name: str) -> tuple[dict[str, Tensor], int]:
-        """The stored rows of a table, and how many there is room for."""
-        places, stored = self.rows.stored(name), self._tables[name].entry.stored
-        return {key: part[:stored] for key, part in places.items()}, len(places["rows"])
-
-    def without_room(self) -> _Lookup:
-        """Return a copy that has no room for deltas."""
-        indexes, tables = self.index.tables(), {}
-        for at, (name, table) in enumerate(self._tables.items()):
-            tables[name] = replace(table, rows=self._held(name)[0], index=indexes.get(at), room=0)
-        return type(self)(tables, self._names, self._native, self.unknown, self.include_last_offset)
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
@@ -193,7 +184,7 @@ class CollectionLookup(_Lookup):
         offsets = _checked(offsets, values.size(0))
         # Of one feature no counts are read.
         counts = lengths if self.features == 1 else lengths.view(self.features, -1).sum(1)
-        found: Tensor = self.rows(self._found(values, counts), offsets, counts, weights)
+        found: Tensor = self.rows(Found(self._found(values, counts), offsets, counts, weights))
         return found
 
 
@@ -210,12 +201,12 @@ class EmbeddingBagLookup(_Lookup):
             weights: float32 ``(n,)``, a factor for each id.
         """
         ends = offsets.int()
-        if not self.include_last_offset:
+        if not self._collection.include_last_offset:
             last = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
             ends = torch.cat([ends, last])
         ends = _checked(ends, ids.size(0))
         # Of one feature no counts are read.
-        found: Tensor = self.rows(self._found(ids, ends), ends, ends, weights)
+        found: Tensor = self.rows(Found(self._found(ids, ends), ends, ends, weights))
         return found
 
 
@@ -228,7 +219,7 @@ class EmbeddingLookup(_Lookup):
         # One bag of all ids, which are not pooled.
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
-        found: Tensor = self.rows(self._found(flat, count), F.pad(count, (1, 0)), count, None)
+        found: Tensor = self.rows(Found(self._found(flat, count), F.pad(count, (1, 0)), count))
         return found.view(ids.size() + found.size()[1:])
 
 
@@ -251,7 +242,6 @@ class Served(nn.Module):
         chain: the artifact that it was loaded from.
         collection: of the manifest.
         lookup: of its tables.
-        dims: columns of each feature; an embedding module has one.
 
     Attributes:
         lookup: the module that is called and exported; tensors in, a tensor out.
@@ -261,9 +251,7 @@ class Served(nn.Module):
         dims: columns of the results, likewise.
     """
 
-    def __init__(
-        self, chain: Chain, collection: Collection, lookup: _Lookup, dims: list[int]
-    ) -> None:
+    def __init__(self, chain: Chain, collection: Collection, lookup: _Lookup) -> None:
         super().__init__()
         self._collection = collection
         self._folders, self._manifest = list(chain.paths), chain.manifest
@@ -273,7 +261,7 @@ class Served(nn.Module):
         self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
         self.features = [feature.name for feature in collection.features]
         self.outputs = list(collection.outputs)
-        self.dims = dims
+        self.dims = lookup.dims
 
     def apply(self, delta: Any) -> Served:
         """Serve what the next delta leads to, in a process that goes on looking up.
@@ -346,7 +334,7 @@ class Served(nn.Module):
             # A bag in each row.
             bags, each = ids.size()
             # With include_last_offset there is one offset more: the end of the last bag.
-            lengths = torch.arange(bags + self.lookup.include_last_offset) * each
+            lengths = torch.arange(bags + self._collection.include_last_offset) * each
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
@@ -379,10 +367,10 @@ class Served(nn.Module):
         It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags
         may be any when it is called, 0 and 1 included. Where it uses FBGEMM's operator, a C++
         program must load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that
-        needs libtorch alone.
+        needs libtorch alone. Reads the artifact again.
 
         Raises:
-            ValueError: the artifact was loaded with ``unknown="raise"``.
+            ValueError: the artifact was loaded with ``unknown="raise"``, or is gone or damaged.
         """
         if self.lookup.unknown == "raise":
             raise ValueError(
@@ -394,14 +382,14 @@ class Served(nn.Module):
         if self.kind == "embedding":
             args: tuple[Tensor, ...] = (ids,)
         elif self.kind == "embedding_bag":
-            args = (ids, torch.arange(len(ids) + 1)[: len(ids) + self.lookup.include_last_offset])
+            args = (ids, torch.arange(len(ids) + self._collection.include_last_offset))
         else:
             args = (ids, torch.ones_like(ids))
             if self.weighted:
                 args = (*args, torch.ones(len(ids)))
         # Sizes of 0 and 1 are not special to a lookup: this is torch's switch for that.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            lookup = self.lookup.without_room()
+            lookup = self.lookup.like_this(self._read())
             program = torch.export.export(lookup, args, dynamic_shapes=(many,) * len(args))
             torch.export.save(program, str(file))
 
@@ -420,7 +408,7 @@ class Served(nn.Module):
                 bits and an odd number of columns; or the artifact is gone or damaged.
             ImportError: FBGEMM is not installed.
         """
-        return to_fbgemm(self._collection, _tables(open_chain(*self._folders), self._collection))
+        return to_fbgemm(self._collection, self._read())
 
     def to_torchrec(self) -> QuantizedCollection:
         """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
@@ -436,8 +424,11 @@ class Served(nn.Module):
                 gone or damaged.
             ImportError: TorchRec is not installed.
         """
-        tables = _tables(open_chain(*self._folders), self._collection)
-        return to_torchrec(self._collection, tables, self.lookup.index)
+        return to_torchrec(self._collection, self._read(), self.lookup.index)
+
+    def _read(self) -> dict[str, StoredTable]:
+        """Read the tables again, without room for deltas."""
+        return _tables(open_chain(*self._folders), self._collection)
 
 
 def load_served(
@@ -486,12 +477,20 @@ def load_served(
                 [6., 8.]])
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
-    native = fbgemm and kernels.available()
+    fbgemm = fbgemm and kernels.available()
     base, *deltas = [path] if isinstance(path, (str, os.PathLike)) else path
     chain = open_chain(base)
-    served = {
-        each.path: _served(chain, each, native, unknown) for each in chain.manifest.collections
-    }
+    served = {}
+    for collection in chain.manifest.collections:
+        tables = {}
+        for name, table in _tables(chain, collection).items():
+            entry = table.entry
+            # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
+            room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
+            tables[name] = replace(table, room=room)
+        kind = _LOOKUPS.get(collection.kind, CollectionLookup)
+        lookup = kind(tables, collection, fbgemm, unknown)
+        served[collection.path] = Served(chain, collection, lookup)
     for delta in deltas:
         for one in served.values():
             one.apply(delta)
@@ -508,35 +507,49 @@ def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        index = _needed(table.index(), entry)
-        tables[name] = StoredTable(entry, table.stored(), table.whole, index)
+        tables[name] = StoredTable(entry, table.stored(), table.whole, table.index)
     return tables
 
 
-def _needed(index: RowIndex, entry: Table) -> RowIndex | None:
-    # Without removed rows, ids are rows.
-    return index if entry.kept < entry.rows else None
-
-
-def _served(chain: Chain, collection: Collection, native: bool, unknown: str) -> Served:
-    tables = {}
-    for name, table in _tables(chain, collection).items():
-        entry = table.entry
-        # Rows that come with deltas find room for a sixteenth more, and never need all ids' rows.
-        room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-        tables[name] = replace(table, room=room)
-    features = [feature.table for feature in collection.features] or list(collection.tables)
-    kind = _LOOKUPS.get(collection.kind, CollectionLookup)
-    native &= all(_has_kernel(table.entry) for table in tables.values())
-    lookup = kind(tables, features, native, unknown, collection.include_last_offset)
-    dims = [tables[name].entry.turned or tables[name].entry.dim for name in features]
-    return Served(chain, collection, lookup, dims)
-
-
-def _has_kernel(entry: Table) -> bool:
-    """Whether FBGEMM has one: neither for grids of columns nor for rows of half a byte."""
-    is_odd = entry.dtype == "int4" and entry.dim % 2 == 1
-    return not (is_odd or entry.scale == "column" or entry.dtype == "codes")
-
-
 _LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}
+
+
+class Gate:
+    """Lets any number of lookups through, or one change: a change waits for the lookups that have
+    begun, and lookups that come then wait for it.
+
+    Attributes:
+        preparing: a lock that holds other changes back, while lookups go on.
+
+    A lookup that looks up in its own thread again would wait for itself when a change waits: none
+    does.
+    """
+
+    def __init__(self) -> None:
+        self._turn, self._condition = threading.Lock(), threading.Condition()
+        self.preparing = threading.Lock()
+        self._inside = 0
+
+    def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
+        # A copy of a module gets a gate of its own; locks can't be copied.
+        return Gate, ()
+
+    @contextmanager
+    def lookup(self) -> Iterator[None]:
+        """Hold changes back."""
+        with self._turn, self._condition:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._inside -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Hold lookups back, within :attr:`preparing`."""
+        # From here no lookup begins: a stream of lookups would keep changes out for good.
+        with self._turn, self._condition:
+            self._condition.wait_for(lambda: not self._inside)
+            yield

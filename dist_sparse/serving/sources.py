@@ -6,119 +6,114 @@ What can't be served is refused here, before anything is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.kept_rows import kept_rows, move_rows
+from dist_sparse.codes.quantize import refuse_lookup
+from dist_sparse.compaction.kept_rows import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
-from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.rotation.outputs import bases_of_outputs
-from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
-from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
+from dist_sparse.serving.artifact import all_kept
+from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
+from dist_sparse.serving.manifest import Collection, Feature, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.stats import count_revived
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
+_ANY: Final = torch.tensor(True)
 _ORDERED: Final = 1 << 21
 """Weights of slots that are brought together into the order of their ids."""
 
 
-@dataclass
-class Lookups:
-    """How a model looks its tables up.
+@dataclass(kw_only=True)
+class Lookup:
+    """How a model looks a table up.
 
     Args:
-        collections: in the order of their paths.
-        pooling: by table.
-        indexes: of the rows of original tables, by the name of a table that is compact.
-        slots: by table, where the rows of its index are stored, int64 ``(n,)``; missing where they
-            are in the order of ids.
-        rotations: by table, what its outputs are multiplied by, float32
-            ``(columns, columns of the output)``.
+        pooling: of the last module that does.
+        index: of the rows of the original table: all of them, if it is not compact.
+        slots: where the rows of the index are stored, int64 ``(n,)``; None where they are in the
+            order of ids.
+        rotation: what its outputs are multiplied by, float32 ``(columns, columns of the output)``;
+            None as they are.
     """
 
-    collections: list[Collection] = field(default_factory=list)
-    pooling: dict[str, Pooling] = field(default_factory=dict)
-    indexes: dict[str, RowIndex] = field(default_factory=dict)
-    slots: dict[str, Tensor] = field(default_factory=dict)
-    rotations: dict[str, Tensor] = field(default_factory=dict)
+    index: RowIndex
+    pooling: Pooling = "none"
+    slots: Tensor | None = None
+    rotation: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ids are rows, and rows that training writes are those that lookups name."""
+        moved = self.slots is not None or self.rotation is not None
+        return not moved and self.index.stored == self.index.rows
 
 
-def lookups_of(model: nn.Module, located: Sequence[ShardedData]) -> Lookups:
-    """Return how the modules of a model look up its tables, which were located in it. Does not
-    communicate.
+def lookups_of(
+    model: nn.Module, located: Sequence[ShardedData]
+) -> tuple[list[Collection], dict[str, Lookup]]:
+    """Return how the modules of a model look up its tables, which were located in it: collections
+    in the order of their paths, and by table. Does not communicate.
 
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
     named = {data.fqn: data.name for data in located}
-    found = Lookups()
+    lookups = {}
+    for data in located:
+        lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
+    collections = []
     for site in sites_of(model):
-        names = {}
+        indexes, slots, names = site.indexes(), site.slots(), {}
         for table, fqn in site.tables.items():
             if fqn not in named:
                 raise ValueError(
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
             names[table] = named[fqn]
-        for table, index in site.indexes().items():
-            found.indexes[names[table]] = index
-        for table, slots in site.slots().items():
-            found.slots[names[table]] = slots
+            lookup = lookups[named[fqn]]
+            lookup.index = indexes.get(table, lookup.index)
+            lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
-            _add_embedding(found, site, names[""])
+            collections.append(_embedding(lookups, site, names[""]))
         else:
-            _add_collection(found, site, names)
+            collections.append(_collection(lookups, site, names))
     for data in located:
         # A compact table that keeps no row still looks up: every id is a removed one.
-        if 0 in data.shape and data.name not in found.indexes:
+        if 0 in (lookups[data.name].index.rows, data.shape[1]):
             raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
     # By path, so that the file does not depend on the order of the modules.
-    found.collections.sort(key=lambda each: each.path)
-    return found
+    return sorted(collections, key=lambda each: each.path), lookups
 
 
-def _add_embedding(found: Lookups, site: EmbeddingSite, name: str) -> None:
+def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
     module = site.module
-    _refuse_embedding(name, module)
+    refuse_lookup(name, module)
     # An nn.Embedding has neither of the two options.
-    found.pooling[name] = getattr(module, "mode", "none")
-    collection = Collection(
+    lookups[name].pooling = getattr(module, "mode", "none")
+    _add_rotations(lookups, module, {None: name})
+    return Collection(
         path=site.place,
         kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
         include_last_offset=bool(getattr(module, "include_last_offset", False)),
         tables=(name,),
     )
-    found.collections.append(collection)
-    _add_rotations(found, module, {None: name})
 
 
-def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    # It would write to the table when it is looked up.
-    if module.max_norm is not None:
-        raise ValueError(
-            f"Table {name!r}: max_norm={module.max_norm} changes rows when they are looked up."
-        )
-    if isinstance(module, nn.Embedding):
-        return
-    if module.mode == "max":
-        raise ValueError(f"Table {name!r}: mode='max' can't be served; 'sum' and 'mean' can.")
-    if (padding := padding_id_of(module)) is not None:
-        raise ValueError(
-            f"Table {name!r}: padding_idx={padding} of an EmbeddingBag can't be served; leave those"
-            " ids out of bags."
-        )
-
-
-def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> None:
+def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, str]) -> Collection:
     inner = collection_of(site.module)
     # The compact one still has the means of whole tables; inside they are sums.
     whole = inner if site.outer is None else site.outer
@@ -135,7 +130,7 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
                 f"Table {name!r} has weighted means, which TorchRec divides differently in"
                 " different shardings: they can't be served; weighted sums can."
             )
-        found.pooling[name] = table.pooling
+        lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
     collection = Collection(
         path=site.place,
@@ -144,13 +139,15 @@ def _add_collection(found: Lookups, site: Site, names: Mapping[str, str]) -> Non
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
-    found.collections.append(collection)
     # Hooks are on the module that holds the tables, keys are outputs of the collection.
-    tables = [feature.table for feature in features]
-    _add_rotations(found, site.module, dict(zip(collection.outputs, tables, strict=True)))
+    of_outputs = dict(zip(collection.outputs, collection.looked_up, strict=True))
+    _add_rotations(lookups, site.module, of_outputs)
+    return collection
 
 
-def _add_rotations(found: Lookups, module: nn.Module, tables: Mapping[Any, str]) -> None:
+def _add_rotations(
+    lookups: Mapping[str, Lookup], module: nn.Module, tables: Mapping[Any, str]
+) -> None:
     """Note the matrices that outputs of a module are multiplied by; ``tables`` by the key of the
     output, None for the only one of an embedding."""
     bases = bases_of_outputs(module)
@@ -160,7 +157,7 @@ def _add_rotations(found: Lookups, module: nn.Module, tables: Mapping[Any, str])
             raise ValueError(
                 f"Table {tables[key]!r}: the matrix that turns its outputs back is not finite."
             )
-        found.rotations[tables[key]] = rotation
+        lookups[tables[key]].rotation = rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,65 +166,79 @@ class ServedTable:
 
     Args:
         data: as it is stored now.
-        pooling: of the module that looks it up.
+        lookup: of the module that looks it up.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
             compact table.
-        default_row: whether the last of the served rows is that of removed ids.
-        rotation: what turns its outputs back: float32 ``(data.shape[1], columns of the output)``;
-            None as they are.
-        slots: where the kept rows are stored, int64 ``(n,)``; None: in their order.
         codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
-        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; None is
-            any.
+        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; one True
+            is any.
     """
 
     data: ShardedData
-    pooling: Pooling
+    lookup: Lookup
     stored: Tensor
     kept: Tensor
-    default_row: bool
-    rotation: Tensor | None
-    slots: Tensor | None = None
     codes: ShardedData | None = None
     books: Tensor | None = None
-    changed: Tensor | None = None
+    changed: Tensor = _ANY
 
     @property
-    def is_plain(self) -> bool:
-        """Whether ids are its rows, and rows are stored as they are."""
-        return self.kept is self.stored and self.rotation is None and self.slots is None
+    def is_noted(self) -> bool:
+        """Whether it is known which rows have changed."""
+        return self.changed.dim() > 0
+
+    def planned(self, dtype: Dtype, scale: Scale) -> Table:
+        """Describe the table as it will be stored, without checksums."""
+        rows, dim, groups = len(self.kept), self.data.shape[1], None
+        if self.codes is not None:
+            dtype, scale, groups = "codes", "row", self.codes.shape[1]
+        elif dtype == "codes":
+            dtype = "fp32"
+        return Table(
+            rows=rows,
+            kept=int(self.kept.count_nonzero()),
+            dim=dim,
+            pooling=self.lookup.pooling,
+            dtype=dtype,
+            scale=scale,
+            groups=groups,
+            default_row=self.lookup.index.default_row,
+            turned=None if self.lookup.rotation is None else self.lookup.rotation.shape[1],
+            before=rows * dim * self.data.dtype.itemsize,
+        )
 
     def ids(self) -> Tensor:
         """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
         int64."""
-        kept = self.kept if self.changed is None else self.kept & self.changed
-        ids = kept.nonzero().flatten()
-        return F.pad(ids, (0, int(self.default_row)), value=len(self.kept))
+        ids = (self.kept & self.changed).nonzero().flatten()
+        return F.pad(ids, (0, int(self.lookup.index.default_row)), value=len(self.kept))
 
     def whole(self) -> dict[str, Tensor]:
         """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
-        found = {"rotation": self.rotation, "books": self.books}
+        words = None if bool(self.kept.all()) else RowIndex.of(self.kept).words
+        found = {"kept": words, "rotation": self.lookup.rotation, "books": self.books}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the served rows that may have changed on rank 0, in order, a few at a time:
         encoding them takes several times their memory. Collective over the ranks that hold the
         table: they must exhaust it; on others it ends at once."""
-        data = self.data if self.codes is None else self.codes
+        data, slots = self.data if self.codes is None else self.codes, self.lookup.slots
         # move_rows() is collective over the holders alone.
         if rank_in(world_ranks()) not in (data.ranks or (0,)):
             return
-        rows = self.stored if self.changed is None else self.stored & self.changed
-        streamed = _moved(data, rows) if self.slots is None else _by_id(data, self.slots)
-        for part in streamed:
+        rows = self.stored & self.changed
+        for part in _moved(data, rows) if slots is None else _by_id(data, slots):
             yield from (part[some] for some in chunks(*part.shape))
 
 
 def _moved(data: ShardedData, stored: Tensor) -> Iterator[Tensor]:
     """Yield some rows on rank 0, in the order in which they are stored. Collective."""
     whole = Rect(0, 0, int(stored.count_nonzero()), data.shape[1])
-    wanted = [[whole] if rank == 0 else [] for rank in data.ranks or (0,)]
+    ranks = data.ranks or (0,)
+    wanted: list[list[Rect]] = [[] for _ in ranks]
+    wanted[ranks.index(0)] = [whole]
     shards = [shard.tensor for shard in data.shards]
     for _, rows in move_rows(data, shards, stored, wanted):
         yield rows
@@ -276,7 +287,7 @@ def _addresses(data: ShardedData) -> list[int]:
 
 def served_tables(
     located: Sequence[ShardedData],
-    lookups: Lookups,
+    lookups: Mapping[str, Lookup],
     sparsifier: BaseDataSparsifier,
     registered: Mapping[str, ShardedData],
 ) -> dict[str, ServedTable]:
@@ -290,40 +301,28 @@ def served_tables(
     kept = kept_rows(sparsifier, registered)
     found = {}
     for data in located:
-        stored = kept.get(data.name)
-        if stored is None:
-            stored = torch.ones(data.shape[0], dtype=torch.bool)
-        found[data.name] = _served_table(data, lookups, stored)
+        stored = kept.get(data.name, torch.ones(data.shape[0], dtype=torch.bool))
+        found[data.name] = _served_table(data, lookups[data.name], stored)
     return found
 
 
-def _served_table(data: ShardedData, lookups: Lookups, stored: Tensor) -> ServedTable:
-    kept, default_row = stored, False
-    index = lookups.indexes.get(data.name)
-    if index is not None:
-        default_row = index.default_row
-        if default_row and not bool(stored[: index.stored].all()):
-            raise ValueError(
-                f"Table {data.name!r} has lost rows since it got its default row: it can't be"
-                " served."
-            )
-        # No id has the rows behind.
-        stored = stored & (torch.arange(len(stored)) < index.stored)
-        kept = index.kept().cpu()
-        # Of the ids that compact() kept, the ones whose rows masks keep still.
-        kept[kept.clone()] = stored[: index.num_kept]
-    return ServedTable(
-        data=data,
-        pooling=lookups.pooling[data.name],
-        stored=stored,
-        kept=kept,
-        default_row=default_row,
-        rotation=lookups.rotations.get(data.name),
-        slots=lookups.slots.get(data.name),
-    )
+def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTable:
+    index = lookup.index
+    if index.default_row and not bool(stored[: index.stored].all()):
+        raise ValueError(
+            f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
+        )
+    if index.stored == index.rows == len(stored):
+        return ServedTable(data=data, lookup=lookup, stored=stored, kept=stored)
+    # No id has the rows behind.
+    stored = stored & (torch.arange(len(stored)) < index.stored)
+    kept = index.kept().cpu()
+    # Of the ids that compact() kept, the ones whose rows masks keep still.
+    kept[kept.clone()] = stored[: index.num_kept]
+    return ServedTable(data=data, lookup=lookup, stored=stored, kept=kept)
 
 
-def check_range(located: Sequence[ShardedData], dtype: Dtype) -> None:
+def check_range(located: Sequence[ShardedData], dtype: str) -> None:
     """Refuse values on this rank that are not finite in ``dtype``. Local."""
     for data in located:
         # Every rank checks its own shards; the agreement around this call tells the others.
@@ -331,13 +330,16 @@ def check_range(located: Sequence[ShardedData], dtype: Dtype) -> None:
             refuse_range(data.name, shard.tensor, dtype)
 
 
-def refuse_range(name: str, weights: Tensor, dtype: Dtype) -> None:
+def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     """Refuse weights of a table that are not finite in ``dtype``."""
-    if (value := out_of_range(weights, dtype)) is not None:
-        raise ValueError(
-            f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
-            f" finite ones of at most {LARGEST[dtype]:g}."
-        )
+    largest = ENCODINGS[dtype].largest
+    for value in map(float, torch.aminmax(weights) if weights.numel() else ()):
+        # Not ``>``, which is false for NaN.
+        if not abs(value) <= largest:
+            raise ValueError(
+                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
+                f" have finite ones of at most {largest:g}."
+            )
 
 
 def check_zero(
@@ -346,7 +348,7 @@ def check_zero(
     registered: Mapping[str, ShardedData],
 ) -> None:
     """Refuse removed weights that are not zero. Collective; the same on every rank."""
-    if all(table.changed is not None for table in tables.values()):
+    if all(table.is_noted for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
     revived = count_revived(sparsifier.masks, registered)
@@ -359,3 +361,91 @@ def check_zero(
                     " applied. sparsifier.apply_masks() zeroes sharded tables, squash_mask() plain"
                     " data."
                 )
+
+
+# Rows that training has written since the last delta, where an attached enforcer notes them: the
+# next delta streams these rows alone. Nothing is noted of tables without a fused optimizer, on an
+# accelerator, rotated, or made compact: all of their rows are compared.
+
+
+class _Note(NamedTuple):
+    """The hash of the artifact that the last delta led to, and the rows that it keeps of each
+    table."""
+
+    artifact: str
+    kept: Mapping[str, Tensor]
+
+
+# By the folders of the last delta and of what it follows.
+_NOTES: Final[WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]]] = (
+    WeakKeyDictionary()
+)
+
+
+def with_changes(
+    tables: dict[str, ServedTable],
+    sparsifier: BaseDataSparsifier,
+    registered: Mapping[str, ShardedData],
+    before: tuple[Path, ...],
+) -> dict[str, ServedTable]:
+    """Return the tables with the rows that may have changed since the last delta, if it is the last
+    of the folders ``before``. Collective."""
+    note = _NOTES.get(sparsifier, {}).get(before)
+    if note is None:
+        return tables
+    found = dict(tables)
+    # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
+    plain = {name for name, table in tables.items() if table.lookup.is_plain}
+    records = _records(sparsifier)
+    for names in sparsifier.masks.tables.groups.values():
+        if not plain.isdisjoint(names):
+            fit = [registered[name] for name in names if name in plain]
+            flags = gather_rows(fit, partial(_flags, records))
+            for name, rows in flags.items():
+                rows |= ~note.kept[name]
+                if not bool(rows.all()):
+                    found[name] = replace(tables[name], changed=rows)
+    return found
+
+
+def refuse_replaced(
+    sparsifier: BaseDataSparsifier, before: tuple[Path, ...], artifact: str
+) -> None:
+    """Refuse folders that hold another artifact than the last delta led to. Local."""
+    note = _NOTES.get(sparsifier, {}).get(before)
+    if note is not None and note.artifact != artifact:
+        raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
+
+
+def note_delta(
+    folders: tuple[Path, ...],
+    artifact: str,
+    tables: Mapping[str, ServedTable],
+    sparsifier: BaseDataSparsifier,
+) -> None:
+    """From now on note what training writes. Local.
+
+    Args:
+        folders: the delta that has just been written, last, and the ones before it.
+        artifact: the hash of the artifact that it leads to.
+    """
+    for record in _records(sparsifier).values():
+        record.clear()
+    kept = {name: table.kept for name, table in tables.items()}
+    _NOTES[sparsifier] = {folders: _Note(artifact, kept)}
+
+
+def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
+    """The rows written by the address of the weights; none without an enforcer."""
+    enforcer = sparsifier.masks.enforcer
+    return {} if enforcer is None else enforcer.written("deltas")
+
+
+def _flags(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:
+    record = records.get(dict(data.shards)[rect].data_ptr())
+    rows = None if record is None else record.rows()
+    # Where nothing is noted, any row may have been written.
+    flags = torch.full((rect.rows,), rows is None)
+    if rows is not None:
+        flags[rows] = True
+    return flags

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import dist_sparse
 from dist_sparse import DataNormSparsifier
 from dist_sparse.report import add_artifact
-from dist_sparse.serving.manifest import Dtype
+from dist_sparse.serving.encodings import Dtype
 from dlrm.batches import Dataset
 from dlrm.model import ShardedModel
 from dlrm.predictions import Predictions

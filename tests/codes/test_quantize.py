@@ -279,12 +279,14 @@ def test_compact_tables_have_codes(tmp_path: Path) -> None:
     [
         ({}, {"codes": 3}, "3 does not divide the 4 columns of table 'weight'; [1, 2, 4] do"),
         ({}, {"codes": 0}, "must be an int"),
-        ({}, {"codes": {"x": 2}}, "['x'] are none of the tables ['weight']"),
+        ({}, {"codes": {"x": 2}}, "must name some of the tables ['weight']"),
         ({}, {"begin": -1}, "Invalid begin=-1"),
         ({}, {"begin": 3, "end": 2}, "Invalid end=2"),
-        ({"mode": "max"}, {}, "without padding_idx and mode='max', and without max_norm"),
-        ({"max_norm": 1.0}, {}, "the EmbeddingBag at '', must be"),
-        ({"padding_idx": 0}, {}, "without padding_idx and mode='max'"),
+        ({"mode": "max"}, {}, "Table 'weight': mode='max' can't be served"),
+        ({"max_norm": 1.0}, {}, "Table 'weight': max_norm=1.0 changes rows"),
+        ({"padding_idx": 0}, {}, "Table 'weight': padding_idx=0 of an EmbeddingBag"),
+        ({"dtype": torch.float16}, {}, "of float32 or float64: serving does not round to 16 bits"),
+        ({"dtype": torch.bfloat16}, {}, "of float32 or float64: serving does not round to 16 bits"),
     ],
 )
 def test_refused_arguments(options: Any, arguments: Any, message: str) -> None:
@@ -292,6 +294,33 @@ def test_refused_arguments(options: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         quantize(model, sgd(model), **{"codes": 2, "begin": 0, **arguments})
     assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_what_is_served_has_the_bits_of_the_forward(
+    dtype: torch.dtype, mode: str, tmp_path: Path
+) -> None:
+    model = table(dtype=dtype, mode=mode)
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    handle.step()
+    ids = torch.arange(40).view(8, 5)
+    export(model, handle, tmp_path / "served", dtype="codes")
+    assert torch.equal(load_served(tmp_path / "served")(ids).to(dtype), model(ids))
+
+
+def test_what_can_not_be_attached_again_stays_attached() -> None:
+    model = table()
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    handle.step()
+    ids = torch.arange(40).view(40, 1)
+    out = model(ids)
+    model.max_norm = 100.0
+    with pytest.raises(ValueError, match="max_norm=100"):
+        handle.attach()
+    model.max_norm = None
+    assert torch.equal(model(ids), out) and len(model._forward_hooks) == 1
+    handle.step()
 
 
 def test_small_tables_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

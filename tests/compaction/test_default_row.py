@@ -21,7 +21,7 @@ from torchrec import (
 from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import DataNormSparsifier, compact, export, load_served
-from dist_sparse.serving.check import check_artifact
+from dist_sparse.serving.chain import check_artifact
 from dist_sparse.serving.manifest import Manifest
 from dist_sparse.tables.modules import modules_by_path
 from tests.compaction.test_compact_sharded import cell_of

@@ -17,7 +17,7 @@ from dist_sparse import DataNormSparsifier, MaskEnforcer, export, load_served, q
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate
 from dist_sparse.planning.frontier import frontier
 from dist_sparse.planning.trials import serving
-from dist_sparse.serving.codes import decode, encode
+from dist_sparse.serving.encodings import decode, encode
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import Cell, build, cells, gathered, plain
 from tests.dist.copies import build_copies, copied_cells

@@ -11,18 +11,8 @@ from torch import Tensor
 
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import ArtifactWriter
-from dist_sparse.serving.codes import Rows, decode, encode
-from dist_sparse.serving.column_grid import ColumnSpread
-from dist_sparse.serving.manifest import (
-    Collection,
-    Dtype,
-    Feature,
-    Kind,
-    Manifest,
-    Pooling,
-    Scale,
-    Table,
-)
+from dist_sparse.serving.encodings import ColumnSpread, Dtype, decode, encode
+from dist_sparse.serving.manifest import Collection, Feature, Kind, Manifest, Pooling, Scale, Table
 from tests.serving.stored import put
 
 
@@ -47,7 +37,7 @@ class Source:
         found[self.kept] = decode(self.encoded(), self.weight.shape[1])
         return found
 
-    def encoded(self) -> Rows:
+    def encoded(self) -> dict[str, Tensor]:
         rows, scales = self.weight[self.kept], None
         if self.scale == "column":
             spread = ColumnSpread(rows.shape[1])
@@ -69,12 +59,7 @@ class Source:
         tensors: dict[str, Tensor] = {}
         if entry.kept < entry.rows:
             tensors["kept"] = RowIndex.of(kept).words
-        if rows.scale_bias is not None:
-            tensors["scale_bias"] = rows.scale_bias
-        if rows.scales is not None:
-            tensors["scales"] = rows.scales
-        tensors["rows"] = rows.rows
-        return entry, tensors
+        return entry, {**tensors, **rows}
 
 
 def table(

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.artifact import ArtifactWriter, open_artifact
-from dist_sparse.serving.check import MappedTable
-from dist_sparse.serving.codes import decode
-from dist_sparse.serving.manifest import Table
-from dist_sparse.serving.rows import PER_ROW, all_kept, ids_of
+from dist_sparse.serving.artifact import ArtifactWriter, all_kept, ids_of, open_artifact
+from dist_sparse.serving.chain import MappedTable
+from dist_sparse.serving.encodings import decode
+from dist_sparse.serving.manifest import PER_ROW, Table
 
 __all__ = ["crcs", "dense", "put"]
 
@@ -25,8 +24,8 @@ def dense(path: Path) -> dict[str, Tensor]:
     for name, entry in artifact.manifest.tables.items():
         table = MappedTable(artifact, name)
         whole = torch.zeros(entry.rows, entry.dim)
-        kept = table.index().kept()
-        whole[kept] = decode(table.rows(table.stored()), entry.dim)[: entry.kept]
+        kept = table.index.kept()
+        whole[kept] = decode({**table.whole, **table.stored()}, entry.dim)[: entry.kept]
         found[name] = whole
     return found
 

@@ -13,8 +13,8 @@ from torch import nn
 from dist_sparse import DataNormSparsifier, export
 from dist_sparse.serving import export as export_module
 from dist_sparse.serving.artifact import ArtifactWriter, Opened, open_artifact
-from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
-from dist_sparse.serving.codes import Rows, decode, encode
+from dist_sparse.serving.chain import MappedTable, check_artifact, compare_rows
+from dist_sparse.serving.encodings import decode, encode
 from tests.serving.stored import put
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
@@ -36,7 +36,7 @@ def exported(
 def compare(artifact: Opened, rows: torch.Tensor) -> None:
     """Rows of a model with what an artifact stores."""
     table = MappedTable(artifact, "weight")
-    compare_rows("weight", 0, rows, table.rows(table.stored()), table.entry)
+    compare_rows("weight", 0, rows, {**table.whole, **table.stored()}, table.entry)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +71,7 @@ def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
     rewritten(artifact, tmp_path / "shifted", scale_bias=tail)
     shifted = open_artifact(tmp_path / "shifted")
     table = MappedTable(shifted, "weight")
-    served = decode(table.rows(table.stored()), 8)
+    served = decode({**table.whole, **table.stored()}, 8)
     compare(shifted, served)
     with pytest.raises(ValueError, match=r"and the model has 0\.0"):
         compare(shifted, torch.where(weight[kept] == 0, 0.0, served))
@@ -81,9 +81,9 @@ def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
 def test_an_export_that_wrote_something_else_is_refused(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(weight: torch.Tensor, dtype: Any, scales: Any) -> Rows:
+    def wrong(weight: torch.Tensor, dtype: Any, scales: Any) -> dict[str, torch.Tensor]:
         found = encode(weight.clone(), dtype, scales)
-        found.rows.view(torch.uint8)[3, -1] ^= 0x33
+        found["rows"].view(torch.uint8)[3, -1] ^= 0x33
         return found
 
     monkeypatch.setattr(export_module, "encode", wrong)

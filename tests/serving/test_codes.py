@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
-from dist_sparse.serving.codes import LARGEST, decode, encode, out_of_range
+from dist_sparse.serving.encodings import ENCODINGS, decode, encode
+from dist_sparse.serving.sources import refuse_range
 
 DTYPES = ("fp32", "fp16", "int8", "int4")
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -23,10 +26,10 @@ def rows_of(columns: int, magnitude: float, dtype: torch.dtype = torch.float32) 
     )
     kept = torch.rand(120, -(-columns // 4), generator=generator) < 0.3
     weight = torch.where(kept.repeat_interleave(4, 1)[:, :columns], weight, 0.0).clamp(
-        -LARGEST["int8"], LARGEST["int8"]
+        -ENCODINGS["int8"].largest, ENCODINGS["int8"].largest
     )
     weight[0], weight[1], weight[2] = 0.0, -0.0, weight[2].abs()
-    weight[3, 0], weight[3, -1] = -LARGEST["int8"], LARGEST["int8"]
+    weight[3, 0], weight[3, -1] = -ENCODINGS["int8"].largest, ENCODINGS["int8"].largest
     return weight.to(dtype)
 
 
@@ -38,11 +41,13 @@ def test_rows(dtype: str, magnitude: float, columns: int) -> None:
     stored = encode(weight, dtype)
     found = decode(stored, columns)
     assert (found[weight == 0] == 0).all()
-    if stored.scale_bias is None:
-        assert torch.equal(stored.rows.view(torch.uint8), weight.to(TYPES[dtype]).view(torch.uint8))
+    if "scale_bias" not in stored:
+        assert torch.equal(
+            stored["rows"].view(torch.uint8), weight.to(TYPES[dtype]).view(torch.uint8)
+        )
     else:
-        step = stored.scale_bias[:, :1].double()
-        assert stored.scale_bias.isfinite().all()
+        step = stored["scale_bias"][:, :1].double()
+        assert stored["scale_bias"].isfinite().all()
         assert ((found.double() - weight.double()).abs() <= step / 2 * (1 + 2**-40)).all()
         levels = 255 if dtype == "int8" else 15
         span = weight.amax(1).clamp(min=0).double() - weight.amin(1).clamp(max=0).double()
@@ -57,10 +62,10 @@ def test_rows(dtype: str, magnitude: float, columns: int) -> None:
 def test_rows_of_other_types(dtype: str, source: torch.dtype) -> None:
     weight = rows_of(8, 0.1, source)
     stored = encode(weight, dtype)
-    if stored.scale_bias is None:
-        assert torch.equal(stored.rows, weight.to(TYPES[dtype]))
+    if "scale_bias" not in stored:
+        assert torch.equal(stored["rows"], weight.to(TYPES[dtype]))
     else:
-        assert torch.equal(stored.rows, encode(weight.double(), dtype).rows)
+        assert torch.equal(stored["rows"], encode(weight.double(), dtype)["rows"])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -80,7 +85,7 @@ def test_fbgemm_reads_the_same(bits: int) -> None:
         tables = IntNBitTableBatchedEmbeddingBagsCodegen(
             [("t", 120, 16, kind, EmbeddingLocation.HOST)],
             device="cpu",
-            weight_lists=[(stored.rows, stored.scale_bias.view(torch.uint8))],
+            weight_lists=[(stored["rows"], stored["scale_bias"].view(torch.uint8))],
             output_dtype=SparseType.FP32,
         )
         found = tables(torch.arange(120), torch.arange(121))
@@ -89,15 +94,13 @@ def test_fbgemm_reads_the_same(bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_out_of_range(dtype: str) -> None:
-    largest = LARGEST[dtype]
+    largest = ENCODINGS[dtype].largest
     for sign in (1, -1):
-        assert (
-            out_of_range(torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype) is None
-        )
+        refuse_range("t", torch.tensor([[1.0, sign * largest]], dtype=torch.float64), dtype)
         assert decode(encode(torch.tensor([[1.0, sign * largest]]), dtype), 2).isfinite().all()
         beyond = sign * largest * (1 + 2**-11)
-        assert out_of_range(torch.tensor([[beyond, 1.0]], dtype=torch.float64), dtype) == beyond
-        assert out_of_range(torch.tensor([[sign * torch.inf]]), dtype) == sign * torch.inf
-    found = out_of_range(torch.tensor([[1.0, torch.nan]]), dtype)
-    assert found is not None and found != found
-    assert out_of_range(torch.zeros(0, 4), dtype) is None
+        for value in (beyond, sign * torch.inf, torch.nan):
+            weight = torch.tensor([[value, 1.0]], dtype=torch.float64)
+            with pytest.raises(ValueError, match=re.escape(f"it has the value {value}, ")):
+                refuse_range("t", weight, dtype)
+    refuse_range("t", torch.zeros(0, 4), dtype)

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import DataNormSparsifier, export, load_served
-from dist_sparse.codes.books import decode_books
 from dist_sparse.serving.artifact import open_artifact
-from dist_sparse.serving.check import MappedTable, check_artifact, compare_rows
-from dist_sparse.serving.column_grid import (
-    ColumnSpread,
-    books_of,
-    encode_columns,
-)
+from dist_sparse.serving.chain import MappedTable, check_artifact, compare_rows
+from dist_sparse.serving.encodings import ColumnSpread, books_of, decode, encode
 
 
 def scales_of(rows: Tensor, chunks: int = 1) -> Tensor:
@@ -45,7 +40,7 @@ def test_errors_are_near_those_of_the_best_scale(columns: int, spread: str) -> N
         rows = rows**5
     rows *= torch.logspace(-2, 1, columns) * (1e-4 if spread == "tiny" else 1)
     scales = scales_of(rows)
-    found = decode_books(encode_columns(rows, scales), books_of(scales), columns)
+    found = decode(encode(rows, "int4", scales), columns)
     errors = ((found - rows) ** 2).sum(0).double()
     for column in range(columns):
         largest = float(rows[:, column].abs().max()) / 7
@@ -68,12 +63,13 @@ def test_scales_depend_on_the_rows_alone(dtype: torch.dtype) -> None:
 
 def test_bytes_by_hand() -> None:
     scales = torch.tensor([0.5, 0.25]).half()
-    books = books_of(scales)
+    books = books_of({"scales": scales})
+    assert books is not None
     assert books.shape == (1, 256, 2) and books.dtype == torch.float16
     for byte in range(256):
         assert books[0, byte].tolist() == decoded(byte, scales)
     rows = torch.tensor([[0.0, 0.0], [0.5, -0.25], [-9.0, 9.0], [0.24, 0.13]])
-    codes = encode_columns(rows, scales)
+    codes = encode(rows, "int4", scales)["rows"]
     assert codes.flatten().tolist() == [0x00, 0xF1, 0x78, 0x10]
 
 
@@ -84,12 +80,13 @@ def test_steps_are_exact_in_float16_and_zeros_are_zeros(columns: int) -> None:
     rows[:, -1] = 0
     scales = scales_of(rows)
     assert scales[-1] == 1 or columns == 1
-    books = books_of(scales)
+    books = books_of({"scales": scales})
+    assert books is not None
     assert not books[:, 0].any()
     steps = torch.arange(-8, 8).double()
     exact = scales.double().unsqueeze(1) * steps
     assert torch.equal(exact, exact.half().double())
-    found = decode_books(encode_columns(rows, scales), books, columns)
+    found = decode(encode(rows, "int4", scales), columns)
     assert not found[rows == 0].any()
 
 
@@ -108,7 +105,7 @@ def test_what_is_served_is_what_was_encoded(tmp_path: Path, block: Any) -> None:
     kept = weight.any(1)
     scales = scales_of(weight[kept])
     expected = torch.zeros_like(weight)
-    expected[kept] = decode_books(encode_columns(weight[kept], scales), books_of(scales), 9)
+    expected[kept] = decode(encode(weight[kept], "int4", scales), 9)
     served = load_served(tmp_path / "served")
     assert torch.equal(served(torch.arange(60)), expected)
     entry = check_artifact(tmp_path / "served").manifest.tables["weight"]
@@ -126,7 +123,7 @@ def test_another_step_is_found(tmp_path: Path) -> None:
     wrong[4, 2] += 2 * scales[2] if wrong[4, 2] < 0 else -2 * scales[2]
     with pytest.raises(ValueError, match=r"the kept row 4 serves .* in column 2"):
         table = MappedTable(artifact, "weight")
-        compare_rows("weight", 0, wrong, table.rows(table.stored()), table.entry)
+        compare_rows("weight", 0, wrong, {**table.whole, **table.stored()}, table.entry)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import DataNormSparsifier, export, load_served, quantize, sparsify
 from dist_sparse.cli.main import main
 from dist_sparse.serving.artifact import open_artifact
-from dist_sparse.serving.check import check_artifact, merge
+from dist_sparse.serving.chain import check_artifact, merge
 from dist_sparse.serving.sources import ServedTable
 from tests.dist.cells import batch, build
 from tests.dist.copies import build_copies, copied_cells
@@ -122,10 +122,13 @@ def test_a_growing_delta_finds_room(fbgemm: bool, tmp_path: Path) -> None:
     served.apply(days.day(0.48))
     assert served.lookup.rows is held
     assert torch.equal(looked_up(served), looked_up(load_served(tmp_path / "full1")))
-    room, none = (
-        len(each.rows.stored("0")["rows"]) for each in (served.lookup, served.lookup.without_room())
-    )
-    assert none == ROWS - round(0.48 * ROWS) < room
+    kept = ROWS - round(0.48 * ROWS)
+    assert len(served.lookup.rows.stored("0")["rows"]) > kept
+    served.to_pt2(tmp_path / "served.pt2")
+    saved = torch.export.load(tmp_path / "served.pt2").state_dict
+    if not fbgemm:
+        # The last row is of zeros.
+        assert len(saved["rows.groups.0.rows"]) == kept + 1
     served.apply(days.day(0.1))
     assert served.lookup.rows is not held
 
@@ -384,6 +387,37 @@ def test_writes_that_torch_does_not_count(block: Any, tmp_path: Path) -> None:
     export(model, sparse, tmp_path / "full")
     merge(*folders, out=tmp_path / "merged")
     assert crcs(tmp_path / "merged") == crcs(tmp_path / "full")
+    sparse.detach()
+
+
+@on_ranks(1)
+def test_a_damaged_bitmap_is_not_published(tmp_path: Path) -> None:
+    """Of tables whose changes are noted no row of the base is read; its bitmap is."""
+    cell = trained_cells(1)["row_wise"]
+    model = build(cell)
+    optimizer = optimizer_of(model)
+    sparse = sparsify(model, optimizer, level=0.6, block="row", end=1, every=1, min_rows=0)
+    folders: list[Path] = []
+    for day in range(4):
+        learn(model, optimizer, cell, day)
+        sparse.step()
+        if day > 1:
+            folders.append(export(model, sparse, tmp_path / str(day), since=folders or None).path)
+    opened = open_artifact(folders[0])
+    name = next(name for name in opened.manifest.tables if "kept" in opened.tensors(name))
+    # A copy on write: the file has to be found by its bytes.
+    raw = opened.tensors(name)["kept"].numpy().tobytes()
+    file = folders[0] / "tables.safetensors"
+    whole = file.read_bytes()
+    at = whole.index(raw)
+    file.write_bytes(whole[:at] + bytes([raw[0] ^ 1]) + whole[at + 1 :])
+    with streamed() as rows, pytest.raises(ValueError, match=rf"{file} is damaged.*'{name}.kept'"):
+        export(model, sparse, tmp_path / "next", since=folders)
+    assert not rows and not (tmp_path / "next").exists()
+    file.write_bytes(whole)
+    with streamed() as rows:
+        export(model, sparse, tmp_path / "next", since=folders)
+    assert rows and not any(rows)
     sparse.detach()
 
 

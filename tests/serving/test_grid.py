@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dist_sparse.serving.codes import chunks, half_grid
+from dist_sparse.serving.encodings import chunks, half_grid
 
 
 def check(weight: Tensor, bits: int) -> None:

@@ -20,8 +20,9 @@ from torchrec import (
 from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import compact, export, load_served, sparsify
-from dist_sparse.serving.check import check_artifact
-from dist_sparse.serving.manifest import Dtype, Manifest
+from dist_sparse.serving.chain import check_artifact
+from dist_sparse.serving.encodings import Dtype
+from dist_sparse.serving.manifest import Manifest
 
 pytest.importorskip("safetensors")
 

@@ -9,8 +9,7 @@ half a step of their row's grid, or at the nearest step of their column's, where
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,17 +20,19 @@ from torch.nn import functional as F
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.files import hex_of
 from dist_sparse.serving.artifact import (
+    SPAN,
     ArtifactWriter,
     Opened,
     added,
+    all_kept,
     check_new,
+    ids_in,
+    ids_of,
     open_artifact,
+    rows_of,
 )
-from dist_sparse.serving.codes import BITS, Rows, chunks, decode, encode
-from dist_sparse.serving.delta import Delta
-from dist_sparse.serving.in_place import Move
-from dist_sparse.serving.manifest import Manifest, Table
-from dist_sparse.serving.rows import PER_ROW, all_kept, changed_words, ids_of, rows_of
+from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
+from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
 # Of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
@@ -47,7 +48,7 @@ class MappedTable:
 
     Attributes:
         entry: of the manifest.
-        words: the bitmap of its kept ids.
+        index: of its rows.
         whole: its tensors that are no rows, and not ``kept``.
 
     Raises:
@@ -59,26 +60,18 @@ class MappedTable:
     ) -> None:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
-        self.words = tensors.pop("kept", all_kept(self.entry.rows))
+        words = tensors.pop("kept", all_kept(self.entry.rows))
+        self.index = self._mapped = RowIndex(words, self.entry.rows, self.entry.default_row)
         self._stored = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
-        self._index = RowIndex(self.words, self.entry.rows, self.entry.default_row)
         self.whole = tensors
         # Ids, and their rows, of each delta.
         self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
         for delta in deltas:
-            self._follow(delta, name)
-
-    def _follow(self, delta: Opened[Delta], name: str) -> None:
-        change, tensors = delta.manifest.tables[name], delta.tensors(name)
-        with _refusing(delta, name):
-            self.words = changed_words(self.words, self.entry.kept, change, tensors)
-        self.whole = self.whole | {key: tensors[key] for key in change.whole}
-        self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
-        self.entry = change.after
-
-    def index(self) -> RowIndex:
-        """Return the index of its rows."""
-        return RowIndex(self.words, self.entry.rows, self.entry.default_row)
+            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            self.index = index_after(delta, name, self.index)
+            self.whole = self.whole | {key: tensors[key] for key in change.whole}
+            self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
+            self.entry = change.after
 
     def gather(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the stored rows of ids that have one, int64 ``(n,)``: ``rows``, and ``scale_bias``
@@ -92,49 +85,26 @@ class MappedTable:
             here = F.pad(theirs, (0, 1), value=-1)[at] == wanted
             _put(found, left[here], rows, at[here])
             left = left[~here]
-        _put(found, left, self._stored, rows_of(self._index, ids[left]))
+        _put(found, left, self._stored, rows_of(self._mapped, ids[left]))
         return found
-
-    def chunks(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yield the ids of stored rows, ascending, and the rows, a few at a time."""
-        entry = self.entry
-        for some, ids in ids_of(self.words, entry.rows, entry.default_row):
-            for part in chunks(len(ids), entry.dim):
-                first = some.start
-                if self._layers:
-                    yield ids[part], self.gather(ids[part])
-                else:
-                    numbers = slice(first + part.start, first + part.stop)
-                    yield ids[part], {key: rows[numbers] for key, rows in self._stored.items()}
 
     def stored(self) -> dict[str, Tensor]:
         """Return all stored rows: of an artifact without deltas where they are mapped."""
         if not self._layers:
             return self._stored
-        every = [ids for _, ids in ids_of(self.words, self.entry.rows, self.entry.default_row)]
+        every = [
+            ids for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row)
+        ]
         return self.gather(torch.cat(every))
 
-    def rows(self, parts: Mapping[str, Tensor]) -> Rows:
-        """Return stored rows with what decodes them."""
-        return Rows(**parts, scales=self.whole.get("scales"), books=self.whole.get("books"))
-
-    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield every tensor of the artifact that base and deltas make, rows a few at a time and
-        with their ids."""
-        if self.entry.kept < self.entry.rows:
-            yield "kept", self.words, None
-        for key, tensor in self.whole.items():
-            yield key, tensor, None
-        for ids, rows in self.chunks():
-            for key, part in rows.items():
-                yield key, part, ids
-
-    def checksums(self) -> dict[str, str]:
-        """Return the checksum of each tensor of that artifact."""
-        sums = dict.fromkeys(self.entry.layout(), 0)
-        for key, part, ids in self.parts():
-            sums[key] = added(sums[key], part, ids)
-        return {key: hex_of(each) for key, each in sums.items()}
+    def parts(self) -> Iterator[tuple[Tensor | None, dict[str, Tensor]]]:
+        """Yield every tensor of the artifact that base and deltas make: the ones that are no rows,
+        and then rows, a few at a time, with their ids."""
+        yield None, ({"kept": self.index.words} if self.entry.kept < self.entry.rows else {})
+        yield None, self.whole
+        for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
+            for part in chunks(len(ids), self.entry.dim):
+                yield ids[part], self.gather(ids[part])
 
 
 def _put(
@@ -144,26 +114,42 @@ def _put(
         tensor.index_copy_(0, places, rows[key].index_select(0, at))
 
 
-@contextmanager
-def _refusing(delta: Opened[Delta], name: str) -> Iterator[None]:
-    """Name the folder and the table of what is raised inside."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{delta.path} is refused: table {name!r}: {error}.") from None
-
-
-def move_of(delta: Opened[Delta], name: str, before: RowIndex) -> Move:
-    """Return what a delta does to the rows of a table.
+def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
+    """Return the index of a table's rows after a delta.
 
     Raises:
-        ValueError: it does not fit them; names its folder and the table.
+        ValueError: ids that go have no row, ids that come have one, or ids do not ascend or are out
+            of range; names folder and table.
     """
-    with _refusing(delta, name):
-        return Move(before, delta.manifest.tables[name], delta.tensors(name))
+    change, tensors = delta.manifest.tables[name], delta.tensors(name)
+    ids, gone, after = tensors["ids"].long(), tensors["gone"].long(), change.after
+
+    def refuse_if(wrong: bool, reason: str) -> None:
+        if wrong:
+            raise ValueError(f"{delta.path} is refused: table {name!r}: its ids {reason}.")
+
+    for some, end in ((ids, after.rows + after.default_row), (gone, after.rows)):
+        # Between two more, an id out of range does not ascend.
+        bounded = F.pad(some, (1, 0), value=-1)
+        bounded = F.pad(bounded, (0, 1), value=end)
+        is_sorted = bool((bounded.diff() > 0).all())
+        refuse_if(not is_sorted, f"do not ascend, or are not in [0, {end})")
+    came = ids[rows_of(before, ids) < 0]
+    is_known = len(came) == change.came and bool((rows_of(before, gone) >= 0).all())
+    refuse_if(not is_known, "that come have rows already, or those that go have none")
+    words = before.words.clone()
+    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
+    words.index_add_(0, came >> 5, (1 << (came & 31)).int())
+    words.index_add_(0, gone >> 5, (1 << (gone & 31)).int(), alpha=-1)
+    found = RowIndex(words, before.rows, before.default_row)
+    has_rows = found.num_kept == after.kept and bool((rows_of(found, ids) >= 0).all())
+    refuse_if(not has_rows, "do not lead to the rows that it says")
+    return found
 
 
-def compare_rows(name: str, first: int, weight: Tensor, stored: Rows, entry: Table) -> None:
+def compare_rows(
+    name: str, first: int, weight: Tensor, stored: Mapping[str, Tensor], entry: Table
+) -> None:
     """Compare encoded rows with the rows of the model.
 
     Args:
@@ -180,13 +166,13 @@ def compare_rows(name: str, first: int, weight: Tensor, stored: Rows, entry: Tab
         # Codes are written as they are, and the CRC32 of the file covers them.
         return
     found, weight = decode(stored, entry.dim), weight.cpu()
-    if stored.scale_bias is not None:
+    if "scale_bias" in stored:
         error = (found.double() - weight.double()).abs()
-        half = stored.scale_bias[:, :1].double() / 2
+        half = stored["scale_bias"][:, :1].double() / 2
         wrong = (error > half * _ROUNDING) | ((weight == 0) & (found != 0))
     else:
         # The grid of a column need not reach its largest weights: codes are compared.
-        exact = decode(encode(weight, entry.dtype, stored.scales), entry.dim)
+        exact = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
         # Bits are compared: -0.0 is not 0.0.
         wrong = found.view(torch.int32) != exact.view(torch.int32)
     if len(places := wrong.nonzero()):
@@ -218,13 +204,6 @@ class Chain:
         """Return a table of the artifact that they make."""
         return MappedTable(self.artifact, name, self.deltas)
 
-    def verify(self, tables: Iterable[str] | None = None) -> None:
-        """Verify every byte of these tables; None of all."""
-        names = None if tables is None else list(tables)
-        self.artifact.verify(names)
-        for delta in self.deltas:
-            delta.verify(names)
-
 
 def open_next(
     path: str | os.PathLike[str], before: Manifest, base: str, *, verify: bool = True
@@ -240,12 +219,17 @@ def open_next(
     Raises:
         ValueError: it is damaged, out of order, or of another base; names it.
     """
-    delta = open_artifact(path, Delta, verify=verify)
-    try:
-        delta.manifest.refuse_other(before, base)
-    except ValueError as error:
-        raise ValueError(f"{path} is refused: {error}.") from None
-    return delta
+    opened: Opened[Delta] = open_artifact(path, Delta, verify=verify)
+    delta, found = opened.manifest, before.hash
+    if delta.previous != found:
+        kind = "out of order" if delta.base == base else "of another base"
+        raise ValueError(
+            f"{path} is refused: the delta is {kind}: it follows artifact {delta.previous[:12]} of"
+            f" base {delta.base[:12]}, and this is artifact {found[:12]} of base {base[:12]}."
+        )
+    # Written by export(), the two differ in rows alone.
+    refuse_changed(before, delta.artifact)
+    return opened
 
 
 def open_chain(
@@ -282,8 +266,18 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     where = chain.paths[-1]
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
-        _check_table(table, name, where)
-        if deltas and table.checksums() != entry.checksums:
+        sums = dict.fromkeys(entry.layout(), 0)
+        for ids, parts in table.parts():
+            for key, part in parts.items():
+                sums[key] = added(sums[key], part, ids)
+            if ids is None:
+                continue
+            if len(places := _invalid({**table.whole, **parts}, entry).nonzero()):
+                id = int(ids[places[0]])
+                raise ValueError(
+                    f"{where}: the row of id {id} of table {name!r} has no valid weights."
+                )
+        if {key: hex_of(each) for key, each in sums.items()} != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
@@ -310,8 +304,8 @@ def merge(
     manifest = chain.manifest
     with ArtifactWriter(out, manifest.tables) as writer:
         for name in manifest.tables:
-            for key, part, ids in chain.table(name).parts():
-                writer.append(f"{name}.{key}", part, ids)
+            for ids, parts in chain.table(name).parts():
+                writer.add(name, parts, ids)
         # The last delta brought the checksum of each tensor that a full export had written.
         if writer.seal(manifest) != manifest:
             raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
@@ -319,21 +313,61 @@ def merge(
     return manifest
 
 
-def _check_table(table: MappedTable, name: str, where: Path) -> None:
-    for ids, rows in table.chunks():
-        wrong = _invalid(table.rows(rows), table.entry)
-        if len(places := wrong.nonzero()):
-            id = int(ids[places[0]])
-            raise ValueError(f"{where}: the row of id {id} of table {name!r} has no valid weights.")
-
-
-def _invalid(stored: Rows, entry: Table) -> Tensor:
+def _invalid(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
     """Which rows have a weight that is not finite, or a grid that does not hold 0: bool
     ``(rows,)``."""
     wrong = ~decode(stored, entry.dim).isfinite().all(1)
-    if stored.scale_bias is not None:
-        scale, bias = stored.scale_bias.double().unbind(1)
+    if "scale_bias" in stored:
+        scale, bias = stored["scale_bias"].double().unbind(1)
         # The code of 0 must be one of the codes.
         zero = -bias / scale
-        wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** BITS[entry.dtype] - 1)
+        wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** ENCODINGS[entry.dtype].bits - 1)
     return wrong
+
+
+# Rows of a running process that become those of the next artifact, where they are. Rows are stored
+# in the order of their ids, so rows behind one that comes or goes move.
+
+
+def move_rows(
+    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, new: Mapping[str, Tensor]
+) -> None:
+    """Make stored rows those of the next artifact, in place, in memory that follows the delta.
+
+    Args:
+        stored: what holds the rows so far and has room for those afterwards: ``(room, ...)`` each,
+            of any dtype.
+        before: index of the rows so far.
+        after: of the rows afterwards.
+        new: of the delta, the rows by the same names, and their ``ids``.
+    """
+    if not torch.equal(before.words, after.words):
+        stay = before.words & after.words
+        spans = [*range(0, before.rows, SPAN)]
+        # Two passes, neither of which writes on a row that is still to be read: rows that move up
+        # from the first to the last, rows that move down from the last to the first.
+        for first in spans:
+            _move(stored, before, after, ids_in(stay, before.rows, first), up=True)
+        if before.default_row:
+            last = torch.tensor([before.rows])
+            _move(stored, before, after, last, up=after.num_kept < before.num_kept)
+        for first in reversed(spans):
+            _move(stored, before, after, ids_in(stay, before.rows, first), up=False)
+    at = rows_of(after, new["ids"].long())
+    for key, rows in stored.items():
+        rows.index_copy_(0, at.to(rows.device), new[key].view(rows.dtype).to(rows.device))
+
+
+def _move(
+    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, *, up: bool
+) -> None:
+    """Move the rows of ids that move in one direction."""
+    source, target = rows_of(before, ids), rows_of(after, ids)
+    moves = target < source if up else target > source
+    if not bool(moves.any()):
+        return
+    source, target = source[moves], target[moves]
+    for tensor in stored.values():
+        # They are read before any of them is written.
+        rows = tensor.index_select(0, source.to(tensor.device))
+        tensor.index_copy_(0, target.to(tensor.device), rows)
