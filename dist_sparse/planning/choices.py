@@ -294,7 +294,7 @@ def _why_int4(whole: Choice, *, rotated: bool) -> str:
 
 METHODS: Final = {
     "bits": "bits alone",
-    "untouched": "untouched rows removed",
+    "untouched": "touched rows",
     "small": "small dense",
     "rotated": "rotated columns",
     "rows": "rows",

@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_sparse.planning.choices import METHODS, Attempt
 from dist_sparse.planning.measure import Measured
-from dist_sparse.text import count, percent, table_lines
+from dist_sparse.text import percent, table_lines
 
 NOTE = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
@@ -114,16 +114,14 @@ class Frontier:
         return f"{how}: {share} of the bytes at {self.metric} {metric:.4f}"
 
     def __repr__(self) -> str:
-        head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
-        whole = ("", "the model as it is", "", "", count(self.table_bytes), "100.0%")
+        head = ("at", "method", "kept", "as", "bytes", *self.full)
+        whole = ("", "the whole model", "everything", "", "100.0%")
         rows = [(*whole, *_numbers(self.full))]
         for point in self.points:
             found = point.measured
-            share = percent(found.bytes / self.table_bytes)
             cells = (METHODS[point.method], _left(found.attempt), found.attempt.candidate.dtype)
-            rows.append(
-                (percent(point.budget), *cells, count(found.bytes), share, *_numbers(found.metrics))
-            )
+            share = percent(found.bytes / self.table_bytes)
+            rows.append((percent(point.budget), *cells, share, *_numbers(found.metrics)))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         order = f"Best first, by {self.metric}: {self._better} is better."
         has_codes = any(point.method == "codes" for point in self.points)
@@ -147,11 +145,11 @@ def _left(attempt: Attempt) -> str:
     """Return the kept part of the tables, in a few words."""
     candidate, parts = attempt.candidate, []
     if attempt.trained is not None:
-        parts.append(f"{percent(attempt.trained)} of the columns")
+        parts.append(f"{percent(attempt.trained)} of columns")
     if candidate.columns < 1:
-        parts.append(f"{percent(candidate.columns)} of the columns")
+        parts.append(f"{percent(candidate.columns)} of columns")
     if attempt.method == "untouched":
-        parts.append("the touched rows")
+        parts.append("rows ever read")
     elif candidate.levels:
-        parts.append(f"{percent(1 - max(candidate.levels.values()))} of the rows")
+        parts.append(f"{percent(1 - max(candidate.levels.values()))} of rows")
     return ", ".join(parts) or "everything"

@@ -61,9 +61,9 @@ def main(options: argparse.Namespace) -> None:
         dataset = movielens.load(movielens.fetch())
     rows = {feature.name: feature.rows for feature in dataset.sparse}
     say(
-        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test, "
-        f"{len(rows)} tables with {sum(rows.values())} rows x {DIM}; "
-        f"{number_of(world, 'process', 'processes')}, sharding {options.sharding}"
+        f"{dataset.name}: {len(dataset.train):,} examples to train, {len(dataset.test):,} to test\n"
+        f"{len(rows)} tables with {sum(rows.values()):,} rows x {DIM}, sharding {options.sharding},"
+        f" {number_of(world, 'process', 'processes')}"
     )
     settings = Settings(
         sharding=sharding_of(rows, options.sharding, world),

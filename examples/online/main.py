@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse import FollowingTables, export, sparsify
+from dist_sparse import export, sparsify
 from dist_sparse.report import Quality
 from dist_sparse.serving.export import Exported
+from dist_sparse.slots import FollowingTables
 from dist_sparse.text import size, table_lines
 from dlrm.batches import Batch, Dataset, batches
 from dlrm.movielens import fetch, load
@@ -38,7 +39,7 @@ from online.model import CROSS, FOLLOWING, build
 
 _HEAD = (
     *("day", "AUC trained", "AUC served", "delta", "full"),
-    *("came", "went", "crosses removed", "guard"),
+    *("came", "went", "removed", "guard"),
 )
 _HELD_OUT = 20  # one rating of so many is never trained on: the guard's validation
 _TOLERANCE = 0.002
@@ -156,9 +157,9 @@ def conclusion(
     trained, served = (sum(float(line[column]) for line in lines) / len(lines) for column in (1, 2))
     return (
         f"Published {size(deltas)} in {len(sizes)} deltas, {deltas / whole:.1%} of as many whole"
-        f" artifacts. Mean AUC {trained:.4f} in training, {served:.4f} served.\nThe server answered"
-        f" {client.answers:,} requests meanwhile, each from one day; the slowest took"
-        f" {1000 * client.slowest:.0f} ms."
+        f" artifacts.\nMean AUC {trained:.4f} in training, {served:.4f} served.\n"
+        f"The server answered {client.answers:,} requests meanwhile, each from one day;\n"
+        f"the slowest took {1000 * client.slowest:.0f} ms."
     )
 
 
