@@ -187,7 +187,7 @@ def test_the_stub_has_the_public_names() -> None:
     }
     for name, module in seen.items():
         assert getattr(import_module(str(module)), str(name)) is getattr(dist_sparse, str(name))
-    assert packages | {*dist_sparse.__all__, "__version__"} == set(dir(dist_sparse))
+    assert packages | {*dist_sparse.__all__, "__version__"} <= set(dir(dist_sparse))
     assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}, (
         "a name is a module's too"
     )

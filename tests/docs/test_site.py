@@ -161,6 +161,12 @@ class TestSite:
                 r"^(?:<p>)?(?:[-*] |\| ?[-\w]).*", outside_of_code, re.MULTILINE
             ), page
 
+    def test_names_in_prose_lead_to_the_reference(self, copy: Path) -> None:
+        page = (copy / "site" / "rows.html").read_text()
+        assert 'href="api/sparsify.html#dist_sparse.sparsify"><code>sparsify()</code>' in page
+        assert 'href="api/serving.html#dist_sparse.export"><code>export(' in page
+        assert "<autoref" not in page
+
     def test_docstrings_link_to_each_other(self, copy: Path) -> None:
         page = (copy / "site" / "api" / "sparsify.html").read_text()
         assert re.search(r'href="enforcer\.html#dist_sparse\.(?:\w+\.)*MaskEnforcer"', page)
