@@ -129,7 +129,7 @@ def verdict(run: Run) -> str:
         said = f"Serve {smallest}, the smallest {goal}."
     else:
         said = f"Serve {at_once}, the smallest {goal} without a second training."
-        said += f" Smaller, but trained anew: {smallest}."
+        said += f" Smaller, with a second training: {smallest}."
     return f"{said} {_noise(run)}"
 
 
@@ -159,7 +159,7 @@ def _noise(run: Run) -> str:
     ranges = [(max(aucs.values()) - min(aucs.values()), len(aucs)) for aucs in seeds.values()]
     widest, runs = max(ranges)
     if runs < 2:
-        return "One seed each: what trainings differ by may be chance."
+        return "One seed each: the difference may be chance."
     return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
 
 
