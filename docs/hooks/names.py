@@ -1,4 +1,4 @@
-"""How do the names in the prose of guides lead to the reference?
+"""Names in the prose of guides that lead to the reference.
 
 A public name in code type that is no link yet, ``export()`` or ``RunLog``, becomes one. Functions
 need their parentheses: ``plan`` and ``export`` are words of the shell too.
@@ -17,14 +17,14 @@ __all__ = ["on_page_content"]
 
 _PLACE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 _CODE = re.compile(
-    # What may hold code and is not prose; then a name, and its call.
+    # Tags whose code is not prose, or a name with its call.
     r"<(?P<tag>pre|a|h\d)\b.*?</(?P=tag)>|<code>(?P<name>\w+)(?P<call>\([^<]*\))?</code>",
     re.DOTALL,
 )
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes public names links. The pages of the reference have their own."""
+    """Make public names links, except in the reference, which has its own."""
     if page.file.src_uri.startswith(("api/", "repository/")) or page.file.src_uri.endswith("ipynb"):
         return html
     places = _places(Path(config.docs_dir))
@@ -39,7 +39,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _places(docs: Path) -> dict[str, str]:
-    """Full names in the reference, by their last parts."""
+    """Return the full names in the reference, by their last parts."""
     pages = sorted((docs / "api").glob("*.md"))
     found = [name for page in pages for name in _PLACE.findall(page.read_text(encoding="utf-8"))]
     return {name.rpartition(".")[2]: name for name in found}
