@@ -47,7 +47,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 	  exit 1; }
 	@touch $@
 
-train: $(READY)  ## a DLRM without the rows it never read, against smaller ones
+train: $(READY)  ## removes the rows that a DLRM never read; trains smaller ones
 	@echo 'Training a DLRM dense, sparsified and with smaller tables, on $(NPROC) processes.'
 	@echo 'That takes one to two minutes. torch and TorchRec load first.'
 	$(BIN)/python examples/dlrm/main.py --nproc $(NPROC) $(ARGS)
@@ -85,7 +85,7 @@ bench: $(READY)  ## mask updates, enforcement, serving, against alternatives
 	$(BIN)/python -m benchmarks.deltas
 	$(BIN)/python -m benchmarks.compact
 
-sweep: $(READY)  ## measures every level, block and norm on it; 10 minutes
+sweep: $(READY)  ## measures levels, blocks and norms on the DLRM; 10 minutes
 	$(BIN)/python -m benchmarks.sweep $(ARGS)
 
 docs: $(DOCS)/.ready  ## the documentation as a site in site/, with checked links
