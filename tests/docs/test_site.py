@@ -257,7 +257,7 @@ class SubPath(http.server.SimpleHTTPRequestHandler):
 def test_a_wrong_address_leads_to_the_first_page(copy: Path, tmp_path: Path) -> None:
     """From a folder, and at any depth below a sub-path of a server."""
     site = copy / "site"
-    link = "document.querySelector('a').href"
+    link = "document.querySelector('a')?.href"  # none while the page is loading
     handler = partial(SubPath, directory=str(site))
     with (
         http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
