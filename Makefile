@@ -30,7 +30,7 @@ help:  ## this list
 	@echo '            .venv/bin/dist-sparse frontier --help'
 	@echo '            .venv/bin/python -m benchmarks.sweep --help'
 
-setup: $(READY)  ## makes .venv with pinned versions of everything; some minutes
+setup: $(READY)  ## creates .venv with pinned versions of everything; some minutes
 	@echo 'Everything is in $(VENV). Next: make train; or `. $(BIN)/activate`, then `dist-sparse`.'
 
 $(READY): requirements/cpu.txt pyproject.toml
@@ -47,24 +47,24 @@ $(READY): requirements/cpu.txt pyproject.toml
 	  exit 1; }
 	@touch $@
 
-train: $(READY)  ## trains a DLRM on MovieLens-100K: dense, sparsified, smaller
-	@echo 'Training a DLRM dense, sparsified and with smaller tables; processes: $(NPROC).'
-	@echo 'That takes about a minute. torch and TorchRec load first.'
+train: $(READY)  ## removes the rows that a DLRM never read; trains smaller ones
+	@echo 'Training a DLRM dense, sparsified and with smaller tables, on $(NPROC) processes.'
+	@echo 'That takes one to two minutes. torch and TorchRec load first.'
 	$(BIN)/python examples/dlrm/main.py --nproc $(NPROC) $(ARGS)
 
-two-tower: $(READY)  ## two towers wide, narrowed and narrow: DATA=gowalla.npz
+two-tower: $(READY)  ## trains two towers wide, narrowed and narrow: DATA=gowalla.npz
 	@test -n '$(DATA)' || { echo 'Name the interactions: make two-tower DATA=FILE.npz, with train_user, train_item, test_user, test_item, num_users and num_items.' >&2; exit 2; }
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/two_tower/main.py -- --data '$(DATA)' $(ARGS)
 
-online: $(READY)  ## MovieLens-100K day by day: train, publish, serve; 2 minutes
+online: $(READY)  ## trains, publishes and serves MovieLens-100K by day; 2 minutes
 	$(BIN)/dist-sparse launch --nproc $(NPROC) --ranks 0 examples/online/main.py -- $(ARGS)
 
-frontier: $(READY)  ## measures that DLRM at 50, 20, 10 and 5% of its bytes
+frontier: $(READY)  ## measures the DLRM of train at 50, 20, 10 and 5% of its bytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m dist_sparse frontier examples/dlrm/planned.py:measured --out runs/frontier $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: lint  ## lint, then the tests but for the slow ones
+test: lint  ## lint, then all tests except the slow ones
 	$(PYTEST) -m 'not slow'
 
 test-slow: $(READY)  ## whole examples, jobs, the notebook, the site, a browser
@@ -85,10 +85,10 @@ bench: $(READY)  ## mask updates, enforcement, serving, against alternatives
 	$(BIN)/python -m benchmarks.deltas
 	$(BIN)/python -m benchmarks.compact
 
-sweep: $(READY)  ## what each level costs and saves on that DLRM; 10 minutes
+sweep: $(READY)  ## measures levels, blocks and norms on the DLRM; 10 minutes
 	$(BIN)/python -m benchmarks.sweep $(ARGS)
 
-docs: $(DOCS)/.ready  ## the documentation as a site in site/, its links checked
+docs: $(DOCS)/.ready  ## the documentation as a site in site/, with checked links
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --site-dir $(SITE)
 	@echo 'Open $(SITE)/index.html'
 

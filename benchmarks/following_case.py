@@ -37,10 +37,11 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.measure import peak_extra_bytes
-from dist_sparse import FollowingTables, compact, following, sparsify
+from dist_sparse import compact, sparsify
 from dist_sparse.compaction import collections
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.slots import FollowingTables, following
 
 EVERY = 10
 """Batches between two updates: of masks, slots and managed collisions alike."""

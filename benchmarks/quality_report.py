@@ -118,7 +118,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
-    shape, size = ((2, 1), (4.2, 7.2)) if stacked else ((1, 2), (10, 3.4))
+    shape, size = ((2, 1), (4.2, 8.4)) if stacked else ((1, 2), (10, 3.4))
     with plt.rc_context(INK):
         figure, panels = plt.subplots(*shape, figsize=size, dpi=110, layout="constrained")
         cells = [some for (_, _, trainer, _), some in _cells(rows) if trainer == "kernel"]
@@ -159,11 +159,14 @@ def _plot(rows: Sequence[Row], file: Path, *, stacked: bool) -> None:
         panels[1].set_title("The same, all methods", loc="left", fontsize=11, fontweight="bold")
         near = [line for line in panels[0].get_lines() if not line.get_label().startswith("_")]
         near = [line for line in near if max(line.get_ydata()) > best - 0.013]
-        panels[0].legend(handles=near, frameon=False, fontsize=8, loc="lower right")
+        # On a phone, a legend inside a panel covers its curves.
+        below = {"loc": "upper left", "bbox_to_anchor": (-0.1, -0.2), "ncols": 2}
+        where = below if stacked else {"loc": "lower right"}
+        panels[0].legend(handles=near, frameon=False, fontsize=8, **where)
         named = {line.get_label() for line in near}
         rest = [line for line in panels[1].get_lines() if not line.get_label().startswith("_")]
         rest = [line for line in rest if line.get_label() not in named]
-        panels[1].legend(handles=rest, frameon=False, fontsize=8, loc="lower right")
+        panels[1].legend(handles=rest, frameon=False, fontsize=8, **where)
         figure.savefig(file)
     plt.close(figure)
 

@@ -22,12 +22,12 @@ Checkpoints:         Checkpoints (saved whole, verified, resumed on any number o
 
 More, by module:
 
-    dist_sparse.schedulers     CurveDataScheduler and its names for constant, linear, cosine and
-    other curves dist_sparse.extend         base classes for your own masks, scores and schedules
-    dist_sparse.optim          OptimScheduler (optimizer, accumulation, AMP, clipping, learning
-    rate, sparsity) dist_sparse.lightning      SparsifyCallback
-    dist_sparse.slots          following() and FollowingTables: rows for the most looked-up ids
-    dist_sparse.compat         schedules of torch.ao and SpeeChain, under their original names
+    dist_sparse.schedulers  curves: constant, linear, cosine and others
+    dist_sparse.extend      base classes for your own masks, scores and schedules
+    dist_sparse.optim       OptimScheduler: optimizer, AMP, clipping, learning rate, sparsity
+    dist_sparse.lightning   SparsifyCallback
+    dist_sparse.slots       following() and FollowingTables: rows for the most looked-up ids
+    dist_sparse.compat      schedules of torch.ao and SpeeChain, under their original names
 
 Names are loaded when they are first used: ``import dist_sparse`` does not need torch, so that
 ``dist-sparse doctor`` runs where torch is missing or broken. ``__init__.pyi`` has the types.
@@ -115,4 +115,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES, "__version__"})
+    return sorted([*__all__, *_PACKAGES, "__version__"])

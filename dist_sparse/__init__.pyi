@@ -1,5 +1,7 @@
 """Types of the public names, which ``__init__.py`` loads when they are first used."""
 
+from typing import Required, TypedDict
+
 from dist_sparse import checkpoint as checkpoint
 from dist_sparse import codes as codes
 from dist_sparse import compat as compat
@@ -28,6 +30,7 @@ from dist_sparse.planning.frontier import frontier as frontier
 from dist_sparse.planning.plan import plan as plan
 from dist_sparse.records import TableStats as TableStats
 from dist_sparse.report.run_log import RunLog as RunLog
+from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate
 from dist_sparse.schedulers.base import BaseDataScheduler as BaseDataScheduler
 from dist_sparse.schedulers.ready import ConstantDataScheduler as ConstantDataScheduler
@@ -43,12 +46,38 @@ from dist_sparse.slots.collections import following as following
 from dist_sparse.slots.tables import FollowingTables as FollowingTables
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier
+from dist_sparse.sparsifiers.importance import Score
+from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
 from dist_sparse.sparsifiers.stats import describe as describe
 from dist_sparse.tables.shards import COL as COL
 from dist_sparse.tables.shards import ROW as ROW
+from dist_sparse.training.arguments import Levels, OptimizerState, Schedule
 from dist_sparse.training.sparsify import SparseTraining as SparseTraining
 from dist_sparse.training.sparsify import sparsify as sparsify
 
 __version__: str
+
+class SparsifyKeywords(TypedDict, total=False):
+    """Keywords of :func:`sparsify` that its Lightning callback takes too."""
+
+    level: Levels | None
+    budget: int | str | None
+    scope: Scope
+    floor: Levels | None
+    protect: str | list[str] | None
+    end: Required[int | None]
+    begin: int
+    every: int
+    block: BlockShape
+    norm: Norm | None
+    score: Score | None
+    include: str | list[str] | None
+    exclude: str | list[str] | None
+    dense: bool | str | list[str] | None
+    schedule: Schedule | None
+    optimizer_state: OptimizerState
+    min_rows: int
+    rotate: Rotate | None
+    decay: float | None

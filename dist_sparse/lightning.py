@@ -17,7 +17,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +30,8 @@ from dist_sparse.training.sparsify import SparseTraining, sparsify
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from dist_sparse import SparsifyKeywords
 else:
 
     def _installed() -> Any:
@@ -116,12 +118,12 @@ class SparsifyCallback(Callback):
         0.75
     """
 
-    def __init__(self, *, log: bool = True, **plan: Any) -> None:
+    def __init__(self, *, log: bool = True, **plan: Unpack[SparsifyKeywords]) -> None:
         super().__init__()
         # The callback itself takes the steps.
         bound = inspect.signature(sparsify).bind(None, None, auto_step=False, **plan)
         bound.apply_defaults()
-        self._plan = plan
+        self._plan: dict[str, Any] = {**plan}
         # Invalid arguments are refused here, before anything is loaded or trained.
         names = [field.name for field in dataclasses.fields(SparsifyArgs) if field.init]
         SparsifyArgs(**{name: bound.arguments[name] for name in names})

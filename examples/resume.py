@@ -1,14 +1,15 @@
-"""A training that is killed and goes on: with checkpoints, it ends exactly as one that was not.
+"""Kill a training and resume it: it ends exactly as an uninterrupted one.
 
 One process:               python examples/resume.py runs/resumed
 Killed after 70 steps:     python examples/resume.py runs/resumed --kill-at 70
-The same again, to go on:  python examples/resume.py runs/resumed
-On two processes:          dist-sparse launch --nproc 2 examples/resume.py -- runs/resumed
-Restarted by itself:       dist-sparse launch --nproc 2 --max-restarts 1 examples/resume.py --
-runs/again --kill-at 70
+Resumed:                   python examples/resume.py runs/resumed
+On two processes:          dist-sparse launch --nproc 2 examples/resume.py -- \\
+                             runs/resumed
+Restarted automatically:   dist-sparse launch --nproc 2 --max-restarts 1 \\
+                             examples/resume.py -- runs/again --kill-at 70
 
-The number of processes may change from one start to the next: tables are sharded by rows over those
-that there are.
+The number of processes may change between starts: tables are sharded by rows
+over all of them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Clicks(nn.Module):
 
 
 def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The sharded model, and all that steps it. Collective."""
+    """Return the sharded model and its optimizers and masks. Collective."""
     torch.manual_seed(0)
     net = Clicks()
     apply_optimizer_in_backward(RowWiseAdagrad, net.tables.parameters(), {"lr": 0.1})
@@ -81,8 +82,8 @@ def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
 
 
 def batches(start: int) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
-    """This rank's part of every batch from the step ``start`` on: whoever reads data from files
-    seeks there."""
+    """Yield this rank's part of every batch from the step ``start`` on. A reader of files would
+    seek there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(start, _STEPS):
         drawn = torch.Generator().manual_seed(step)
@@ -122,7 +123,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
-    """What this rank holds of the table."""
+    """Return this rank's shard of the table."""
     return [
         shard.tensor
         for shard in model.state_dict()["tables.embedding_bags.item.weight"].local_shards()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import inspect
 import re
 import shutil
 import subprocess
@@ -175,7 +176,7 @@ def test_the_stub_has_the_public_names() -> None:
         alias.asname: node.module
         for node in imports
         for alias in node.names
-        if node.module != "dist_sparse"
+        if alias.asname and node.module != "dist_sparse"  # the others are of its annotations
     }
     packages = {
         alias.asname for node in imports for alias in node.names if node.module == "dist_sparse"
@@ -190,6 +191,16 @@ def test_the_stub_has_the_public_names() -> None:
     assert not set(seen) & {path.stem for path in (ROOT / "dist_sparse").iterdir()}, (
         "a name is a module's too"
     )
+
+
+def test_the_callback_has_the_keywords_of_sparsify() -> None:
+    """As the stub types them, for type checkers."""
+    tree = ast.parse((ROOT / "dist_sparse" / "__init__.pyi").read_text())
+    (keywords,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    typed = [ast.unparse(node.target) for node in keywords.body if isinstance(node, ast.AnnAssign)]
+    parameters = inspect.signature(dist_sparse.sparsify).parameters
+    # The callback itself has the model and the optimizers, and takes the steps.
+    assert typed == [name for name in parameters if name not in ("model", "optimizer", "auto_step")]
 
 
 def test_version_is_that_of_the_project() -> None:

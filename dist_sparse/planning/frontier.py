@@ -42,7 +42,7 @@ from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.text import count, percent, table_lines
+from dist_sparse.text import percent, table_lines
 from dist_sparse.training.arguments import protected
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
@@ -50,7 +50,7 @@ BUDGETS = (0.5, 0.2, 0.1, 0.05)
 
 METHODS: Final = {
     "bits": "bits alone",
-    "untouched": "untouched rows removed",
+    "untouched": "touched rows",
     "small": "small dense",
     "rotated": "rotated columns",
     "rows": "rows",
@@ -118,11 +118,11 @@ class Trial:
         parts = []
         columns = self.trained * self.candidate.columns
         if columns < 1:
-            parts.append(f"{percent(columns)} of the columns")
+            parts.append(f"{percent(columns)} of columns")
         if self.method == "untouched":
-            parts.append("the touched rows")
+            parts.append("rows ever read")
         elif self.candidate.levels:
-            parts.append(f"{percent(1 - max(self.candidate.levels.values()))} of the rows")
+            parts.append(f"{percent(1 - max(self.candidate.levels.values()))} of rows")
         return ", ".join(parts) or "everything"
 
 
@@ -209,13 +209,12 @@ class Frontier:
         return f"Recommended: {advice}, {goal}."
 
     def __repr__(self) -> str:
-        head = ("budget", "method", "what is left", "as", "bytes", "of full", *self.full)
-        whole = (count(self.table_bytes), "100.0%", *_texts(self.full))
-        rows = [("", "the model as it is", "", "", *whole)]
+        head = ("at", "method", "kept", "as", "bytes", *self.full)
+        rows = [("", "the whole model", "everything", "", "100.0%", *_texts(self.full))]
         for point in self.points:
             names = percent(point.budget), METHODS[point.method], point.left, point.candidate.dtype
-            taken = count(point.bytes), percent(point.bytes / self.table_bytes)
-            rows.append((*names, *taken, *_texts(point.metrics)))
+            share = percent(point.bytes / self.table_bytes)
+            rows.append((*names, share, *_texts(point.metrics)))
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
         # One of each, of the methods that are shown.

@@ -213,7 +213,7 @@ def verdict(run: Run) -> str:
         said = f"Serve {every[0]}, the smallest {goal}."
     else:
         said = f"Serve {made[0]}, the smallest {goal} without a second training."
-        said += f" Smaller, but trained anew: {every[0]}."
+        said += f" Smaller, with a second training: {every[0]}."
     return f"{said} {_noise(run)}"
 
 
@@ -229,7 +229,7 @@ def _noise(run: Run) -> str:
     aucs = [sorted(by_config.values()) for by_config in seeds.values()]
     widest, runs = max((some[-1] - some[0], len(some)) for some in aucs)
     if runs < 2:
-        return "One seed each: what trainings differ by may be chance."
+        return "One seed each: the difference may be chance."
     return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
 
 

@@ -39,6 +39,7 @@ from dist_sparse.tables.tensors import TensorSource, is_sharded
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
+_SHOWN = 20
 _UNSAVED = {"masks", "step"}
 """Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound
 to the original."""
@@ -452,9 +453,12 @@ class BaseDataSparsifier(MaskMaker):
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
-        for name, group in self.data_groups.items():
+        groups = [*self.data_groups.items()]
+        for name, group in groups[:_SHOWN]:
             lines += ["\tData Group", f"\t    name: {name}"]
             lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
+        if len(groups) > _SHOWN:  # torch.ao prints all of them: five lines for each table
+            lines.append(f"\tand {len(groups) - _SHOWN} more")
         return "\n".join([*lines, ")"])
 
     def _store(self, name: str) -> DenseStore | PackedStore:

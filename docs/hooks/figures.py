@@ -1,4 +1,4 @@
-"""How do drawings follow the reader's light or dark?
+"""Drawings that follow the reader's light or dark, and plots for narrow screens.
 
 An SVG in an ``<img>`` knows the system's setting and not the page's. So the site holds the drawings
 of docs/images in the page itself, where the style inside each of them sees the page's scheme. On a
@@ -30,8 +30,7 @@ _PLOT = re.compile(
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts each drawing that stands alone in a paragraph in the place of its image, and both files
-    of a plot."""
+    """Replace each image of a drawing by the drawing, and of a plot by both of its files."""
 
     def drawing(image: re.Match[str]) -> str:
         svg = (Path(config.docs_dir) / "images" / image["name"]).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How do links that leave docs/ work in the site?
+"""Links that leave docs/.
 
 The pages link to files elsewhere in the repository (figures of benchmarks, examples, tests), as a
 code host wants it. What is linked becomes part of the site, under ``repository/``: Markdown as a
@@ -36,8 +36,8 @@ _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lets what belongs to a list item be indented by two spaces, as code hosts do; Python-Markdown
-    wants four. Shows version and licence in the footer."""
+    """Accept two spaces of indentation in lists, as code hosts do; Python-Markdown wants four. Show
+    version and licence in the footer."""
     config.markdown_extensions.insert(0, _TwoSpaces())  # type: ignore[arg-type]
     about = tomllib.loads((_root(config) / "pyproject.toml").read_text())["project"]
     config.copyright = f"{about['name']} {about['version']}, {about['license']}"
@@ -47,12 +47,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 class _TwoSpaces(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
-        # The parts of a parser note the length when they are made.
+        # The parts of a parser read the length at construction.
         md.parser = build_block_parser(md)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the files that pages link to outside of docs/."""
+    """Add the files outside of docs/ that pages link to."""
     root = _root(config)
     waiting = [file for file in files if file.is_documentation_page()]
     while waiting:
@@ -75,7 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points the links of a page at where the files are in the site."""
+    """Point the links of a page at the places of the files in the site."""
     uri = page.file.src_uri
     if uri.startswith(f"{_FOLDER}/"):
         page.meta["search"] = {"exclude": True}
@@ -116,13 +116,13 @@ def _root(config: MkDocsConfig) -> Path:
 
 
 def _in_repository(uri: str, config: MkDocsConfig) -> str:
-    """Where in the repository does a page of the site come from?"""
+    """Return the path in the repository of a page of the site."""
     outside = uri.removeprefix(f"{_FOLDER}/")
     return outside if outside != uri else f"{Path(config.docs_dir).name}/{uri}"
 
 
 def _in_site(path: str, config: MkDocsConfig) -> str:
-    """Where in the site is a file of the repository?"""
+    """Return the path in the site of a file of the repository."""
     docs = f"{Path(config.docs_dir).name}/"
     if path.startswith(docs):
         return path.removeprefix(docs)

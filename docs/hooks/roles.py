@@ -1,4 +1,4 @@
-"""How do the docstrings' ``:class:`~dist_sparse.X``` become links, and ``Example::`` a section?
+"""Docstrings' ``:class:`~dist_sparse.X``` as links, and ``Example::`` as a section.
 
 The docstrings use the roles and literal blocks of reStructuredText, the site is Markdown. What has
 a place in the site becomes a link; the rest is shown as code.
@@ -18,7 +18,7 @@ _EXAMPLE = re.compile(r"^Example::\n\n", re.MULTILINE)
 
 
 class Roles(griffe.Extension):
-    """Rewrites the roles and examples of every docstring that is read."""
+    """Rewrite the roles and examples of every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each object of the package, outermost last."""
@@ -34,7 +34,7 @@ def _link(obj: griffe.Object, role: re.Match[str]) -> str:
 
 
 def _path(obj: griffe.Object, name: str) -> str:
-    """The full name of what a docstring calls by the name that it has there."""
+    """Return the full name of an object that a docstring names relative to its own scope."""
     scope: griffe.Object | None = obj
     while scope is not None:
         if (

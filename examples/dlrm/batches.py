@@ -29,8 +29,8 @@ class SparseFeature:
 
     Args:
         name: of the feature and of its table.
-        rows: ids lie in [0, rows).
-        ids: (ids,) int64, the ids of all examples one after the other.
+        rows: ids are in [0, rows).
+        ids: (ids,) int64, the ids of all examples, concatenated.
         offsets: (examples + 1,) int64, where each example's ids begin; None when every example has
             exactly one.
     """
@@ -41,26 +41,25 @@ class SparseFeature:
     offsets: Tensor | None = None
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids of the examples ``index``, one after the other, and how many each of them has."""
+        """Return the ids of the examples ``index``, concatenated, and the number of ids of each."""
         if self.offsets is None:
             return self.ids[index], torch.ones_like(index)
         starts = self.offsets[index]
         lengths = self.offsets[index + 1] - starts
         ends = lengths.cumsum(0)
-        # Where each id comes from: its place in the result, shifted by how far its example has
-        # moved.
+        # An id's source is its place in the result, plus the distance its example has moved.
         shift = (starts - (ends - lengths)).repeat_interleave(lengths)
         return self.ids[torch.arange(len(shift)) + shift], lengths
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """All examples of a data set, and which of them are for training and which for the test.
+    """All examples of a data set, split into a training and a test part.
 
     Args:
-        name: for people.
+        name: shown in output.
         sparse: the categorical features.
-        dense_names: what the columns of ``dense`` mean.
+        dense_names: names of the columns of ``dense``.
         dense: (examples, len(dense_names)) float32.
         labels: (examples,) float32, 0 or 1.
         train: indices of the training examples.
@@ -76,7 +75,7 @@ class Dataset:
     test: Tensor
 
     def batch(self, index: Tensor) -> Batch:
-        """The examples ``index`` as TorchRec's Batch."""
+        """Return the examples ``index`` as TorchRec's Batch."""
         taken = [feature.take(index) for feature in self.sparse]
         sparse = KeyedJaggedTensor.from_lengths_sync(
             keys=[feature.name for feature in self.sparse],
@@ -89,8 +88,7 @@ class Dataset:
 
 
 def steps_per_pass(examples: int, batch_size: int) -> int:
-    """How many batches every rank gets from one pass over the examples; what fills no global batch
-    is dropped."""
+    """Return the number of global batches in one pass; an incomplete last one is dropped."""
     return examples // batch_size
 
 
@@ -103,11 +101,11 @@ def batches(
     world: int,
     shuffle_seed: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's part of every global batch of one pass over ``index``.
+    """Yield this rank's part of every global batch of one pass over ``index``.
 
     Args:
-        dataset: where the examples are.
-        index: the examples to go through.
+        dataset: has the examples.
+        index: the examples of the pass.
         batch_size: of the whole world; each rank gets ``batch_size // world`` of it.
         rank: of this process.
         world: number of processes.

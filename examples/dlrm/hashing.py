@@ -30,8 +30,8 @@ def folded(dataset: Dataset, rows: Mapping[str, int]) -> Dataset:
 
 
 def hashed_cross(left: Ints, right: Ints, rows: int) -> Ints:
-    """An id in [0, rows) for every pair, by splitmix64's mixer: the same in every process, unlike
-    Python's hash()."""
+    """Return an id in [0, rows) for every pair, by splitmix64's mixer: the same in every process,
+    unlike Python's hash()."""
     mixed = left.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + right.astype(np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

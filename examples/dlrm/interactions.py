@@ -31,7 +31,7 @@ _DRAWS = 50
 
 
 def load(path: Path, seed: int) -> Dataset:
-    """The file's own split, with one negative for each positive.
+    """Return the file's own split, with one negative for each positive.
 
     Features: user, item, a hashed cross of the user and a bucket of items; dense: how active the
     user and how popular the item is in the training part, never counting the interaction itself
@@ -143,7 +143,7 @@ def _integers(stored: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Ints]
 
 
 def _split(user: Ints, item: Ints, seed: int) -> dict[str, Ints]:
-    """The arrays of both parts, by key."""
+    """Return the arrays of both parts, by key."""
     if user.ndim != 1 or user.shape != item.shape:
         raise ValueError(f"user {user.shape} and item {item.shape} must be lists of one length")
     order = np.random.default_rng(seed).permutation(len(user))
@@ -158,7 +158,7 @@ def _split(user: Ints, item: Ints, seed: int) -> dict[str, Ints]:
 
 
 def _draw(user: Ints, items: int, known: Ints, rng: np.random.Generator) -> Ints:
-    """For every user in the list an item that is not among the ``known`` pairs (sorted
+    """Return, for every user in the list, an item that is not among the ``known`` pairs (sorted
     ``user * items + item``)."""
     drawn = rng.integers(items, size=len(user))
     for _ in range(_DRAWS):

@@ -1,12 +1,14 @@
-"""Train a DLRM, take out the rows that training has never looked up, and compare what is served
-with models that were trained to be smaller: sparsified, with fewer columns, with fewer rows that
-ids are hashed into.
+"""Train a DLRM, remove the rows that training never looked up, and export it.
+
+Compare its artifacts with those of smaller models, trained in the same way:
+sparsified on a schedule, with fewer columns, and with ids hashed into fewer
+rows.
 
 One process:     python examples/dlrm/main.py
 Two processes:   python examples/dlrm/main.py --nproc 2
 The same:        dist-sparse launch --nproc 2 examples/dlrm/main.py
-With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 examples/dlrm/main.py -- --checkpoint
-runs/saved
+With restarts:   dist-sparse launch --nproc 2 --max-restarts 3 \\
+                   examples/dlrm/main.py -- --checkpoint runs/saved
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def main(options: argparse.Namespace) -> None:
     """Run all and print the summary. Collective over the default process group."""
     started = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
-    folders = [options.run_dir]  # the default is of each rank's own clock
+    folders = [options.run_dir]  # the default names the time, and clocks of ranks differ
     dist.broadcast_object_list(folders)
     run_dir: Path = folders[0]
 
@@ -61,9 +63,9 @@ def main(options: argparse.Namespace) -> None:
         dataset = movielens.load(movielens.fetch())
     rows = {feature.name: feature.rows for feature in dataset.sparse}
     say(
-        f"{dataset.name}: {len(dataset.train)} examples to train, {len(dataset.test)} to test, "
-        f"{len(rows)} tables with {sum(rows.values())} rows x {DIM}; "
-        f"{number_of(world, 'process', 'processes')}, sharding {options.sharding}"
+        f"{dataset.name}: {len(dataset.train):,} examples to train, {len(dataset.test):,} to test\n"
+        f"{len(rows)} tables with {sum(rows.values()):,} rows x {DIM}, sharding {options.sharding},"
+        f" {number_of(world, 'process', 'processes')}"
     )
     settings = Settings(
         sharding=sharding_of(rows, options.sharding, world),
@@ -148,18 +150,18 @@ def same_bytes(dense: Result, sparse: Result) -> int:
 
 
 def same_bytes_in_rows(sparse: Result, least: int) -> dict[str, int]:
-    """Return the rows that would take the bytes that each sparsified table kept, with those of its
-    mask; ``least`` for fewer."""
-    taken = {
+    """Return, for each sparsified table, the number of whole rows in the bytes of its kept rows and
+    its mask, at least ``least``."""
+    kept = {
         table.name: table.kept_bytes + table.mask_bytes for table in sparse.tables if table.target
     }
-    return {name: max(least, round(size / (4 * DIM))) for name, size in taken.items()}
+    return {name: max(least, round(size / (4 * DIM))) for name, size in kept.items()}
 
 
 def narrowed(settings: Settings, dim: int) -> Settings:
     """Return the settings of dense tables of fewer columns.
 
-    Columns of narrow tables are not cut: that changes nothing but where they are stored.
+    Narrow tables are not cut by columns, which changes only where they are stored.
     """
     sharding = {
         name: "table_wise" if kind == "column_wise" else kind
@@ -175,15 +177,8 @@ def relaunch(world: int, argv: Sequence[str]) -> None:
     only_nproc.add_argument("--nproc")
     _, others = only_nproc.parse_known_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Its bars are drawn in place.
-    launcher = [
-        "-m",
-        "dist_sparse.launch",
-        "--nproc",
-        str(world),
-        "--ranks",
-        "0",
-    ]
+    # With --ranks 0 output is not prefixed, so that progress bars are drawn in place.
+    launcher = ["-m", "dist_sparse.launch", "--nproc", str(world), "--ranks", "0"]
     os.execv(
         sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), "--", *others]
     )

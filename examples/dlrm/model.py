@@ -70,15 +70,15 @@ class ShardedModel:
 
     @property
     def table_bytes(self) -> int:
-        """Of all tables' weights over all ranks, a replicated table counted once."""
+        """Bytes of all tables over all ranks; a replicated table counts once."""
         return sum(rows * dim * torch.float32.itemsize for rows, dim in self.tables.values())
 
 
 def build(
     dataset: Dataset, *, sharding: Mapping[str, str], seed: int, world: int, dim: int = DIM
 ) -> ShardedModel:
-    """The DLRM for a data set, sharded over the default process group. Collective: every rank must
-    call it.
+    """Return the DLRM for a data set, sharded over the default process group. Collective: every
+    rank must call it.
 
     Weights depend on ``seed`` alone: all ranks make the whole model from it and keep their part.
 
@@ -136,7 +136,7 @@ def build(
 
 
 def sharding_of(rows: Mapping[str, int], sharding: str, world: int) -> dict[str, str]:
-    """The sharding type of every table.
+    """Return the sharding type of every table.
 
     ``mixed`` replicates the small tables; of the others the largest is cut by rows, the next by
     columns, the next stays whole on a rank, and so on in turns.
@@ -168,8 +168,8 @@ def sharding_of(rows: Mapping[str, int], sharding: str, world: int) -> dict[str,
 
 
 def _placed(kind: str, place: int, world: int) -> ParameterShardingGenerator:
-    """The shards of the ``place``-th table: whole tables go round the ranks, and one rank alone has
-    columns in two."""
+    """Return the sharding of the ``place``-th table. Whole tables take turns over the ranks; a
+    single rank has columns in two shards."""
     match ShardingType(kind):
         case ShardingType.ROW_WISE:
             return row_wise()
@@ -182,11 +182,11 @@ def _placed(kind: str, place: int, world: int) -> ParameterShardingGenerator:
 
 
 def _optimizer(model: DistributedModelParallel, sharding: Mapping[str, str]) -> CombinedOptimizer:
-    """The fused optimizer, one for data-parallel tables and one for the layers.
+    """Return the fused optimizer, one for data-parallel tables and one for the layers, combined.
 
-    TorchRec leaves data-parallel tables among the dense parameters. Handed to the layers' Adam they
-    would be trained differently from all other tables, and every one of their rows would move at
-    every step, looked up or not.
+    TorchRec leaves data-parallel tables among the dense parameters. Under the layers' Adam
+    they would train differently from all other tables, and every row would move at every step,
+    looked up or not.
     """
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     replicated: dict[str, nn.Parameter] = {}

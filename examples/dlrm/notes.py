@@ -20,8 +20,8 @@ _QUALITY_EVERY = 50
 
 
 class Notes:
-    """Log rank 0's loss, and AUC and NE of the predictions since the last time, before learning
-    them.
+    """Log rank 0's loss, and AUC and NE of the predictions since the last values. Each example is
+    predicted before it is trained on.
 
     Collective, as are :meth:`step` and :meth:`close`.
     """
@@ -37,8 +37,7 @@ class Notes:
         *,
         start: int | None = None,
     ) -> None:
-        """``start``: steps that were done before, in a log that goes on; None is a log of its
-        own."""
+        """``start``: steps before a resume, whose log is continued; None starts a log."""
         self._log = RunLog(
             folder,
             sparsifier,

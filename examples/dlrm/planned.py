@@ -43,7 +43,7 @@ def trained_model(data: Path | None = None) -> nn.Module:
 
 
 def measured(columns: float = 1.0, data: Path | None = None) -> tuple[nn.Module, Evaluate]:
-    """Return the DLRM of :func:`trained_model`, and what measures it on the test part.
+    """Return the DLRM of :func:`trained_model`, and a function that measures it on the test part.
 
     Args:
         columns: fraction of the tables' columns.

@@ -34,7 +34,7 @@ class Predictions:
 
     @cached_property
     def ne(self) -> float:
-        """Normalized entropy: the log loss over that of predicting the mean label."""
+        """Normalized entropy: the log loss, relative to always predicting the mean label."""
         labels = self.labels.double()
         state = get_ne_states(labels, self._probabilities, torch.ones_like(labels), _ETA)
         entropy = compute_ne(

@@ -206,27 +206,18 @@ class Sparsification:
         stats = {table.name: table for table in self.sparsifier.table_stats()}
         rows = []
         for name, (height, width) in sharded.tables.items():
-            if (table := stats.get(name)) is None:
-                blocks, removed, target, mask_bytes, kept_bytes = (
-                    0,
-                    0,
-                    0.0,
-                    0,
-                    height * width * torch.float32.itemsize,
-                )
-            else:
-                blocks, removed, target = table.blocks, table.removed_blocks, table.target
-                mask_bytes, kept_bytes = table.mask_bytes, table.kept_bytes
+            table = stats.get(name)
+            dense_bytes = height * width * torch.float32.itemsize
             rows.append(
                 TableRow(
                     name=name,
                     shape=(height, width),
                     sharding=sharded.sharding[name],
-                    blocks=blocks,
-                    removed_blocks=removed,
-                    target=target,
-                    mask_bytes=mask_bytes,
-                    kept_bytes=kept_bytes,
+                    blocks=table.blocks if table else 0,
+                    removed_blocks=table.removed_blocks if table else 0,
+                    target=table.target if table else 0.0,
+                    mask_bytes=table.mask_bytes if table else 0,
+                    kept_bytes=table.kept_bytes if table else dense_bytes,
                 )
             )
         return rows
@@ -299,8 +290,7 @@ def run(
         folder, name, sharded.model, config, *sparsified, start=None if saving is None else start
     )
     sharded.model.train()
-    # The position in the data is what the pipeline has given back: it has drawn batches ahead of
-    # that.
+    # The position in the data counts trained batches; the pipeline has drawn two more.
     examples = islice(epochs(dataset, settings), start, None)
     ms_per_step = train_steps(
         name,
@@ -321,7 +311,7 @@ def run(
     removed = 0 if sparsification is None else sparsification.check_zeros(sharded)
     pipeline.detach()
     if saving is not None and settings.rank == 0:
-        # Of a run that ended after it had exported.
+        # Left by a run that was killed after its export.
         shutil.rmtree(folder / "served", ignore_errors=True)
     sparsifier = None if sparsification is None else sparsification.sparsifier
     export(sharded, sparsifier, dataset, len(predictions.logits), folder / "served")
@@ -331,7 +321,7 @@ def run(
     )
     without = None
     if untouched is not None:
-        # In a log of its own, or one that a run before may have written.
+        # A resumed job may have this log already: continue it.
         begin = None if saving is None else 0
         without = _without_untouched(sharded, dataset, settings, config, untouched, begin)
     return Result(
@@ -357,7 +347,7 @@ def _without_untouched(
     start: int | None,
 ) -> Artifacts:
     """Remove the rows that training has never looked up, by the sums that Adagrad has kept: nothing
-    is trained again. Evaluate what is left, log it in ``folder`` and export it."""
+    is trained again. Evaluate the rest, log it in ``folder`` and export it."""
     name = "untouched rows"
     include = large_tables(sharded)
     config = config | {"sparsity": {"level": "untouched"}}
@@ -382,7 +372,7 @@ def _without_untouched(
         pipeline.detach()
         notes.close(test_auc=predictions.auc, test_ne=predictions.ne)
         if start is not None and settings.rank == 0:
-            # Of a run that ended after it had exported.
+            # Left by a run that was killed after its export.
             shutil.rmtree(folder / "served", ignore_errors=True)
         export(sharded, sparse.sparsifier, dataset, len(predictions.logits), folder / "served")
     return Artifacts(run=name, folder=folder / "served", trained=predictions)
@@ -432,7 +422,7 @@ def train_steps(
     the first few steps; None if no step is left.
 
     Args:
-        start: steps that were done before.
+        start: steps before this call.
     """
     # disable=None: tqdm itself stays quiet when its output is not a terminal.
     bar = tqdm(total=steps, initial=start, desc=name, disable=None if rank == 0 else True)
@@ -486,6 +476,6 @@ def _test(pipeline: Pipeline, dataset: Dataset, settings: Settings) -> Predictio
 
 
 def _auc(recent: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """AUC of this rank's last few batches, for the progress bar."""
+    """Return the AUC of this rank's last few batches, for the progress bar."""
     logits, labels = (torch.cat(part)[None].double() for part in zip(*recent, strict=True))
     return float(compute_auc(1, [logits], [labels], [torch.ones_like(labels)]))

@@ -18,18 +18,18 @@ from dlrm.batches import Dataset
 
 __all__ = ["Client"]
 
-_PATIENCE = 60  # seconds in which a day that was published must be served
+_PATIENCE = 60  # seconds until a published day must be served
 
 
 class Client:
-    """Start the server of a folder, and ask it all the while until :meth:`close`.
+    """Start the server of a folder, and send it requests until :meth:`close`.
 
     Args:
-        folder: where artifacts are published.
-        data: of requests.
+        folder: has the published artifacts.
+        data: examples of the requests.
 
     Attributes:
-        answers: how many requests were answered.
+        answers: number of answered requests.
         slowest: seconds of the slowest answer.
     """
 
@@ -49,18 +49,18 @@ class Client:
         self.answers, self.slowest = 0, 0.0
         self._failure: Exception | None = None
         self._closed = threading.Event()
-        self._asking = threading.Thread(target=self._ask_on, daemon=True)
-        self._asking.start()
+        self._thread = threading.Thread(target=self._send_requests, daemon=True)
+        self._thread.start()
 
     def logits(self, index: Tensor, day: int) -> Tensor:
-        """Return the logits of the examples ``index``, once the server is at ``day``.
+        """Return the logits of the examples ``index``, once the server serves ``day``.
 
         Raises:
-            TimeoutError: it does not get there.
+            TimeoutError: it still serves an earlier day.
         """
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
-            answer = self._ask(index)
+            answer = self._request(index)
             if answer["day"] == day:
                 return torch.tensor(answer["logits"])
             time.sleep(0.02)
@@ -73,26 +73,26 @@ class Client:
             RuntimeError: a request failed.
         """
         self._closed.set()
-        self._asking.join()
+        self._thread.join()
         self._server.communicate(timeout=_PATIENCE)
         if self._failure is not None:
             raise RuntimeError("A request failed.") from self._failure
 
-    def _ask(self, index: Tensor) -> dict[str, Any]:
+    def _request(self, index: Tensor) -> dict[str, Any]:
         features = self._data.batch(index).sparse_features
-        asked = {"ids": features.values().tolist(), "lengths": features.lengths().tolist()}
-        request = Request(self._address, json.dumps(asked).encode())
+        ids = {"ids": features.values().tolist(), "lengths": features.lengths().tolist()}
+        request = Request(self._address, json.dumps(ids).encode())
         with urlopen(request, timeout=_PATIENCE) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
 
-    def _ask_on(self) -> None:
-        """Ask for 32 examples at a time, some 50 times a second."""
-        made = torch.Generator().manual_seed(0)
+    def _send_requests(self) -> None:
+        """Request 32 examples, about 50 times a second."""
+        generator = torch.Generator().manual_seed(0)
         try:
             while not self._closed.wait(0.02):
                 started = time.monotonic()
-                self._ask(torch.randint(len(self._data.labels), (32,), generator=made))
+                self._request(torch.randint(len(self._data.labels), (32,), generator=generator))
                 self.slowest = max(self.slowest, time.monotonic() - started)
                 self.answers += 1
         except Exception as error:  # raised by close(), in the thread of the job

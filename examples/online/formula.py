@@ -1,4 +1,4 @@
-"""What training and serving share: names of folders, and the formula above the tables."""
+"""Shared by training and serving: names of folders, and the formula above the tables."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A model that is trained, published and served day by day.
+"""Train a model day by day, publish the changes, and serve them.
 
 Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/online/main.py
 
-MovieLens-100K in order of time, cut into days of equal length. Each day the ratings are first
-predicted, by the model in training and by a server of what was published the evening before, then
-trained on; in the evening what changed is published as a delta, and the server applies it while it
-answers requests.
+MovieLens-100K in order of time, cut into days of equal length. Each day the
+model in training and a server predict the ratings; then the model trains on
+them. In the evening the job publishes a delta, which the server applies while
+it answers requests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_sparse import FollowingTables, export, sparsify
+from dist_sparse import export, sparsify
 from dist_sparse.report import Quality
 from dist_sparse.serving.export import Exported
+from dist_sparse.slots import FollowingTables
 from dist_sparse.text import size, table_lines
 from dlrm.batches import Batch, Dataset, batches
 from dlrm.movielens import fetch, load
@@ -38,18 +39,18 @@ from online.model import CROSS, FOLLOWING, build
 
 _HEAD = (
     *("day", "AUC trained", "AUC served", "delta", "full"),
-    *("came", "went", "crosses removed", "guard"),
+    *("came", "went", "removed", "guard"),
 )
-_HELD_OUT = 20  # one rating of so many is never trained on: the guard's validation
+_HELD_OUT = 20  # one rating in so many is for the guard's validation, never trained on
 _TOLERANCE = 0.002
 
 
 class Online:
-    """The state of a job on all ranks: a model, what follows and masks it, and what was published.
+    """The state of a job on all ranks: the model, its slots and masks, and the published folders.
 
     Args:
-        data: with the features of the model alone.
-        options: of the command.
+        data: has only the features of the model.
+        options: of the command line.
     """
 
     def __init__(self, data: Dataset, options: argparse.Namespace) -> None:
@@ -86,7 +87,7 @@ class Online:
     def auc(self, index: Tensor) -> float:
         """Return the AUC of the model in training, over all ranks. Collective."""
         quality = Quality()
-        self.model.eval()  # lookups of a validation hold no slots
+        self.model.eval()  # lookups in validation must not count towards slots
         with torch.no_grad():
             for batch in self._batches(index):
                 quality.update(self.model(batch.sparse_features), batch.labels)
@@ -94,7 +95,7 @@ class Online:
         return quality.compute()["auc"]
 
     def publish(self, folder: Path) -> Exported:
-        """Write what has changed since the last time, at first everything. Collective."""
+        """Write the changes since the last call; the first call writes everything. Collective."""
         path = folder / DELTA.format(len(self.published))
         since = self.published or None
         written = export(self.model, self.sparse, path, dtype="int8", since=since)
@@ -117,7 +118,7 @@ def main(options: argparse.Namespace) -> None:
     features = [each for each in whole.sparse if each.name in (*FOLLOWING, CROSS)]
     data = replace(whole, sparse=tuple(features))
     folders = [options.out]
-    dist.broadcast_object_list(folders)  # the default is made of the time
+    dist.broadcast_object_list(folders)  # the default names the time, and clocks of ranks differ
     published, full = folders[0] / "published", folders[0] / "full"
     job = Online(data, options)
     job.publish(published)
@@ -129,7 +130,7 @@ def main(options: argparse.Namespace) -> None:
         job.train(index)
         held = job.sparse.guard(job.auc(job.validation), tolerance=_TOLERANCE)
         written = job.publish(published)
-        # What would have to be published without deltas.
+        # For comparison: the artifact to publish if there were no deltas.
         export(job.model, job.sparse, full / DELTA.format(day), dtype="int8")
         level = f"{job.sparse.sparsity:.0%}"  # collective
         if not first:
@@ -151,14 +152,14 @@ def main(options: argparse.Namespace) -> None:
 def conclusion(
     sizes: Sequence[tuple[int, int]], lines: Sequence[Sequence[str]], client: Client
 ) -> str:
-    """Return what the days have shown."""
+    """Return a summary of all days."""
     deltas, whole = map(sum, zip(*sizes, strict=True))
     trained, served = (sum(float(line[column]) for line in lines) / len(lines) for column in (1, 2))
     return (
         f"Published {size(deltas)} in {len(sizes)} deltas, {deltas / whole:.1%} of as many whole"
-        f" artifacts. Mean AUC {trained:.4f} in training, {served:.4f} served.\nThe server answered"
-        f" {client.answers:,} requests meanwhile, each from one day; the slowest took"
-        f" {1000 * client.slowest:.0f} ms."
+        f" artifacts.\nMean AUC {trained:.4f} in training, {served:.4f} served.\n"
+        f"The server answered {client.answers:,} requests meanwhile, each from one day;\n"
+        f"the slowest took {1000 * client.slowest:.0f} ms."
     )
 
 

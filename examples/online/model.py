@@ -15,7 +15,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dist_sparse import following
+from dist_sparse.slots import following
 from dlrm.batches import Dataset
 from online.formula import scores
 
@@ -23,7 +23,7 @@ __all__ = ["CROSS", "DIM", "FOLLOWING", "Machine", "build"]
 
 DIM = 16
 FOLLOWING = {"user_id": 200, "movie_id": 800}
-"""Rows of the tables that follow their traffic: 943 users and 1,682 movies share them."""
+"""Rows of the tables that follow their traffic, for 943 users and 1,682 movies."""
 
 CROSS = "user_x_genre"
 """The hashed table that is masked."""
@@ -62,7 +62,7 @@ class Machine(nn.Module):
 
 def build(data: Dataset, seed: int) -> DistributedModelParallel:
     """Shard the model's tables by rows over all ranks. Collective."""
-    torch.manual_seed(seed + dist.get_rank())  # shards of a table differ
+    torch.manual_seed(seed + dist.get_rank())  # ranks draw different shards
     machine = Machine(data)
     apply_optimizer_in_backward(RowWiseAdagrad, machine.parameters(), {"lr": _LR})
     sharder = EmbeddingBagCollectionSharder()

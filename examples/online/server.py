@@ -26,14 +26,14 @@ import torch
 from dist_sparse import load_served
 from online.formula import DELTA, scores
 
-_POLL = 0.05  # seconds between two looks at the folder
+_POLL = 0.05  # seconds between two checks of the folder
 
 
 class Model:
-    """What is served: tables of two collections, and the day that they are from.
+    """The served tables of two collections, and their day.
 
-    A lookup sees all of a delta or nothing, but there are two collections: an answer takes both
-    from one day, so a delta waits for answers that have begun.
+    A lookup sees all of a delta or nothing, but an answer reads two collections, which must be of
+    one day. So a delta waits for answers that have begun.
     """
 
     def __init__(self, base: Path) -> None:
@@ -42,7 +42,7 @@ class Model:
         self.day = 0
 
     def apply(self, delta: Path) -> None:
-        """Move on by one day."""
+        """Apply the next day's delta."""
         with self._lock:
             for each in self._collections.values():
                 each.apply(delta)
@@ -64,7 +64,7 @@ class Model:
 
 
 def follow(model: Model, folder: Path) -> None:
-    """Apply each delta as soon as it is there: a folder that has its name is whole."""
+    """Apply each delta as soon as it appears: a folder gets its name when it is complete."""
     while True:
         delta = folder / DELTA.format(model.day + 1)
         if delta.is_dir():
@@ -74,7 +74,7 @@ def follow(model: Model, folder: Path) -> None:
 
 
 def main() -> None:
-    """Serve until the process is ended, or its standard input."""
+    """Serve until the process is killed, or its standard input is closed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,16 +84,16 @@ def main() -> None:
 
     class Requests(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            said = json.dumps(model.answer(asked["ids"], asked["lengths"])).encode()
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = json.dumps(model.answer(request["ids"], request["lengths"])).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(said)))
+            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(answer)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is printed of a request."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
     threading.Thread(target=follow, args=(model, folder), daemon=True).start()

@@ -32,7 +32,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
             with new.open("wb") as file:
                 torch.save(dict(state), file)
                 file.flush()
-                # Else a power failure may leave the name with nothing behind it.
+                # Otherwise a power failure may leave an empty file under the name.
                 os.fsync(file.fileno())
             new.replace(path)
         finally:
@@ -60,7 +60,7 @@ def load(path: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise DataError(f"There is no checkpoint to resume from: {path} does not exist.") from error
-    except Exception as error:  # torch.load has another error for each kind of wrong file
+    except Exception as error:  # torch.load raises a different error for each kind of wrong file
         raise DataError(
             f"{path} is not a checkpoint: {type(error).__name__}: {error}".splitlines()[0]
         ) from error

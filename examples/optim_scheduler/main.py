@@ -1,13 +1,13 @@
-"""Train a DLRM-like model of torch's own modules under DDP, with two OptimSchedulers: one for the
-tables, which it sparsifies, and one for the layers, each with a learning rate, a norm and a
-schedule of its own.
+"""Train a DLRM of torch's own modules under DDP, with two OptimSchedulers.
+
+One updates the tables, which it sparsifies, and one the layers. Each has a
+learning rate, a norm and a schedule of its own. TorchRec trains nothing here;
+only the data comes in its batches, which examples/dlrm reads.
 
 One process:     python examples/optim_scheduler/main.py
 Two processes:   dist-sparse launch --nproc 2 examples/optim_scheduler/main.py
 Interrupted:     ... --checkpoint runs/ranker.pt --stop-at 100
-and resumed:     ... --checkpoint runs/ranker.pt --resume
-
-TorchRec trains nothing here; the data comes in its batches, because examples/dlrm reads them so.
+Resumed:         ... --checkpoint runs/ranker.pt --resume
 """
 
 from __future__ import annotations
@@ -105,6 +105,5 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's own shutdown: gloo and DDP tear each other down in an order that aborts
-    # now and then.
+    # Skip the interpreter's shutdown, in which the teardown of gloo and DDP sometimes aborts.
     os._exit(status)

@@ -48,7 +48,7 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class Interactions:
-    """Pairs of user and item to train with, and those held out for validation and test."""
+    """Pairs of user and item for training, and held-out ones for validation and test."""
 
     users: int
     items: int
@@ -61,22 +61,22 @@ class Interactions:
         self, seed: int, batch_size: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's part of each global batch of one pass: users ``(b,)`` and items
-        ``(b, 1 + NEGATIVES)``, the interaction first. Negatives are uniform, so that a few are
-        interactions after all."""
-        made = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self.user), generator=made)
+        ``(b, 1 + NEGATIVES)``, the interaction first. Negatives are uniform, so a few are
+        interactions."""
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self.user), generator=generator)
         local = batch_size // world
         for step in range(self.steps(batch_size)):
-            negatives = torch.randint(self.items, (batch_size, NEGATIVES), generator=made)
+            negatives = torch.randint(self.items, (batch_size, NEGATIVES), generator=generator)
             mine = slice(rank * local, (rank + 1) * local)
             index = order[step * batch_size : (step + 1) * batch_size][mine]
             yield self.user[index], torch.cat([self.item[index][:, None], negatives[mine]], dim=1)
 
     def steps(self, batch_size: int) -> int:
-        """Return the batches of one pass; what fills no batch is dropped.
+        """Return the number of batches in one pass; an incomplete last one is dropped.
 
         Raises:
-            DataError: there is not one whole batch.
+            DataError: the interactions do not fill a batch.
         """
         if batch_size > len(self.user):
             raise DataError(
@@ -86,8 +86,7 @@ class Interactions:
         return len(self.user) // batch_size
 
     def test(self, part: str) -> Test:
-        """Return what is drawn for a part, ``"validation"`` or ``"test"``: the same at every
-        call."""
+        """Return the samples of a part, ``"validation"`` or ``"test"``: the same at every call."""
         user, item = (held.numpy() for held in self.held_out[part])
         rng = np.random.default_rng(0)
         chosen = rng.permutation(len(user))[:_TESTED]
@@ -102,13 +101,13 @@ class Interactions:
             user=torch.from_numpy(user[chosen]),
             item=torch.from_numpy(item[chosen]),
             uniform=drawn(np.arange(self.items)),
-            popular=drawn(self.item.numpy()),  # of an interaction drawn uniformly: by popularity
+            popular=drawn(self.item.numpy()),  # an item occurs once for each interaction
             ranked_users=torch.from_numpy(rng.permutation(np.unique(user))[:_RECALL_USERS]),
             all_pairs=self.held_out[part],
         )
 
     def _unknown(self, user: Ints, items: Ints, rng: np.random.Generator) -> Ints:
-        """For every user one of ``items`` that they have not interacted with."""
+        """Return, for every user, one of ``items`` that they have not interacted with."""
         found = rng.choice(items, len(user))
         for _ in range(50):
             pairs = user * self.items + found
@@ -122,7 +121,7 @@ class Interactions:
 
 def load(path: Path, split_seed: int | None = None) -> Interactions:
     """Read an interactions ``.npz``. Of its test part, the interactions of half of the users, drawn
-    with a seed, are for validation: both parts are alike, and what is chosen on one is judged on
+    with a seed, are for validation: both parts are alike, so a choice made on one is tested on
     the other.
 
     Args:

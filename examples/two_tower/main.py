@@ -1,8 +1,10 @@
-"""Train a two-tower model wide, narrowed while it trains, and narrow from the start; serve each in
-32, 8 and 4 bits, and with --codes a narrowed one through codes.
+"""Train a two-tower model wide, narrowed halfway, and narrow from the start.
 
-Two processes:   dist-sparse launch --nproc 2 --ranks 0 examples/two_tower/main.py -- --data
-gowalla.npz One process:     python examples/two_tower/main.py --data gowalla.npz
+Each is served in 32, 8 and 4 bits; --codes adds a narrowed one served as codes.
+
+Two processes:   dist-sparse launch --nproc 2 --ranks 0 \\
+                   examples/two_tower/main.py -- --data gowalla.npz
+One process:     python examples/two_tower/main.py --data gowalla.npz
 """
 
 from __future__ import annotations
@@ -35,8 +37,7 @@ _HEAD = ("run", "columns", "served as", "bytes", "of wide", "AUC", "AUC popular"
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train and serve all three, and print what they give. Collective over the default process
-    group."""
+    """Train and serve all runs, and print their quality. Collective."""
     started = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -46,7 +47,7 @@ def main(options: argparse.Namespace) -> None:
 
     data = load(options.data)
     folders = [options.out]
-    dist.broadcast_object_list(folders)  # the default is made of the time
+    dist.broadcast_object_list(folders)  # the default names the time, and clocks of ranks differ
     folder = folders[0]
     folder.mkdir(parents=True, exist_ok=True)
     say(
@@ -92,8 +93,8 @@ def main(options: argparse.Namespace) -> None:
 def served(
     model: DistributedModelParallel, coded: CodedTraining | None, data: Interactions, folder: Path
 ) -> Iterator[tuple[str, int, Quality]]:
-    """Export the tables to ``folder`` in each dtype, or as codes, and measure what they serve on
-    the test part: ``(dtype, bytes, quality)``. Collective; rank 0 measures, and the others get its
+    """Export the tables to ``folder`` in each dtype, or as codes, and measure the artifacts on the
+    test part: ``(dtype, bytes, quality)``. Collective; rank 0 measures, and the others get its
     figures."""
     bias = model.module.bias.detach()
     for dtype in DTYPES if coded is None else ("codes",):
@@ -137,7 +138,7 @@ def parse() -> argparse.Namespace:
         type=as_positive,
         default=16,
         metavar="D",
-        help="columns that are left (default: %(default)s)",
+        help="columns of the narrow tables (default: %(default)s)",
     )
     add(
         "--codes",
@@ -157,7 +158,7 @@ def parse() -> argparse.Namespace:
         type=float,
         default=0.05,
         metavar="X",
-        help="regularization of what is looked up (default: %(default)s)",
+        help="L2 of the looked-up rows (default: %(default)s)",
     )
     add(
         "--epochs",

@@ -50,8 +50,8 @@ class Towers(nn.Module):
         self.bias = nn.Parameter(torch.zeros(items))
 
     def forward(self, ids: KeyedJaggedTensor, items: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores ``(b, items)`` of users with items, and half the sum of squares of what
-        was looked up.
+        """Return the scores ``(b, items)`` of users with items, and half the sum of squares of the
+        looked-up rows.
 
         Args:
             ids: from :func:`keyed`.
@@ -108,7 +108,7 @@ def rows_of(model: nn.Module, counts: Sequence[int], chunk: int = 4096) -> list[
     rank gets all.
 
     Args:
-        model: what maps a KeyedJaggedTensor of :func:`keyed`'s features to their embeddings.
+        model: maps a KeyedJaggedTensor of :func:`keyed`'s features to their embeddings.
         counts: the number of users, and of items.
         chunk: ids at a time.
     """

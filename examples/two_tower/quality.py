@@ -65,8 +65,8 @@ def _ne(right: Tensor, wrong: Tensor) -> float:
 
 
 def _recall(user: Tensor, item: Tensor, bias: Tensor, data: Interactions, test: Test) -> float:
-    """Of each user's held-out items, the fraction among the first 20 of those it is not known to
-    like."""
+    """Return the mean fraction of a user's held-out items among their 20 best-ranked items, the
+    items of training excluded."""
     held_user, held_item = test.all_pairs
     recalls = []
     for users in test.ranked_users.split(256):

@@ -25,12 +25,12 @@ class Settings:
 
     Args:
         dim: columns of the tables.
-        width: columns that are left after the cut.
+        width: columns after the cut.
         lr: the learning rate.
-        l2: factor of half the squares of what an example looks up, in its loss.
+        l2: factor, in the loss, of half the squares of an example's looked-up rows.
         epochs: passes over the training part.
         cut: epochs before the tables are cut to ``width``, and have codes; None is half of them.
-        codes: bytes of a row that is looked up through codes; None for tables of floats.
+        codes: bytes of a row as codes; None for tables of floats.
         batch_size: interactions in a step.
         seed: of weights, order and negatives.
         rank, world: of this process.
@@ -52,7 +52,7 @@ class Settings:
 def train(
     name: str, data: Interactions, settings: Settings
 ) -> tuple[DistributedModelParallel, CodedTraining | None]:
-    """Return the model, trained from the seed, and its codes if it has some. Collective.
+    """Return the model, trained from the seed, and its codes, if any. Collective.
 
     The learning rate is constant over the first half of the run, and falls linearly to 0 over the
     second. A narrowed model is returned with tables of ``width`` columns.
@@ -90,7 +90,7 @@ def train(
             if settings.codes is not None and step == cut:
                 if sparse is not None:
                     model, sparse = compact(model, sparse), None
-                    # The tables have another fused optimizer; the biases keep theirs.
+                    # compact() gives the tables a new fused optimizer; the biases keep theirs.
                     _, (_, biases) = optimizer.optimizers
                     optimizer = CombinedOptimizer([model.fused_optimizer, biases])
                 coded = _coded(model, optimizer, settings, each)
@@ -104,16 +104,15 @@ def train(
 def _coded(
     model: nn.Module, optimizer: CombinedOptimizer, settings: Settings, steps: int
 ) -> CodedTraining:
-    """Return the codes of both tables, of epochs of so many ``steps``."""
+    """Return the codes of both tables; ``steps`` is the length of an epoch."""
     assert settings.codes is not None
     return quantize(
         model,
         optimizer,
         codes=settings.codes,
         begin=0,
-        # 8 times an epoch.
-        every=-(-steps // 8),
-        # The loss has an L2 of what is looked up.
+        every=-(-steps // 8),  # 8 times an epoch
+        # Otherwise the loss's L2 would shrink the decoded rows, not the floats.
         commitment=settings.l2,
     )
 

@@ -168,6 +168,10 @@ def test_every_block_says_what_it_is(file: Path) -> None:
         assert block.opted_out or not block.code.startswith("# Not run"), (
             f"line {block.line}: {OPT_OUT.pattern}"
         )
+        longest = max(map(len, block.code.splitlines()), default=0)
+        assert longest <= (80 if block.kind in ("text", "console") else 100), (
+            f"line {block.line}: {longest} columns"
+        )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib
 import inspect
 import re
 import shutil
 import subprocess
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,6 +161,12 @@ class TestSite:
                 r"^(?:<p>)?(?:[-*] |\| ?[-\w]).*", outside_of_code, re.MULTILINE
             ), page
 
+    def test_names_in_prose_lead_to_the_reference(self, copy: Path) -> None:
+        page = (copy / "site" / "rows.html").read_text()
+        assert 'href="api/sparsify.html#dist_sparse.sparsify"><code>sparsify()</code>' in page
+        assert 'href="api/serving.html#dist_sparse.export"><code>export(' in page
+        assert "<autoref" not in page
+
     def test_docstrings_link_to_each_other(self, copy: Path) -> None:
         page = (copy / "site" / "api" / "sparsify.html").read_text()
         assert re.search(r'href="enforcer\.html#dist_sparse\.(?:\w+\.)*MaskEnforcer"', page)
@@ -216,13 +225,61 @@ class TestSite:
                 assert name in done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.network
-@pytest.mark.browser
-@pytest.mark.skipif(
+needs_chromium = pytest.mark.skipif(
     chromium() is None,
     reason="NO CHROMIUM: the site was not looked at in a browser (apt-get install chromium)",
 )
+
+
+class SubPath(http.server.SimpleHTTPRequestHandler):
+    """Serve a site below /project/, with its own page for wrong addresses, as code hosts do."""
+
+    def translate_path(self, path: str) -> str:
+        below = path.removeprefix("/project/")
+        return super().translate_path(below if below != path else "/nowhere")
+
+    def send_error(self, code: int, *args: object, **kwargs: object) -> None:
+        page = (Path(self.directory) / "404.html").read_bytes()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(page)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.browser
+@needs_chromium
+def test_a_wrong_address_leads_to_the_first_page(copy: Path, tmp_path: Path) -> None:
+    """From a folder, and at any depth below a sub-path of a server."""
+    site = copy / "site"
+    link = "document.querySelector('a')?.href"  # none while the page is loading
+    handler = partial(SubPath, directory=str(site))
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        opened(tmp_path) as browser,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(site / "404.html", 390)
+        assert browser.value(link) == (site / "index.html").as_uri()
+        assert browser.low_contrasts() == []
+        root = f"http://127.0.0.1:{server.server_address[1]}/project"
+        browser.value(f"location.href = '{root}/api/deep/wrong.html'")
+        until = time.monotonic() + 30
+        while browser.value(f"location.protocol === 'http:' && {link}") != f"{root}/index.html":
+            assert time.monotonic() < until, browser.value(link)
+            time.sleep(0.05)
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.browser
+@needs_chromium
 def test_the_site_works_when_opened_from_files(copy: Path, tmp_path: Path) -> None:
     """On a phone and a desktop, light and dark, with its search; nothing is fetched."""
     site = copy / "site"

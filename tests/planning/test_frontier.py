@@ -74,7 +74,7 @@ def test_the_recommendation() -> None:
     if nothing is."""
     for rank, tolerance, expected in (
         (16, 0.5, "Recommended: bits alone as int4 (everything): 18.8% of the bytes"),
-        (4, 0.2, "Recommended: rotated columns as int4 (25.0% of the columns): 10.4% of the bytes"),
+        (4, 0.2, "Recommended: rotated columns as int4 (25.0% of columns): 10.4% of the bytes"),
         (16, 1e-9, "Nothing comes within 1e-09 of the error 0.0000 of the whole model; nearest is"),
     ):
         model = table(rank)

@@ -19,7 +19,7 @@ def test_a_repl_and_a_notebook_show_the_table() -> None:
     )
     for result, head in (
         (budget, "budget 18.8 KiB, 10.0% of 188 KiB in 2 tables"),
-        (measured, "budget  method "),
+        (measured, "   at  method "),
     ):
         assert repr(result) == str(result) == pretty.pretty(result)
         assert str(result).startswith(head) and len(str(result).splitlines()) > 5

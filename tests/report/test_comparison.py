@@ -250,7 +250,7 @@ def test_the_verdict_names_the_smallest_that_is_as_good(tmp_path: Path) -> None:
     add_artifact(tmp_path / "run", tmp_path / "int8", auc=0.7481)
     said = (
         "Serve pruned, int8 (1.95 KiB, 5.7% of dense, AUC 0.7481), the smallest within 0.002 of"
-        " dense's AUC (0.7500). One seed each: what trainings differ by may be chance."
+        " dense's AUC (0.7500). One seed each: the difference may be chance."
     )
     assert verdict(read_run(tmp_path / "run")) == said
     assert said in html.unescape(page(read_run(tmp_path / "run"), []))
@@ -271,8 +271,8 @@ def test_what_needs_no_second_training_comes_first(tmp_path: Path) -> None:
     add_artifact(tmp_path / "run", tmp_path / "codes", auc=0.7491)
     assert verdict(read_run(tmp_path / "run")).startswith(
         "Serve untouched, int4 (1.95 KiB, 5.7% of dense, AUC 0.7499), the smallest within 0.002 of"
-        " dense's AUC (0.7500) without a second training. Smaller, but trained anew: pruned, codes"
-        " (0.977 KiB, 2.8% of dense, AUC 0.7491). One seed each"
+        " dense's AUC (0.7500) without a second training. Smaller, with a second training: pruned,"
+        " codes (0.977 KiB, 2.8% of dense, AUC 0.7491). One seed each"
     )
 
 
