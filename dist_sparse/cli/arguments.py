@@ -102,6 +102,17 @@ def parse_budget(text: str) -> int | str:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_count(text: str) -> int:
+    """Return a whole number, at least 1.
+
+    Raises:
+        ArgumentTypeError: not one.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"Invalid {text!r}: must be a whole number, at least 1.")
+    return int(text)
+
+
 def parse_share(text: str) -> float:
     """Return ``10%`` as 0.1.
 

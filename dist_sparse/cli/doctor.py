@@ -1,21 +1,27 @@
 """Findings of `dist-sparse doctor`: whether this machine can train a TorchRec model, and the
 commands that fix it.
 
-Reads the metadata of what is installed and never imports torch, TorchRec or FBGEMM: what has to be
-loaded is loaded in a process of its own (:mod:`dist_sparse.cli.probes`). Changes nothing.
+Reads the metadata of what is installed, and changes nothing. A bad mix of releases can crash the
+interpreter or hang, and torch may be missing: torch, TorchRec and FBGEMM are never imported here,
+but probed in processes of their own with a time limit.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.text import printable, wrapped
 from dist_sparse.torchrec.versions import advised, check_versions, fitting
 
@@ -23,6 +29,32 @@ _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OF_TORCHREC: Final = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
 """What TorchRec requires besides torch and FBGEMM."""
+
+_SECONDS: Final = 120.0
+
+TORCH: Final = """
+import json, torch
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+found = {"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda}
+print(json.dumps(found))
+"""
+
+LOOKUP: Final = """
+import dist_sparse.torchrec.port, torch, torchrec
+config = torchrec.EmbeddingBagConfig(
+    name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
+)
+ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), torch.tensor([2]))
+found = torchrec.EmbeddingBagCollection(tables=[config])(ids)["f"]
+assert found.shape == (1, 4)
+assert torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([2])).tolist() == [0, 2]
+"""
+
+GLOO: Final = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +71,7 @@ class Finding:
     what: str
     ok: bool
     says: str
-    fix: str = ""
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -61,11 +93,10 @@ class Diagnosis:
     def text(self, verbose: bool = False) -> str:
         """Return the verdict, and below it what is broken with the commands that fix it; if
         ``verbose`` all findings."""
-        names = ", ".join(each.what for each in self.broken)
-        wrong = f"TorchRec models can't be trained here: {names}."
-        lines = wrapped(
-            wrong if names else f"Everything needed to train is here, on {self.device}."
-        )
+        verdict = f"Everything needed to train is here, on {self.device}."
+        if names := ", ".join(each.what for each in self.broken):
+            verdict = f"TorchRec models can't be trained here: {names}."
+        lines = wrapped(verdict)
         for each in self.findings if verbose else self.broken:
             lines += wrapped(f"  {each.what}: {printable(each.says)}", indent="    ")
         # One command may fix several findings.
@@ -82,10 +113,8 @@ def installed() -> dict[str, str]:
     found = {}
     for name in ("torch", "torchrec", *_FBGEMM):
         # Metadata only: importing a broken torch can end the process.
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -104,69 +133,61 @@ def examine(
     """
     versions = installed() if versions is None else versions
     progress("torch")
-    torch = ask_torch() if "torch" in versions else Torch(fault="not installed")
+    torch_fault, printed = probed(TORCH) if "torch" in versions else ("not installed", "")
+    # The last line: packages may print when they are imported.
+    torch = json.loads(printed.splitlines()[-1]) if torch_fault is None else {"gpus": 0}
     # Which FBGEMM is needed depends on it.
-    cuda = torch.gpus > 0 if cuda is None else cuda
+    cuda = torch["gpus"] > 0 if cuda is None else cuda
     advice = _advice(versions, cuda)
+    findings: list[Finding] = []
+
+    def note(what: str, fault: str | None, says: str, fix: str) -> None:
+        findings.append(Finding(what, fault is None, fault or says, fix if fault else ""))
+
     # pip would keep a torch that is broken.
     reinstall = f"{_PIP} install --force-reinstall {_fitting_torch(versions)}"
-    findings = [
-        Finding("torch", torch.fault is None, torch.fault or versions["torch"], reinstall),
-        _package("torchrec", versions, advice),
-        _fbgemm(versions, cuda, advice),
-    ]
+    note("torch", torch_fault, versions.get("torch", ""), reinstall)
+    missing = None if "torchrec" in versions else "not installed"
+    note("torchrec", missing, versions.get("torchrec", ""), advice)
+    gemms = [name for name in _FBGEMM if name in versions]
+    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
+    gemm = " ".join(versions[name] for name in gemms)
+    note("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + advice)
     # Without one of them, or in a broken mix, a lookup would only fail once more.
     if all(each.ok for each in findings):
-        findings.append(_fit(versions, advice))
+        fault = _misfit(versions["torch"], versions["torchrec"], gemm)
+        note("versions fit", fault, "torch, torchrec and fbgemm are of one release", advice)
     if all(each.ok for each in findings):
         progress("TorchRec and FBGEMM")
-        findings.append(_probe("a lookup", LOOKUP, advice))
-    if torch.fault is None and not cuda:
+        note("a lookup", probed(LOOKUP)[0], "works", advice)
+    if torch_fault is None and not cuda:
         progress("communication")
         # Its usual fault: the host name resolves to an address of no interface.
-        findings.append(_probe("gloo", GLOO, "export GLOO_SOCKET_IFNAME=lo"))
-    return Diagnosis(tuple(findings), _device(torch, cuda))
+        note("gloo", probed(GLOO)[0], "works", "export GLOO_SOCKET_IFNAME=lo")
+    device = "the CPU"
+    if cuda:
+        device = f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}"
+    # It comes with the driver.
+    elif torch_fault is None and shutil.which("nvidia-smi") is not None:
+        device += f": there is a GPU's driver, but torch {torch['version']} sees no GPU"
+    return Diagnosis(tuple(findings), device)
 
 
-def _package(name: str, versions: Mapping[str, str], fix: str) -> Finding:
-    return Finding(name, name in versions, versions.get(name, "not installed"), fix)
-
-
-def _fbgemm(versions: Mapping[str, str], cuda: bool, fix: str) -> Finding:
-    gemms = [name for name in _FBGEMM if name in versions]
-    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && {fix}"
+def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
     # They install the same files.
     if len(gemms) == 2:
-        says = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
-        return Finding("fbgemm", False, says, remove)
+        return "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
     if cuda and gemms == ["fbgemm-gpu-cpu"]:
-        says = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
-        return Finding("fbgemm", False, says, remove)
-    says = " ".join(versions[name] for name in gemms)
-    return Finding("fbgemm", bool(gemms), says or "not installed", fix)
+        return "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
+    return None if gemms else "not installed"
 
 
-def _fit(versions: Mapping[str, str], fix: str) -> Finding:
-    gemm = versions.get("fbgemm-gpu") or versions["fbgemm-gpu-cpu"]
+def _misfit(torch: str, torchrec: str, gemm: str) -> str | None:
     try:
-        check_versions(versions["torch"], versions["torchrec"], gemm)
+        check_versions(torch, torchrec, gemm)
     except ImportError as error:
-        return Finding("versions fit", False, str(error), fix)
-    return Finding("versions fit", True, "torch, torchrec and fbgemm are of one release")
-
-
-def _probe(what: str, code: str, fix: str) -> Finding:
-    fault = fails(code)
-    return Finding(what, fault is None, fault or "works", fix)
-
-
-def _device(torch: Torch, cuda: bool) -> str:
-    if cuda:
-        return f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
-    # It comes with the driver.
-    if torch.fault is None and shutil.which("nvidia-smi") is not None:
-        return f"the CPU: there is a GPU's driver, but torch {torch.version} sees no GPU"
-    return "the CPU"
+        return str(error)
+    return None
 
 
 def _advice(versions: Mapping[str, str], cuda: bool) -> str:
@@ -174,7 +195,7 @@ def _advice(versions: Mapping[str, str], cuda: bool) -> str:
 
     If no release fits the torch, it is that of the installed TorchRec, or the latest.
     """
-    release = _advised(versions)[1]
+    release = advised(versions.get("torch", ""), versions.get("torchrec", ""))[1]
     pair = f'"{_FBGEMM[not cuda]}=={release}.*" "torchrec=={release}.*"'
     # Otherwise the installed torch stays.
     torch = "" if fitting(versions.get("torch", "")) else f"{_fitting_torch(versions)} "
@@ -185,8 +206,29 @@ def _advice(versions: Mapping[str, str], cuda: bool) -> str:
 
 def _fitting_torch(versions: Mapping[str, str]) -> str:
     """Return the arguments of pip for the torch that fits the installed distributions."""
-    return f'"torch=={_advised(versions)[0]}.*" --extra-index-url URL'
+    release = advised(versions.get("torch", ""), versions.get("torchrec", ""))[0]
+    return f'"torch=={release}.*" --extra-index-url URL'
 
 
-def _advised(versions: Mapping[str, str]) -> tuple[str, str]:
-    return advised(versions.get("torch", ""), versions.get("torchrec", ""))
+def probed(code: str) -> tuple[str | None, str]:
+    """Run ``code`` in a process of its own; return its error, if any, and its output."""
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # An empty folder in PYTHONPATH is the current one too.
+    path = [str(Path(__file__).parents[2]), *(each for each in others if each not in ("", "."))]
+    # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would
+    # run.
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {_SECONDS:.0f} s", ""
+    if done.returncode == 0:
+        return None, done.stdout
+    # A signal: libraries of another build end in SIGSEGV, not in an error.
+    if done.returncode < 0:
+        return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
+    # A traceback ends with the error.
+    return (done.stderr.strip() or f"ended with status {done.returncode}").splitlines()[-1], ""

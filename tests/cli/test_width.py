@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, RunLog, describe, export, sparsify
-from dist_sparse.cli.doctor import examine
+from dist_sparse.cli import doctor
 from dist_sparse.cli.main import main
-from dist_sparse.cli.probes import Torch
 from dist_sparse.report import add_artifact
 from dist_sparse.text import table_lines
 
@@ -100,10 +99,8 @@ def test_a_command(
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_here = Torch(version="2.12.0", gpus=0)
-    monkeypatch.setattr("dist_sparse.cli.doctor.ask_torch", lambda: torch_here)
-    monkeypatch.setattr("dist_sparse.cli.doctor.fails", lambda code: "failed: " + 20 * "word ")
-    found = examine({"torch": "2.12.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.7.0"})
+    monkeypatch.setattr(doctor, "probed", lambda code: ("failed: " + 20 * "word ", ""))
+    found = doctor.examine({"torch": "2.12.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.7.0"})
     for line in found.text(verbose=True).splitlines():
         # Commands are pasted: a break would end them.
         assert len(line) <= 80 or "pip install" in line, line

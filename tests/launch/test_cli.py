@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_sparse.launch.cli import main
+from dist_sparse.launch.__main__ import main
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec
 
@@ -209,7 +209,7 @@ def test_only_the_main_thread_can_run_a_job() -> None:
 
 def test_the_launcher_needs_no_torch() -> None:
     """It starts quickly, and where torch is broken."""
-    code = "import dist_sparse.launch.cli, sys\n"
+    code = "import dist_sparse.launch.__main__, sys\n"
     code += "print(sorted({'torch', 'torchx', 'yaml', 'numpy'} & {*sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
