@@ -16,25 +16,40 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
-from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker, step_of
-from dist_sparse.checkpoint.optimizers import OptimizerState, gathered
-from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
+from dist_sparse.checkpoint.state import (
+    Json,
+    OptimizerState,
+    Tensors,
+    as_json,
+    filled,
+    gathered,
+    quiet,
+    split,
+)
+from dist_sparse.checkpoint.storage import (
+    METADATA,
+    VALUES,
+    Entry,
+    Folders,
+    Marker,
+    check_saved,
+    copied,
+    step_of,
+)
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.text import number_of, size, table_lines
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.stateful import Stateful
-
-Json = Any
-Tensors = dict[str, Tensor]
+# What has masks and schedules, or several by name.
+Sparse = Stateful | Mapping[str, Stateful] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +128,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Any = None,
-        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        sparse: Sparse = None,
         extra: Json = None,
         force: bool = False,
     ) -> bool:
@@ -152,7 +167,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Any = None,
-        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        sparse: Sparse = None,
         extra: Json = None,
         force: bool = False,
     ) -> bool:
@@ -181,7 +196,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Any = None,
-        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        sparse: Sparse = None,
         row_wise_state: Literal["refuse", "merge"] = "refuse",
     ) -> Resumed | None:
         """Load the newest checkpoint, if there is one. Collective.
@@ -189,8 +204,8 @@ class Checkpoints:
         Args:
             model, optimizer, sparse: as in :meth:`save`, sharded as they like.
             row_wise_state: what happens to row-wise optimizer state of a table that is cut into
-                other columns now: ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`),
-                and reports it.
+                other columns now: ``"merge"`` takes means
+                (:func:`~dist_sparse.checkpoint.state.merging`), and reports it.
 
         Returns:
             What was loaded; None if there is no checkpoint.
@@ -237,8 +252,6 @@ class Checkpoints:
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
         """The tensors, values and optimizer of this rank."""
-        from dist_sparse.checkpoint.storage import copied  # loads DCP, which torch itself does not
-
         group = self._group()
         with group.agreeing("save()") as facts:
             checks.integer("step", step, least=0)
@@ -259,8 +272,6 @@ class Checkpoints:
         return tensors, {"state": values, "extra": extra}, described
 
     def _write(self, step: int, tensors: Tensors, values: dict[str, Json], described: Json) -> None:
-        from dist_sparse.checkpoint.storage import save_tensors
-
         group, folders = self._group(), self._folders
         with group.agreeing("save()"):
             if group.rank == 0:
@@ -268,7 +279,7 @@ class Checkpoints:
         # No rank holds all parameters, and one file describes them all.
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
-            written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
+            written = folders.save_tensors(step, tensors, group.process_group)
             # This has waited until every rank wrote and hashed its files.
             files: dict[str, Entry] = dict(ChainMap(*group.all_gather_json(written)))
             with group.agreeing("save()"):
@@ -291,16 +302,14 @@ class Checkpoints:
     def _load(
         self, step: int, model: nn.Module, optimizer: Any, sparse: Any, merge: bool
     ) -> Resumed:
-        from dist_sparse.checkpoint import storage
-
         group, folders = self._group(), self._folders
         with group.agreeing("resume_latest()"):
             marker = folders.read(step)
             # Large files in turns over the ranks, and on all the ones that all read.
-            largest = sorted(marker.files, key=lambda name: (-marker.sizes[name], name))
+            largest = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
             mine = set(largest[group.rank :: group.size])
-            folders.verify(marker, {storage.METADATA, VALUES} | mine)
-            metadata = storage.read_metadata(folders.files, folders.path(step), marker.sizes)
+            folders.verify(marker, {METADATA, VALUES} | mine)
+            metadata = folders.metadata(marker)
             values = folders.values(step)
             tree = _inner(model).state_dict()
             parts = _parts(sparse)
@@ -318,14 +327,13 @@ class Checkpoints:
             for key in random.keys() - metadata.state_dict_metadata.keys():
                 del random[key]
             rest = {**weights, **states, **random}
-            storage.check_saved(metadata, {**masks, **rest})
+            check_saved(metadata, {**masks, **rest})
         _check_claimed(group, metadata, {**masks, **rest})
-        path = folders.path(step)
         # Masks first: what does not fit them is refused before a weight is read.
-        storage.load_tensors(folders.files, path, metadata, masks, group.process_group)
+        folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
-        storage.load_tensors(folders.files, path, metadata, rest, group.process_group)
+        folders.load_tensors(step, metadata, rest, group.process_group)
         # Tensors were read in place; a model may hold Python values beside them.
         tree.update(filled(tree, "model", values["state"]))
         _inner(model).load_state_dict(tree)
@@ -337,7 +345,11 @@ class Checkpoints:
         # Each rank knows the tables that it holds.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
-            step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged)
+            step=step,
+            extra=values["extra"],
+            path=folders.path(step),
+            rng=bool(random),
+            merged=tuple(merged),
         )
 
 
@@ -404,17 +416,14 @@ def summary(path: str | os.PathLike[str]) -> str:
         ValueError: there is none, or a file is missing or damaged; names it. Of several
             checkpoints, the markers alone are read.
     """
-    if (step := step_of(path)) is not None:
-        return _summary_of_step(Folders(os.path.dirname(os.path.abspath(path))), step)
-    folders = Folders(path)
-    markers = [folders.read(step) for step in folders.steps()]
-    rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
-    return "\n".join([folders.root, *table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})])
-
-
-def _summary_of_step(folders: Folders, step: int) -> str:
-    from dist_sparse.checkpoint.storage import read_metadata  # loads DCP
-
+    step = step_of(path)
+    if step is None:
+        folders = Folders(path)
+        markers = [folders.read(step) for step in folders.steps()]
+        rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
+        lines = table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})
+        return "\n".join([folders.root, *lines])
+    folders = Folders(os.path.dirname(os.path.abspath(path)))
     if step not in folders.steps():
         raise ValueError(
             f"{folders.root} holds no checkpoint of step {step}; a folder without its marker is of"
@@ -423,10 +432,10 @@ def _summary_of_step(folders: Folders, step: int) -> str:
     marker = folders.read(step)
     # Every byte, before anything is shown.
     folders.verify(marker, marker.files)
-    metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
+    found: dict[str, Any] = folders.metadata(marker).state_dict_metadata
     rows = [
         (key, " x ".join(map(str, saved.size)), str(saved.properties.dtype))
-        for key, saved in sorted(metadata.state_dict_metadata.items())
+        for key, saved in sorted(found.items())
     ]
     head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
     lines = table_lines(("tensor", "shape", "dtype"), rows)

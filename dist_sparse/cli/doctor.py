@@ -133,44 +133,55 @@ def examine(
     """
     versions = installed() if versions is None else versions
     progress("torch")
-    torch_fault, printed = probed(TORCH) if "torch" in versions else ("not installed", "")
+    fault, printed = probed(TORCH) if "torch" in versions else ("not installed", "")
     # The last line: packages may print when they are imported.
-    torch = json.loads(printed.splitlines()[-1]) if torch_fault is None else {"gpus": 0}
+    torch = json.loads(printed.splitlines()[-1]) if fault is None else {"gpus": 0}
     # Which FBGEMM is needed depends on it.
     cuda = torch["gpus"] > 0 if cuda is None else cuda
+    findings = _packages(versions, cuda, fault)
+    # Without one of them, or in a broken mix, a lookup would only fail once more.
+    if all(each.ok for each in findings):
+        progress("TorchRec and FBGEMM")
+        findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", _advice(versions, cuda)))
+    device = f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}" if cuda else "the CPU"
+    if fault is None and not cuda:
+        progress("communication")
+        # Its usual fault: the host name resolves to an address of no interface.
+        fix = "export GLOO_SOCKET_IFNAME=lo"
+        findings.append(_finding("gloo", probed(GLOO)[0], "works", fix))
+        # It comes with the driver.
+        if shutil.which("nvidia-smi") is not None:
+            device += f": there is a GPU's driver, but torch {torch['version']} sees no GPU"
+    return Diagnosis(tuple(findings), device)
+
+
+def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:
+    return Finding(what, fault is None, fault or says, fix if fault else "")
+
+
+def _packages(versions: Mapping[str, str], cuda: bool, torch_fault: str | None) -> list[Finding]:
+    """Return what is installed, and whether it fits; that only where nothing else is wrong."""
     advice = _advice(versions, cuda)
-    findings: list[Finding] = []
-
-    def note(what: str, fault: str | None, says: str, fix: str) -> None:
-        findings.append(Finding(what, fault is None, fault or says, fix if fault else ""))
-
     # pip would keep a torch that is broken.
     reinstall = f"{_PIP} install --force-reinstall {_fitting_torch(versions)}"
-    note("torch", torch_fault, versions.get("torch", ""), reinstall)
     missing = None if "torchrec" in versions else "not installed"
-    note("torchrec", missing, versions.get("torchrec", ""), advice)
     gemms = [name for name in _FBGEMM if name in versions]
     remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
     gemm = " ".join(versions[name] for name in gemms)
-    note("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + advice)
-    # Without one of them, or in a broken mix, a lookup would only fail once more.
-    if all(each.ok for each in findings):
-        fault = _misfit(versions["torch"], versions["torchrec"], gemm)
-        note("versions fit", fault, "torch, torchrec and fbgemm are of one release", advice)
-    if all(each.ok for each in findings):
-        progress("TorchRec and FBGEMM")
-        note("a lookup", probed(LOOKUP)[0], "works", advice)
-    if torch_fault is None and not cuda:
-        progress("communication")
-        # Its usual fault: the host name resolves to an address of no interface.
-        note("gloo", probed(GLOO)[0], "works", "export GLOO_SOCKET_IFNAME=lo")
-    device = "the CPU"
-    if cuda:
-        device = f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}"
-    # It comes with the driver.
-    elif torch_fault is None and shutil.which("nvidia-smi") is not None:
-        device += f": there is a GPU's driver, but torch {torch['version']} sees no GPU"
-    return Diagnosis(tuple(findings), device)
+    found = [
+        _finding("torch", torch_fault, versions.get("torch", ""), reinstall),
+        _finding("torchrec", missing, versions.get("torchrec", ""), advice),
+        _finding("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + advice),
+    ]
+    if all(each.ok for each in found):
+        fault = None
+        try:
+            check_versions(versions["torch"], versions["torchrec"], gemm)
+        except ImportError as error:
+            fault = str(error)
+        says = "torch, torchrec and fbgemm are of one release"
+        found.append(_finding("versions fit", fault, says, advice))
+    return found
 
 
 def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
@@ -180,14 +191,6 @@ def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
     if cuda and gemms == ["fbgemm-gpu-cpu"]:
         return "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
     return None if gemms else "not installed"
-
-
-def _misfit(torch: str, torchrec: str, gemm: str) -> str | None:
-    try:
-        check_versions(torch, torchrec, gemm)
-    except ImportError as error:
-        return str(error)
-    return None
 
 
 def _advice(versions: Mapping[str, str], cuda: bool) -> str:

@@ -19,8 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from dist_sparse.checkpoint.checkpoints import summary
-from dist_sparse.checkpoint.folders import Folders, Marker
-from dist_sparse.checkpoint.storage import read_metadata
+from dist_sparse.checkpoint.storage import Folders
 from dist_sparse.files import sealed
 from tests.checkpoint.models import Job, flipped, same
 
@@ -267,6 +266,4 @@ def test_markers_that_say_something_else(
 def test_metadata_holds_no_path_of_this_machine(job: Job, tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (tmp_path / STEP / ".metadata").read_bytes()
     folders = Folders(tmp_path)
-    marker: Marker = folders.read(3)
-    found = read_metadata(folders.files, folders.path(3), marker.sizes)
-    assert "model.0.weight" in found.state_dict_metadata
+    assert "model.0.weight" in folders.metadata(folders.read(3)).state_dict_metadata

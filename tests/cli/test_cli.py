@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist_sparse import RunLog
-from dist_sparse.checkpoint.folders import MARKER
+from dist_sparse.checkpoint.storage import MARKER
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import Diagnosis
 from dist_sparse.cli.main import main, parser
