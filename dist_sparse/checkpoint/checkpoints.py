@@ -155,8 +155,7 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra)
-        # Not in _write: save_async runs that in a thread, and warnings are filtered for all
-        # threads.
+        # Not in _write: a thread runs that too, and warnings are filtered for all threads.
         with quiet():
             self._write(step, *state)
         return True
@@ -318,14 +317,16 @@ class Checkpoints:
         with group.agreeing("resume_latest()"):
             weights, held = split({"model": tree})
             masks, others = split(trees)
-            _check_owners(values["state"], held | others)
+            held |= others
+            if missing := sorted(held.keys() - values["state"].keys()):
+                raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
+            _refuse_unclaimed(sorted(values["state"].keys() - held.keys()))
             optimizers = OptimizerState(optimizer, _inner(model))
             states, changes, merged = optimizers.prepare_load(metadata, values["optimizer"], merge)
             # On another number of ranks no state of a generator would fit.
             random = _rng() if marker.world == group.size else {}
             # A machine with another kind of device has other generators.
-            for key in random.keys() - metadata.state_dict_metadata.keys():
-                del random[key]
+            random = {key: random[key] for key in random.keys() & metadata.state_dict_metadata}
             rest = {**weights, **states, **random}
             check_saved(metadata, {**masks, **rest})
         _check_claimed(group, metadata, {**masks, **rest})
@@ -339,9 +340,8 @@ class Checkpoints:
         _inner(model).load_state_dict(tree)
         for change in changes:
             change()
-        generators = _generators()
         for key, state in random.items():
-            generators[key].set_rng_state(state)
+            (torch.cuda if key.startswith("rng.cuda") else torch).set_rng_state(state)
         # Each rank knows the tables that it holds.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
@@ -371,23 +371,13 @@ def _parts(sparse: Any) -> dict[str, Stateful]:
     return parts
 
 
-def _generators() -> dict[str, Any]:
-    """The modules that get and set the state of this rank's generators, by key."""
-    rank = rank_in(world_ranks())
-    found: dict[str, Any] = {f"rng.cpu.{rank}": torch}
-    if torch.cuda.is_available():
-        found[f"rng.cuda.{rank}"] = torch.cuda
-    return found
-
-
 def _rng() -> Tensors:
-    return {key: module.get_rng_state() for key, module in _generators().items()}
-
-
-def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
-    if missing := sorted(held.keys() - saved.keys()):
-        raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
-    _refuse_unclaimed(sorted(saved.keys() - held.keys()))
+    """The state of this rank's generators of random numbers."""
+    rank = rank_in(world_ranks())
+    found = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return found
 
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:

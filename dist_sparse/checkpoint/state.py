@@ -1,7 +1,7 @@
 """State of a training for a checkpoint: tensors for DCP, and JSON, by dotted keys.
 
-- A tree of a ``state_dict()`` is split by its path. A subtree without a tensor is one value; empty
-  ones are left out: a rank without a table has empty dicts where others have tensors.
+- Nested dicts of a ``state_dict()`` are split by path. A subtree without a tensor is one value;
+  empty ones are left out: a rank without a table has empty dicts where others have tensors.
 - State of optimizers (torch's, and TorchRec's keyed, fused and combined ones) is keyed by
   parameter: tensors are ``optimizer.<parameter>.<name>``. Options of param groups (learning rates),
   other values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
     """Return the tensors and the values of trees, by dotted key.
 
     Args:
-        trees: nested dicts, lists and tuples, by the key that they start with.
+        trees: nested dicts, by the key that they start with.
 
     Raises:
         ValueError: a value is none of JSON's, or two have the same key; names the key.
@@ -83,13 +83,10 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
 def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
     """Return ``tree`` with the values of :func:`split` in the places of its own; its tensors are
     the same objects."""
-    if isinstance(tree, Tensor):
-        return tree
-    if not _holds_tensor(tree):
-        # An empty tree was not saved, and stays.
-        return values.get(key, tree)
-    new = {name: filled(item, f"{key}.{name}", values) for name, item in _children(tree).items()}
-    return new if isinstance(tree, Mapping) else type(tree)(new.values())
+    if _is_split(tree):
+        return {name: filled(item, f"{key}.{name}", values) for name, item in tree.items()}
+    # Tensors and empty trees were not saved as values, and stay.
+    return values.get(key, tree)
 
 
 def as_json(name: str, value: object) -> Json:
@@ -112,27 +109,25 @@ def as_json(name: str, value: object) -> Json:
 
 
 def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
-    if not isinstance(tree, Tensor) and _holds_tensor(tree):
-        for name, item in _children(tree).items():
+    if _is_split(tree):
+        for name, item in tree.items():
             yield from _leaves(item, f"{key}.{name}")
     elif not _is_empty(tree):
         yield key, tree
 
 
-def _holds_tensor(tree: object) -> bool:
-    return isinstance(tree, Tensor) or any(map(_holds_tensor, _children(tree).values()))
+def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether it is a dict with a tensor somewhere in it."""
+    return isinstance(tree, Mapping) and any(
+        isinstance(item, Tensor) or _is_split(item) for item in tree.values()
+    )
 
 
 def _is_empty(tree: object) -> bool:
-    """Whether it is a dict, list or tuple of nothing, or of empty ones alone."""
-    is_container = isinstance(tree, (Mapping, list, tuple))
-    return is_container and all(map(_is_empty, _children(tree).values()))
-
-
-def _children(tree: object) -> Mapping[Any, object]:
-    if isinstance(tree, (list, tuple)):
-        return dict(enumerate(tree))
-    return tree if isinstance(tree, Mapping) else {}
+    """Whether it is a container of nothing, or a dict of empty ones alone."""
+    if isinstance(tree, Mapping):
+        return all(map(_is_empty, tree.values()))
+    return isinstance(tree, (list, tuple)) and not tree
 
 
 # Optimizers

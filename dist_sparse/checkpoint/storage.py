@@ -40,10 +40,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import default_planner, filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.tensor import DTensor
 
 from dist_sparse.checks import integer
 from dist_sparse.facts import cut
@@ -443,10 +441,8 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 for shard in tensor.local_shards()
             ]
             found[key] = ChunkedTensor(tensor.size(), tensor.dtype, shards, ())
-        elif isinstance(tensor, DTensor):
-            found |= BlockingAsyncStager().stage({key: tensor})
+        # Masks are saved from copies already.
         elif isinstance(tensor, ChunkedTensor):
-            # Masks are saved from copies already.
             found[key] = tensor
         else:
             found[key] = tensor.detach().to("cpu", copy=True)

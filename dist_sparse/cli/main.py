@@ -16,9 +16,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
-from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +30,7 @@ from dist_sparse.cli.arguments import (
     parse_count,
     parse_share,
 )
-from dist_sparse.launch.__main__ import Option, Parser, closest, option
+from dist_sparse.launch.__main__ import Option, Parser, option
 from dist_sparse.launch.__main__ import main as launch
 from dist_sparse.text import printable, wrapped
 
@@ -80,33 +79,21 @@ def main(words: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def parser() -> Parser:
-    """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
-    return _parsers()[0]
-
-
 def _main(words: list[str]) -> int:
-    whole, parsers = _parsers()
     if not words:
-        return _show(whole.format_help().rstrip())
-    name, *rest = words
-    if name in ("-V", "--version"):
+        return _show(parser().format_help().rstrip())
+    if words[0] in ("-V", "--version"):
         return _show(f"dist-sparse {dist_sparse.__version__}")
-    if name in ("-h", "--help"):
-        whole.parse_args(words)
-    # argparse would list all commands, and name no close one.
-    if name not in parsers:
-        kind = "option" if name.startswith("-") else "command"
-        meant = closest(name, [*parsers, "--help", "--version"])
-        whole.error(f"there is no {kind} {name}{meant}")
-    if name == "launch":
+    if words[0] == "launch":
         # It parses for itself, `--help` included.
-        return launch(rest, prog="dist-sparse launch")
+        return launch(words[1:], prog="dist-sparse launch")
+    options = parser().parse_args(words)
+    name = options.command
     try:
-        options = _parsed(parsers[name], rest)
         return _COMMANDS[name][0](options)
     except EntryError as error:
-        _fail(name, f"{error}\nUsage and options: dist-sparse {name} --help")
+        what = f"Invalid FUNCTION={options.function!r}: {error}"
+        _fail(name, f"{what}\nUsage and options: dist-sparse {name} --help")
         return 2
     except ModuleNotFoundError as error:
         # Commands load what they need when they run: most of them need no torch.
@@ -116,11 +103,8 @@ def _main(words: list[str]) -> int:
         return _fail(name, error)
 
 
-# Parsers
-
-
-def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
-    """Return the parser of `dist-sparse`, and the parsers of its subcommands by name."""
+def parser() -> Parser:
+    """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
     raw = argparse.RawDescriptionHelpFormatter
     whole = Parser(
         prog="dist-sparse", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
@@ -128,13 +112,11 @@ def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
     whole.add_argument(
         "-V", "--version", action="store_true", help="show the version of the package and exit"
     )
-    commands = whole.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    commands.add_parser(
-        "launch",
-        help=(
-            "starts a training script on several processes, or writes files for Slurm and Kubeflow"
-        ),
+    commands = whole.add_subparsers(
+        metavar="COMMAND", title="commands", dest="command", required=True
     )
+    what = "starts a training script on several processes, or writes files for Slurm and Kubeflow"
+    commands.add_parser("launch", help=what)
     for name, (_, purpose, epilog, options) in _COMMANDS.items():
         status = "" if "exit status" in epilog else f"\n{_STATUS}\n"
         found = commands.add_parser(
@@ -148,18 +130,7 @@ def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
         )
         for flags, settings in options:
             found.add_argument(*flags, **settings)
-    return whole, commands.choices
-
-
-def _parsed(parser: Parser, words: list[str]) -> argparse.Namespace:
-    """Parse the words of a subcommand. An unknown option is reported first, with the closest known
-    one: argparse reports it last, after arguments that are missing."""
-    known = parser.options()
-    # What follows `--` is no option.
-    for word in takewhile(lambda word: word != "--", words):
-        if word.startswith("--") and word.partition("=")[0] not in known:
-            parser.refuse_option(word)
-    return parser.parse_args(words)
+    return whole
 
 
 # Output: text on stdout, one sentence per failure on stderr, and the exit status of either. A full

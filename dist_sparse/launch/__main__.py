@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,10 +50,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     # `launch train.py` is `launch local train.py`.
     command = words.pop(0) if words and words[0] in _COMMANDS else "local"
     parser = _parser(prog, command)
-    options, unknown = parser.parse_known_args(words)
-    # Not before: words after SCRIPT are the script's own.
-    if unknown:
-        parser.refuse_option(unknown[0])
+    options = parser.parse_args(words)
     try:
         return _do(options, command)
     except ValueError as error:
@@ -132,23 +129,6 @@ class Parser(argparse.ArgumentParser):
         lines.append(f"Usage and options: {self.prog} --help")
         self.exit(2, "\n".join(lines) + "\n")
 
-    def refuse_option(self, word: str) -> NoReturn:
-        """End with status 2 and the known option that is closest."""
-        name = word.partition("=")[0]
-        self.error(f"there is no option {name}{closest(name, self.options())}")
-
-    def options(self) -> list[str]:
-        """Return the long options."""
-        # argparse has no public list of them: in its help each begins a line, after a short form.
-        return re.findall(r"^  (?:-\w, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence: a full stop, and a question that has the closest of ``known``,
-    if one is close."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f". Did you mean {close[0]}?" if close else "."
-
 
 def option(*flags: str, **settings: Any) -> Option:
     """Return an entry of a table of options."""
@@ -172,32 +152,23 @@ def _ranks(text: str) -> list[int]:
         ) from None
 
 
-_ALL = " ".join(_COMMANDS)
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
-# Options, after the commands that have them. One that is not given has no value, unless it has a
-# default here.
-_OPTIONS: list[tuple[str, Option]] = [
-    (
-        _ALL,
+# The options of commands. One that is not given has no value, unless it has a default here.
+_OPTIONS: dict[str, list[Option]] = {
+    "local torchrun sbatch kubeflow": [
         option(
             *("-m", "--module"),
             help="SCRIPT is the name of a module, as in `python -m`",
             action="store_true",
             default=False,
         ),
-    ),
-    (
-        _ALL,
         option(
             "--nproc",
             help="processes on each node: a number, or gpu, cpu, auto (default: 1)",
             dest="nproc_per_node",
             metavar="N",
         ),
-    ),
-    (
-        _ALL,
         option(
             "--env",
             help="variable for the ranks; may be repeated",
@@ -206,20 +177,15 @@ _OPTIONS: list[tuple[str, Option]] = [
             default=[],
             metavar="KEY=VALUE",
         ),
-    ),
-    (
-        _ALL,
         option("--max-restarts", help="restarts after a rank has failed (default: 0)", **_NUMBER),
-    ),
-    (_ALL, option("--grace", help="seconds between a signal and SIGKILL (default: 30)", **_NUMBER)),
-    (_ALL, option("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)")),
-    (_ALL, option("--python", help="the interpreter (default: this one; for kubeflow `python`)")),
-    (
-        "torchrun sbatch kubeflow",
+        option("--grace", help="seconds between a signal and SIGKILL (default: 30)", **_NUMBER),
+        option("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)"),
+        option("--python", help="the interpreter (default: this one; for kubeflow `python`)"),
+    ],
+    "torchrun sbatch kubeflow": [
         option("--nnodes", help="nodes (default: 1)", metavar="N|MIN:MAX"),
-    ),
-    (
-        "local torchrun",
+    ],
+    "local torchrun": [
         option(
             "--ranks",
             help="local ranks whose output is shown, such as 0 or 0,1 (default: all); one has no"
@@ -228,53 +194,43 @@ _OPTIONS: list[tuple[str, Option]] = [
             default=[],
             metavar="LIST",
         ),
-    ),
-    (
-        "local torchrun",
         option(
             "--print",
             help="only print the torchrun command; see docs/launching.md",
             action="store_true",
             default=False,
         ),
-    ),
-    (
-        "torchrun",
+    ],
+    "torchrun": [
         option("--rdzv-id", help="id of this job, the same on all nodes; long and random is best"),
-    ),
-    (
-        "torchrun",
         option("--local-addr", help="address of this node for the others (default: its host name)"),
-    ),
-    (
-        "torchrun sbatch",
+    ],
+    "torchrun sbatch": [
         option(
             "--rdzv-port",
             help="where nodes meet; for torchrun with --rdzv-host-env (default: 29400)",
             default=29400,
             **_NUMBER,
         ),
-    ),
-    ("sbatch kubeflow", option("--cpus", help="cores of a node", **_NUMBER)),
-    ("sbatch kubeflow", option("--gpus", help="GPUs of a node", **_NUMBER)),
-    ("sbatch kubeflow", option("--memory-gib", help="memory of a node", **_NUMBER)),
-    (
-        "sbatch kubeflow",
+    ],
+    "sbatch kubeflow": [
+        option("--cpus", help="cores of a node", **_NUMBER),
+        option("--gpus", help="GPUs of a node", **_NUMBER),
+        option("--memory-gib", help="memory of a node", **_NUMBER),
         option(
             "--output", help="file to write (default: standard output)", type=Path, default=None
         ),
-    ),
-    ("sbatch", option("--time", help="time limit of the job", metavar="[D-]HH:MM:SS")),
-    ("kubeflow", option("--image", help="the container image (default: the runtime's)")),
-    (
-        "kubeflow",
+    ],
+    "sbatch": [option("--time", help="time limit of the job", metavar="[D-]HH:MM:SS")],
+    "kubeflow": [
+        option("--image", help="the container image (default: the runtime's)"),
         option(
             "--runtime",
             help="ClusterTrainingRuntime (default: torch-distributed)",
             default="torch-distributed",
         ),
-    ),
-]
+    ],
+}
 
 
 def _parser(prog: str, command: str) -> Parser:
@@ -293,9 +249,9 @@ def _parser(prog: str, command: str) -> Parser:
     script = "what every rank runs; its ARGS follow it, optionally after `--`"
     add("script", metavar="SCRIPT", help=script)
     add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
-    for known, (flags, settings) in _OPTIONS:
-        if command in known.split():
-            add(*flags, **settings)
+    tables = [table for commands, table in _OPTIONS.items() if command in commands.split()]
+    for flags, settings in chain.from_iterable(tables):
+        add(*flags, **settings)
     if command == "torchrun":
         either = parser.add_mutually_exclusive_group().add_argument
         either("--rdzv-endpoint", help="where the nodes meet: HOST:PORT of one of them")

@@ -7,7 +7,6 @@ that are left.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
@@ -43,7 +41,12 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
     # Python sets handlers in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("run() must be called in the main thread: it handles signals.")
-    _refuse_job(spec, ranks)
+    if spec.script is not None and not Path(spec.script).is_file():
+        raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
+    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
+    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
+    if (rank := max(ranks, default=0)) >= count:
+        raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
     # torchrun reads an option from PET_ wherever the argv lacks it.
     dropped = sorted(key for key in os.environ if key.startswith("PET_"))
     variables = {key: value for key, value in os.environ.items() if key not in dropped}
@@ -69,24 +72,6 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         stdin = None if single else subprocess.DEVNULL
         process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
         return _wait(process, spec.grace)
-
-
-def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
-    """Refuse a job that can't run on this machine."""
-    if spec.script is not None and not Path(spec.script).is_file():
-        raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
-    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
-    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
-    if (rank := max(ranks, default=0)) >= count:
-        raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
-    # Another interpreter has other modules. Only the package is looked up: to import it takes long.
-    package = (spec.module or "").partition(".")[0]
-    if package and spec.python == sys.executable:
-        # The current folder comes first for ranks, but not for this command.
-        local = PathFinder.find_spec(package, [os.getcwd()])
-        if local is None and importlib.util.find_spec(package) is None:
-            why = f"there is no module {package!r} here."
-            raise ValueError(f"Invalid module={spec.module!r}: {why}")
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

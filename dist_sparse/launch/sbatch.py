@@ -40,24 +40,12 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         job = f'{shlex.quote(new_id(spec))}-"$SLURM_JOB_ID"'
         where = meeting(f'"$head_node:{port}"', job)
     words = argv(spec, rendezvous=where, quote=shlex.quote)
-    directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
-    variables = "".join(f"export {key}={value}\n" for key, value in _exports(spec).items())
-    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
-    head = _HEADER.format(name=spec.name)
-    return f"{head}{directives}{_BODY}{variables}{_MEETING if where else ''}\n{command}\n"
-
-
-def _exports(spec: LaunchSpec) -> dict[str, str]:
+    variables = defaults(spec, spec.cpus) | dict(spec.env)
     exports = {"OMP_NUM_THREADS": '"${OMP_NUM_THREADS:-1}"'}
-    for key, value in (defaults(spec, spec.cpus) | dict(spec.env)).items():
-        exports[key] = shlex.quote(value)
+    exports |= {key: shlex.quote(value) for key, value in variables.items()}
     if spec.cpus is not None:
         # srun does not take it over from sbatch.
         exports["SRUN_CPUS_PER_TASK"] = str(spec.cpus)
-    return exports
-
-
-def _directives(spec: LaunchSpec) -> list[str]:
     given = {
         "job-name": spec.name,
         "nodes": spec.nnodes.replace(":", "-"),
@@ -68,7 +56,11 @@ def _directives(spec: LaunchSpec) -> list[str]:
         "time": spec.time,
         "output": "%x-%j.log",
     }
-    return [f"--{key}={value}" for key, value in given.items() if value is not None]
+    head = [f"#SBATCH --{key}={value}\n" for key, value in given.items() if value is not None]
+    lines = [f"export {key}={value}\n" for key, value in exports.items()]
+    text = "".join([_HEADER.format(name=spec.name), *head, _BODY, *lines])
+    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
+    return f"{text}{_MEETING if where else ''}\n{command}\n"
 
 
 def _lines(words: list[str]) -> list[str]:

@@ -204,13 +204,10 @@ def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks get besides what they inherit: defaults for what is not set,
     and `spec.env`.
 
-    `GLOO_SOCKET_IFNAME=lo`, on one node: gloo listens where the host name resolves to, otherwise.
+    `GLOO_SOCKET_IFNAME=lo` on one node: gloo listens where the host name resolves to, otherwise.
     """
-    # macOS has no affinity.
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    added = defaults(spec, cores)
-    if spec.max_nodes == 1 and os.path.isdir("/sys/class/net/lo"):
+    added = defaults(spec, len(os.sched_getaffinity(0)))
+    if spec.max_nodes == 1:
         added["GLOO_SOCKET_IFNAME"] = "lo"
     kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONHASHSEED"} & inherited.keys()
     # A rank with `random` hashes, or an invalid seed, could not talk to the others.

@@ -78,7 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plan model.py:no_such_function --budget 30%",
         "frontier model.py:measured --budget 30% --budget 20%",
         "launch no_such_script_in_this_folder.py",
-        "launch -m no.such.module",
+        "launch -m no-such-module",
         "no-such-command",
     ],
 )

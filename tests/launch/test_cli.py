@@ -106,7 +106,7 @@ def test_the_endpoint_may_come_from_a_variable(
         (["--env", "a=1", "a.py"], "Invalid --env='a'"),
         (["--name", "A", "a.py"], "Invalid --name='A'"),
         (["--nnodes", "2", "a.py"], "--nnodes"),
-        (["-m", "no.such"], "Invalid MODULE='no.such': there is no module 'no' here."),
+        (["-m", "no-such"], "Invalid MODULE='no-such': must be a dotted Python name"),
         (["no-such.py"], "Invalid SCRIPT='no-such.py': there is no such file"),
         (["torchrun", "--nnodes", "2", "-m", "this"], "Invalid --rdzv-endpoint=None"),
         (
