@@ -60,20 +60,19 @@ METADATA: Final = ".metadata"
 _STEP: Final = re.compile(r"step-(\d{8,})")
 _LONGEST: Final = 1 << 26  # bytes of JSON that are read: 64 MiB
 
-_OF_METADATA: Final = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "TensorProperties",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
 _CLASSES: Final = {
-    **dict.fromkeys(_OF_METADATA, "torch.distributed.checkpoint.metadata"),
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "Size": "torch",
-    "_get_layout": "torch.serialization",
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
 }
 
 
@@ -490,7 +489,7 @@ class _Unpickler(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, (torch.dtype, torch.layout)):
             return found
-        if _CLASSES.get(name) != module:
+        if name not in _CLASSES.get(module, ()):
             raise ValueError(f"it asks for {module}.{name}, which is no part of DCP's metadata")
         return super().find_class(module, name)
 

@@ -138,11 +138,23 @@ def examine(
     torch = json.loads(printed.splitlines()[-1]) if fault is None else {"gpus": 0}
     # Which FBGEMM is needed depends on it.
     cuda = torch["gpus"] > 0 if cuda is None else cuda
-    findings = _packages(versions, cuda, fault)
+    reinstall, install = _fixes(versions, cuda)
+    gemms = [name for name in _FBGEMM if name in versions]
+    gemm = " ".join(versions[name] for name in gemms)
+    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
+    missing = None if "torchrec" in versions else "not installed"
+    findings = [
+        _finding("torch", fault, versions.get("torch", ""), reinstall),
+        _finding("torchrec", missing, versions.get("torchrec", ""), install),
+        _finding("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + install),
+    ]
     # Without one of them, or in a broken mix, a lookup would only fail once more.
     if all(each.ok for each in findings):
+        says = "torch, torchrec and fbgemm are of one release"
+        findings.append(_finding("versions fit", _misfit(versions, gemm), says, install))
+    if all(each.ok for each in findings):
         progress("TorchRec and FBGEMM")
-        findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", _advice(versions, cuda)))
+        findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", install))
     device = f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}" if cuda else "the CPU"
     if fault is None and not cuda:
         progress("communication")
@@ -159,31 +171,6 @@ def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:
     return Finding(what, fault is None, fault or says, fix if fault else "")
 
 
-def _packages(versions: Mapping[str, str], cuda: bool, torch_fault: str | None) -> list[Finding]:
-    """Return what is installed, and whether it fits; that only where nothing else is wrong."""
-    advice = _advice(versions, cuda)
-    # pip would keep a torch that is broken.
-    reinstall = f"{_PIP} install --force-reinstall {_fitting_torch(versions)}"
-    missing = None if "torchrec" in versions else "not installed"
-    gemms = [name for name in _FBGEMM if name in versions]
-    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
-    gemm = " ".join(versions[name] for name in gemms)
-    found = [
-        _finding("torch", torch_fault, versions.get("torch", ""), reinstall),
-        _finding("torchrec", missing, versions.get("torchrec", ""), advice),
-        _finding("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + advice),
-    ]
-    if all(each.ok for each in found):
-        fault = None
-        try:
-            check_versions(versions["torch"], versions["torchrec"], gemm)
-        except ImportError as error:
-            fault = str(error)
-        says = "torch, torchrec and fbgemm are of one release"
-        found.append(_finding("versions fit", fault, says, advice))
-    return found
-
-
 def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
     # They install the same files.
     if len(gemms) == 2:
@@ -193,24 +180,30 @@ def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
     return None if gemms else "not installed"
 
 
-def _advice(versions: Mapping[str, str], cuda: bool) -> str:
-    """Return the command that installs TorchRec and FBGEMM for the installed torch, or all three.
+def _misfit(versions: Mapping[str, str], gemm: str) -> str | None:
+    try:
+        check_versions(versions["torch"], versions["torchrec"], gemm)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _fixes(versions: Mapping[str, str], cuda: bool) -> tuple[str, str]:
+    """Return the command that installs the torch that fits the installed distributions, and the
+    one that installs TorchRec and FBGEMM for the installed torch, or all three.
 
     If no release fits the torch, it is that of the installed TorchRec, or the latest.
     """
-    release = advised(versions.get("torch", ""), versions.get("torchrec", ""))[1]
-    pair = f'"{_FBGEMM[not cuda]}=={release}.*" "torchrec=={release}.*"'
+    here = versions.get("torch", "")
+    fitting_torch, release = advised(here, versions.get("torchrec", ""))
+    torch = f'"torch=={fitting_torch}.*" --extra-index-url URL'
     # Otherwise the installed torch stays.
-    torch = "" if fitting(versions.get("torch", "")) else f"{_fitting_torch(versions)} "
+    others = _OF_TORCHREC if fitting(here) else f"{torch} {_OF_TORCHREC}"
+    pair = f'"{_FBGEMM[not cuda]}=={release}.*" "torchrec=={release}.*"'
     # torchrec requires the CUDA fbgemm-gpu by name: pip must not follow its requirements.
-    others = f"{_PIP} install {torch}{_OF_TORCHREC}"
-    return f"{others} && {_PIP} install --force-reinstall --no-deps {pair}"
-
-
-def _fitting_torch(versions: Mapping[str, str]) -> str:
-    """Return the arguments of pip for the torch that fits the installed distributions."""
-    release = advised(versions.get("torch", ""), versions.get("torchrec", ""))[0]
-    return f'"torch=={release}.*" --extra-index-url URL'
+    install = f"{_PIP} install {others} && {_PIP} install --force-reinstall --no-deps {pair}"
+    # pip would keep a torch that is broken.
+    return f"{_PIP} install --force-reinstall {torch}", install
 
 
 def probed(code: str) -> tuple[str | None, str]:

@@ -60,6 +60,7 @@ selftest.CHECKS.update({"masks": differs, "ordinary steps": ends, "float16": lam
 for name in selftest.CHECKS:
     if name not in ("masks", "ordinary steps", "float16"):
         selftest.CHECKS[name] = lambda device: ("right", {})
+selftest._FOR_GPUS = ()
 sys.exit(selftest.worker(sys.argv[1:]))
 """
 
