@@ -7,24 +7,22 @@ collectives. A limit ends a hang. Each process runs ``python -m dist_sparse.self
 WORLD DEVICE CHECK ...``, and writes a file of JSON for each check.
 
 A check returns a line that says what it has found, and figures that it has measured; it raises
-:class:`Difference` where a result is wrong, or :class:`NotRun`. Expected results are those of the
-CPU, or of a plainer way on the same device.
+:class:`Difference` where a result is wrong. Expected results are those of the CPU, or of a plainer
+way on the same device.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -35,13 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.fused import collections_of
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import CACHED, ROW
-from dist_sparse.text import duration, number_of, percent, printable, table_lines
+from dist_sparse.text import duration, number_of, percent, printable, table_lines, wrapped
 from dist_sparse.torchrec.trial import (
     Shapes,
     layers_optimizer,
@@ -49,8 +48,9 @@ from dist_sparse.torchrec.trial import (
     trial_batch,
     trial_model,
 )
+from dist_sparse.torchrec.versions import installed
 
-BLOCKS: Final[Mapping[str, tuple[int, int | str]]] = {
+BLOCKS: Final = {
     "row": (1, ROW),
     "1x4": (1, 4),
     "2x2": (2, 2),
@@ -62,11 +62,9 @@ _SMALL: Final[Shapes] = {"wide": (20_000, 128), "narrow": (7_001, 32)}
 
 _STEPS: Final = 20
 
-_WIDTH: Final = 80
-
 # The worst of all ranks counts. A wrong result "differs", an error "failed".
 _ORDER: Final = ("ok", "not run", "differs", "failed")
-_WRONG: Final = ("differs", "failed")
+_WRONG: Final = _ORDER[2:]
 
 _WORKER: Final = ("-m", "dist_sparse.selftest")
 """What Python runs in each process."""
@@ -77,14 +75,6 @@ _LIMIT: Final = 180.0
 
 class Difference(Exception):
     """A result is not the expected one."""
-
-    status = "differs"
-
-
-class NotRun(Exception):
-    """The check can't run here, and why."""
-
-    status = "not run"
 
 
 Json = dict[str, Any]
@@ -141,17 +131,6 @@ class _Trial:
         located = self.sparsifier.masks.tables.locate()
         return [shard.tensor.float().cpu() for data in located.values() for shard in data.shards]
 
-    def check_removed(self) -> dict[str, str]:
-        """Return fingerprints of the masks, after checking that what they remove is zero.
-
-        Raises:
-            Difference: something is not.
-        """
-        try:
-            return self.sparsifier.audit()
-        except ValueError as error:
-            raise Difference(str(error)) from error
-
     def check_masks(self, what: str) -> None:
         """Check that the masks are those that a CPU makes of the same tables in one process, and
         that what they remove is zero.
@@ -165,7 +144,7 @@ class _Trial:
             plain.add_data(name, self.tables[name].to(data.dtype))
         plain.step()
         expected = plain.fingerprint()
-        wrong = [name for name, mask in self.check_removed().items() if mask != expected[name]]
+        wrong = [name for name, mask in self.sparsifier.audit().items() if mask != expected[name]]
         if wrong:
             raise Difference(f"{what}: the masks of {wrong} differ from the CPU's")
 
@@ -225,13 +204,13 @@ def ordinary_steps_never_wait(device: torch.device) -> Found:
         if versions != [storage._version for storage in batch.storage()]:
             # Then every step would take all rows for dirty.
             raise Difference("FBGEMM's backward changes the version of its weights")
-    trial.check_removed()
+    trial.sparsifier.audit()
     return f'{_STEPS} steps under set_sync_debug_mode("error")', {}
 
 
 def mask_updates(device: torch.device) -> Found:
     """Time, waits and memory of mask updates of one table of normal weights."""
-    figures: dict[str, Any] = {}
+    figures: Json = {}
     lines = []
     sizes = (1_000_000, 10_000_000) if _is_gpu(device) else (20_000, 100_000)
     for rows, block in product(sizes, ("row", "1x4")):
@@ -244,7 +223,7 @@ def mask_updates(device: torch.device) -> Found:
     return "; ".join(lines), figures
 
 
-def _mask_update(device: torch.device, rows: int, block: str) -> dict[str, Any]:
+def _mask_update(device: torch.device, rows: int, block: str) -> Json:
     model = trial_model({"table": (rows, 128)}, device)
     sparsifier = _sparsifier(BLOCKS[block], 0.5)
     sparsifier.add_model(model)
@@ -252,7 +231,7 @@ def _mask_update(device: torch.device, rows: int, block: str) -> dict[str, Any]:
     for shard in data.shards:
         shard.tensor.normal_()
     nbytes = sum(shard.tensor.nbytes for shard in data.shards)
-    figures: dict[str, Any] = {"waits": None, "peak_share": None}
+    figures: Json = {"waits": None, "peak_share": None}
     with MaskEnforcer(sparsifier).attach(layers_optimizer(model)):
         sparsifier.step()
         # Once to warm up, once for the waits, which take longer to note than to pass, once timed.
@@ -293,7 +272,7 @@ def pipeline(device: torch.device, kind: str) -> Found:
                 trial.train(next(batches))
             if step % 4 == 3:
                 _update(device, trial.sparsifier, 0.3 + step / 20)
-        trial.check_removed()
+        trial.sparsifier.audit()
         found.append(trial.shards())
     return f"12 steps, 3 mask updates: {_compare('weights', *found)}", {}
 
@@ -342,7 +321,7 @@ def _train_masked(
         trial.train(batch)
         if not attach:
             trial.sparsifier.apply_masks()
-    trial.check_removed()
+    trial.sparsifier.audit()
     return trial.shards()
 
 
@@ -358,10 +337,7 @@ def unified_memory(device: torch.device, kernel: str) -> Found:
     """Tables in unified memory."""
     # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
     for block in ("row",) if kernel == CACHED else ("row", "1x4"):
-        try:
-            _train_masked(device, block, kernel=kernel)
-        except ValueError as error:
-            raise NotRun(f"refused, {block}: {error}") from None
+        _train_masked(device, block, kernel=kernel)
     return "masks bit for bit, 5 steps, removed weights 0", {}
 
 
@@ -399,8 +375,10 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
         progress: is called with the name of each check when it begins.
 
     Raises:
-        ValueError: the machine has no GPU, or too few.
+        ValueError: the machine has no GPU, or too few; or ``nproc`` is below 1.
     """
+    if nproc is not None:
+        checks.integer("nproc", nproc, least=1)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus else "cpu")
     if device == "cuda" and gpus < (nproc or 1):
@@ -411,28 +389,34 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     while left := list(CHECKS)[len(outcomes) :]:
         outcomes += _attempt(device, world, left, progress)
     passed = all(each["status"] not in _WRONG for each in outcomes)
-    found = {"passed": passed, "device": device, "nproc": world, "machine": _machine(gpus)}
-    return {**found, "outcomes": outcomes}
+    machine = installed()
+    if gpus:
+        machine["CUDA"] = str(torch.version.cuda)
+        machine["GPU"] = f"{gpus} x {torch.cuda.get_device_name(0)}"
+    return {
+        "passed": passed,
+        "device": device,
+        "nproc": world,
+        "machine": machine,
+        "outcomes": outcomes,
+    }
 
 
 def as_text(found: Json) -> str:
-    """Return the conclusion of :func:`selftest` and a table, in lines of at most 80 characters."""
+    """Return the conclusion of :func:`selftest` and a table."""
     outcomes = found["outcomes"]
-    # Beside the check, its status, and a gap behind each.
-    room = _WIDTH - max(len(each["check"]) for each in outcomes) - len("not run") - 4
-    rows: list[tuple[str, str, str]] = []
+    rows = []
     for each in outcomes:
         took = f" ({duration(each['seconds'])})" if each["seconds"] > 0.01 else ""
-        first, *more = textwrap.wrap(printable(each["says"] + took), room) or [""]
-        rows += [(each["check"], each["status"], first), *(("", "", line) for line in more)]
+        rows.append((each["check"], each["status"], printable(each["says"] + took)))
     where = f"on {found['device']}, {number_of(found['nproc'], 'process', 'processes')}"
     skipped = sum(each["status"] == "not run" for each in outcomes)
     verdict = f"As it should be {where}; {skipped} of {len(outcomes)} checks not run."
     if wrong := [each["check"] for each in outcomes if each["status"] in _WRONG]:
         verdict = f"Not as it should be {where}: {', '.join(wrong)}."
     machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
-    head = [*textwrap.wrap(printable(verdict), _WIDTH), *textwrap.wrap(printable(machine), _WIDTH)]
-    return "\n".join([*head, "", *table_lines(("check", "status", "result"), rows)])
+    lines = [*wrapped(verdict), *wrapped(printable(machine)), ""]
+    return "\n".join([*lines, *table_lines(("check", "status", "result"), rows)])
 
 
 def _attempt(
@@ -527,28 +511,17 @@ def _outcome(name: str, device: torch.device) -> Json:
     figures: Json = {}
     try:
         if name in _FOR_GPUS and not _is_gpu(device):
-            raise NotRun("needs a GPU")
-        status, (says, figures) = "ok", CHECKS[name](device)
-    except (NotRun, Difference) as reason:
-        status, says = reason.status, str(reason)
+            status, says = "not run", "needs a GPU"
+        else:
+            status, (says, figures) = "ok", CHECKS[name](device)
+    except Difference as difference:
+        status, says = "differs", str(difference)
     except Exception as error:
         # The whole report goes into an issue: where it was raised is what helps.
         status, says = "failed", f"{type(error).__name__}: {error}"
         figures = {"traceback": traceback.format_exc()}
     seconds = time.perf_counter() - started
     return {"status": status, "says": says, "seconds": seconds, "figures": figures}
-
-
-def _machine(gpus: int) -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    for package in ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton"):
-        # Of the two builds of FBGEMM, one is installed.
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    if gpus:
-        found["CUDA"] = str(torch.version.cuda)
-        found["GPU"] = f"{gpus} x {torch.cuda.get_device_name(0)}"
-    return found
 
 
 if __name__ == "__main__":

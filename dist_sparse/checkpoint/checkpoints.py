@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
@@ -217,8 +216,8 @@ class Checkpoints:
         self.wait()
         group = self._group()
         with group.agreeing("resume_latest()") as facts:
-            choice = checks.choice("row_wise_state", row_wise_state, ("refuse", "merge"))
-            merge = choice == "merge"
+            kinds = ("refuse", "merge")
+            merge = checks.choice("row_wise_state", row_wise_state, kinds) == "merge"
             facts["root"] = self.root
             steps = self.steps() if group.rank == 0 else []
             if steps:
@@ -255,8 +254,9 @@ class Checkpoints:
         with group.agreeing("save()") as facts:
             checks.integer("step", step, least=0)
             facts.update(step=step, root=self.root, extra=as_json("extra", extra))
-            tensors, values = split({"model": _inner(model).state_dict()})
-            optimizers = OptimizerState(optimizer, _inner(model))
+            model = _inner(model)
+            tensors, values = split({"model": model.state_dict()})
+            optimizers = OptimizerState(optimizer, model)
             described = optimizers.described()
             parts = _parts(sparse)
         # Collective in some shardings, so not within an agreement.
@@ -306,11 +306,11 @@ class Checkpoints:
             marker = folders.read(step)
             # Large files in turns over the ranks, and on all the ones that all read.
             largest = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
-            mine = set(largest[group.rank :: group.size])
-            folders.verify(marker, {METADATA, VALUES} | mine)
+            folders.verify(marker, {METADATA, VALUES, *largest[group.rank :: group.size]})
             metadata = folders.metadata(marker)
             values = folders.values(step)
-            tree = _inner(model).state_dict()
+            model = _inner(model)
+            tree = model.state_dict()
             parts = _parts(sparse)
         # Collective in some shardings, so not within an agreement.
         trees = {key: part.state_dict() for key, part in parts.items()}
@@ -321,15 +321,20 @@ class Checkpoints:
             if missing := sorted(held.keys() - values["state"].keys()):
                 raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
             _refuse_unclaimed(sorted(values["state"].keys() - held.keys()))
-            optimizers = OptimizerState(optimizer, _inner(model))
+            optimizers = OptimizerState(optimizer, model)
             states, changes, merged = optimizers.prepare_load(metadata, values["optimizer"], merge)
             # On another number of ranks no state of a generator would fit.
             random = _rng() if marker.world == group.size else {}
             # A machine with another kind of device has other generators.
             random = {key: random[key] for key in random.keys() & metadata.state_dict_metadata}
             rest = {**weights, **states, **random}
-            check_saved(metadata, {**masks, **rest})
-        _check_claimed(group, metadata, {**masks, **rest})
+            tensors = {**masks, **rest}
+            check_saved(metadata, tensors)
+        # Generators of other ranks have no owner where there are fewer ranks.
+        keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
+        mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
+        claims = zip(keys, group.all_reduce(mine).tolist(), strict=True)
+        _refuse_unclaimed([key for key, claim in claims if not claim])
         # Masks first: what does not fit them is refused before a weight is read.
         folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
@@ -337,7 +342,7 @@ class Checkpoints:
         folders.load_tensors(step, metadata, rest, group.process_group)
         # Tensors were read in place; a model may hold Python values beside them.
         tree.update(filled(tree, "model", values["state"]))
-        _inner(model).load_state_dict(tree)
+        model.load_state_dict(tree)
         for change in changes:
             change()
         for key, state in random.items():
@@ -378,15 +383,6 @@ def _rng() -> Tensors:
     if torch.cuda.is_available():
         found[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
     return found
-
-
-def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
-    """Refuse saved tensors that no rank asks for. Collective."""
-    # Generators of other ranks have no owner where there are fewer ranks.
-    keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
-    mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
-    claims = group.all_reduce(mine).tolist()
-    _refuse_unclaimed([key for key, claim in zip(keys, claims, strict=True) if not claim])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:

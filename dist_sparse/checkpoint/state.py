@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -34,15 +34,6 @@ Change = Callable[[], object]
 
 _PREFIX: Final = "optimizer."
 _UNCUT: Final = [0]
-# Options that torch's learning rate schedulers add to groups.
-_OF_SCHEDULERS: Final = {
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
-    "swa_lr",
-}
 
 
 @contextmanager
@@ -204,13 +195,9 @@ class OptimizerState:
             names = group.keys() - {"params", "param_names"}
             found = {name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names}
             options |= dict.fromkeys(keys, found)
-        counts = [_fused_steps(owner) for owner in self._optimizers]
-        return {
-            "options": options,
-            "values": self._scalars,
-            "cuts": self._cuts,
-            "fused_steps": [count for count in counts if count is not None],
-        }
+        found = {"options": options, "values": self._scalars, "cuts": self._cuts}
+        counts = {key: _fused_steps(owner) for key, (owner, _) in self._owned.items()}
+        return {**found, "fused_steps": counts}
 
     def prepare_load(
         self, metadata: Metadata, saved: Json, merge: bool
@@ -298,14 +285,12 @@ class OptimizerState:
 
 def gathered(described: Sequence[Json]) -> Json:
     """Return the :meth:`OptimizerState.described` of all ranks as one."""
-    whole: Json = {"options": {}, "values": {}, "cuts": {}}
-    steps: list[int] = []
-    for each in described:
-        steps += each["fused_steps"]
-        for name, entries in whole.items():
-            entries |= each[name]
+    whole: Json = {"options": {}, "values": {}, "cuts": {}, "fused_steps": {}}
+    for each, name in product(described, whole):
+        whole[name] |= each[name]
     # In order, so that the file depends on no sharding.
     groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
+    steps = [count for count in whole["fused_steps"].values() if count is not None]
     return {**whole, "groups": groups, "fused_steps": max(steps, default=None)}
 
 
@@ -317,10 +302,10 @@ def _owned(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[tu
             yield from _owned(each, prefix, names)
     elif hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
         for key, part in optimizer.optimizers:
-            yield from _owned(part, _joined(prefix, key), names)
+            yield from _owned(part, f"{prefix}{key}." if key else prefix, names)
     elif isinstance(getattr(optimizer, "params", None), Mapping):  # any other KeyedOptimizer
         for key, param in optimizer.params.items():
-            yield _joined(prefix, key), optimizer, param
+            yield f"{prefix}{key}", optimizer, param
     elif isinstance(optimizer, torch.optim.Optimizer):
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if id(param) not in names:
@@ -334,10 +319,6 @@ def _owned(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[tu
             f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or"
             " TorchRec, or a list of them."
         )
-
-
-def _joined(prefix: str, key: str) -> str:
-    return ".".join(filter(None, (prefix, key)))
 
 
 def _key_and_name(path: str) -> tuple[str, str]:
@@ -370,7 +351,9 @@ def _refuse_other_options(
                 )
         # Fused optimizers have a learning rate alone.
         is_fused = group.keys() <= {"params", "lr"}
-        lost = sorted(saved[key].keys() - group.keys() - _OF_SCHEDULERS)
+        lost = sorted(saved[key].keys() - group.keys())
+        # Learning rate schedulers add options such as initial_lr and max_momentum.
+        lost = [name for name in lost if not name.endswith(("_lr", "_momentum"))]
         if lost and not is_fused:
             raise ValueError(
                 f"{key!r} was saved with the option {lost[0]!r}, which"

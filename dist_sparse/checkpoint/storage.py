@@ -18,7 +18,6 @@ One rank prepares, commits and sweeps; tensors alone are written and read by all
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -188,7 +187,7 @@ class Folders:
                 if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith(".."):
                     raise ValueError(f"{name!r} is no name of a file")
                 files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
-            if integer("step", entries["step"], least=0) != step:
+            if entries["step"] != step:
                 raise ValueError(f"it is of step {entries['step']}")
             world = integer("world", entries["world"], least=1)
         return Marker(step=step, world=world, files=files)
@@ -203,16 +202,13 @@ class Folders:
             path, (wanted, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
             try:
                 self._refuse_irregular(path)
-                length, found = _read_crc(self.files, path, most=wanted)
+                found = _read_crc(self.files, path, most=wanted)
             except FileNotFoundError:
                 raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
-            if length != wanted:
-                has = "more" if length > wanted else str(length)
+            if found != (wanted, crc):
                 raise ValueError(
-                    f"{path} is damaged: {MARKER} lists {wanted} bytes, and it has {has}."
+                    f"{path} is damaged: it does not hold the {wanted} bytes that {MARKER} lists."
                 )
-            if found != crc:
-                raise ValueError(f"{path} is damaged: its CRC32 is not the one in {MARKER}.")
 
     def values(self, step: int) -> dict[str, Any]:
         """Return the Python values of a checkpoint that has been verified: ``state`` and
@@ -224,11 +220,10 @@ class Folders:
         path = f"{self.path(step)}/{VALUES}"
         text = self._read(path)
         with _refusing(path):
-            match json.loads(text):
-                case {"state": dict(), "optimizer": dict(), "extra": _} as found:
-                    return dict(found)
-                case _:
-                    raise ValueError("it holds no dicts 'state' and 'optimizer', or no 'extra'")
+            found = json.loads(text)
+            # What is no dict fails.
+            dicts = {name: {**found[name]} for name in ("state", "optimizer")}
+            return {**dicts, "extra": found["extra"]}
 
     def save_tensors(
         self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
@@ -352,7 +347,7 @@ class Folders:
             stream.write(data)
             stream.flush()
             # A stream of another machine has no descriptor to sync.
-            with suppress(AttributeError, io.UnsupportedOperation):
+            if self.local:
                 os.fsync(stream.fileno())
         self.files.rename(unfinished, path)
         return len(data), zlib.crc32(data)
@@ -466,19 +461,16 @@ def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
             )
         # Chunks of one save never overlap, so that their number of elements shows a hole.
         elements = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-        inside = all(_is_within(chunk, saved.size) for chunk in saved.chunks)
+        inside = all(
+            0 <= start <= start + length <= whole
+            for chunk in saved.chunks
+            for start, length, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
+        )
         if not inside or elements != math.prod(saved.size):
             raise ValueError(
                 f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
                 " once."
             )
-
-
-def _is_within(chunk: dcp.ChunkStorageMetadata, size: torch.Size) -> bool:
-    return all(
-        0 <= start <= start + length <= whole
-        for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
 
 
 class _Unpickler(pickle.Unpickler):

@@ -89,17 +89,6 @@ def parse_budget(text: str) -> int | str:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def parse_count(text: str) -> int:
-    """Return a whole number, at least 1.
-
-    Raises:
-        ArgumentTypeError: not one.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"Invalid {text!r}: must be a whole number, at least 1.")
-    return int(text)
-
-
 def parse_share(text: str) -> float:
     """Return ``10%`` as 0.1.
 
@@ -162,8 +151,6 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except EntryError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            raise  # `dist-sparse` says how to install it
         # The callers of the user's code come first in the traceback, its callees (torch) last.
         # A syntax error has no line that ran.
         frames = traceback.extract_tb(error.__traceback__)

@@ -27,7 +27,6 @@ from dist_sparse.cli.arguments import (
     model_and_evaluate,
     model_from,
     parse_budget,
-    parse_count,
     parse_share,
 )
 from dist_sparse.launch.__main__ import Option, Parser, option
@@ -71,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return _main(list(sys.argv[1:] if words is None else words))
     except SystemExit:  # of argparse, which may have printed a help
         # A closed pipe or a full disk counts more than the status of the help.
-        if status := _flush():
+        if status := _show("", end=""):
             return status
         raise
     except KeyboardInterrupt:
@@ -137,45 +136,30 @@ def parser() -> Parser:
 # disk is a failure; a reader that closed the pipe ends the command as it ends other programs.
 
 
-def _show(text: str) -> int:
+def _show(text: str, end: str = "\n") -> int:
     """Print; return the exit status."""
     try:
-        print(text)
+        # Flushed now: at exit, Python would report a full disk with a traceback.
+        print(text, end=end, flush=True)
     except OSError as error:
-        return _unwritten(error)
-    # Now: at exit, Python would report a full disk with a traceback.
-    return _flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again when it exits
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE  # as other programs do when their reader closes the pipe
+        print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _show_json(value: object) -> int:
     return _show(json.dumps(value, indent=2, allow_nan=False))
 
 
-def _flush() -> int:
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        return _unwritten(error)
-    return 0
-
-
-def _unwritten(error: OSError) -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again when it exits
-    if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE  # as other programs do when their reader closes the pipe
-    print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
-    return 1
-
-
 def _fail(command: str, why: Exception | str) -> int:
-    _complain(f"dist-sparse {command}: {why}")
-    return 1
-
-
-def _complain(text: str) -> None:
-    """Print to stderr, in lines that fit the terminal."""
-    for line in text.split("\n"):  # which may hold names of a model or a log
+    """Print to stderr, in lines that fit the terminal; return the exit status."""
+    for line in f"dist-sparse {command}: {why}".split("\n"):
+        # It may hold names of a model or a log.
         print("\n".join(wrapped(printable(line), indent="  ")), file=sys.stderr)
+    return 1
 
 
 def _progress(what: str) -> None:
@@ -311,7 +295,7 @@ def _selftest(options: argparse.Namespace) -> int:
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=2) + "\n")
     # Output that could not be written comes first.
-    return status or (0 if found["passed"] else 1)
+    return status or int(not found["passed"])
 
 
 _JSON = option("--json", help="prints JSON, sizes in bytes", action="store_true")
@@ -514,7 +498,7 @@ exit status: 0 everything that ran is right, 1 something differs or failed,
             option(
                 "--nproc",
                 help="processes; default: one a GPU, 2 on a CPU",
-                type=parse_count,
+                type=int,
                 metavar="N",
             ),
             option("--out", help="writes JSON for an issue", type=Path, metavar="FILE"),

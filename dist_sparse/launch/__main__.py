@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") 
     try:
         return _do(options, command)
     except ValueError as error:
-        parser.error(re.sub(r"(?<=^Invalid )[a-z_]+(?==)", _typed, str(error)))
+        parser.error(str(error))
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -82,17 +82,6 @@ def _do(options: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _typed(field: re.Match[str]) -> str:
-    """What a user types for a field that a message names."""
-    others = {
-        "script": "SCRIPT",
-        "module": "MODULE",
-        "nproc_per_node": "--nproc",
-        "rank": "--ranks",
-    }
-    return others.get(field[0], f"--{field[0].replace('_', '-')}")
-
-
 def _spec(options: argparse.Namespace, python: str) -> LaunchSpec:
     # Options that were not given, or that the command lacks, have the defaults of LaunchSpec.
     names = {field.name for field in dataclasses.fields(LaunchSpec)} - {"module"}
@@ -111,7 +100,7 @@ def _spec(options: argparse.Namespace, python: str) -> LaunchSpec:
 
 def _name(target: str) -> str:
     """A job's name from its script or module."""
-    stem = target.removesuffix(".py").rpartition("/" if target.endswith(".py") else ".")[2]
+    stem = Path(target).name.removesuffix(".py").rpartition(".")[2]
     # A name begins with a letter.
     name = re.sub("[^a-z0-9]+", "-", stem.lower()).lstrip("0123456789-")
     return name[:53].rstrip("-") or "train"
@@ -125,9 +114,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = f"{self.prog}: error: {message}"
-        lines = textwrap.wrap(text, 80, subsequent_indent="  ", break_long_words=False)
-        lines.append(f"Usage and options: {self.prog} --help")
-        self.exit(2, "\n".join(lines) + "\n")
+        text = textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False)
+        self.exit(2, f"{text}\nUsage and options: {self.prog} --help\n")
 
 
 def option(*flags: str, **settings: Any) -> Option:
@@ -135,21 +123,18 @@ def option(*flags: str, **settings: Any) -> Option:
     return flags, settings
 
 
-def _variable(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    # The value may be a secret, but without a = nothing is known of it.
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE")
+# argparse's refusals show the names of these two.
+
+
+def local_ranks(text: str) -> list[int]:
+    """Return ``0,1`` as numbers."""
+    return [int(number) for number in text.split(",")]
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """Return ``KEY=VALUE`` as a pair."""
+    key, value = text.split("=", 1)
     return key, value
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be local ranks, such as 0 or 0,1"
-        ) from None
 
 
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -172,7 +157,7 @@ _OPTIONS: dict[str, list[Option]] = {
         option(
             "--env",
             help="variable for the ranks; may be repeated",
-            type=_variable,
+            type=key_value,
             action="append",
             default=[],
             metavar="KEY=VALUE",
@@ -190,7 +175,7 @@ _OPTIONS: dict[str, list[Option]] = {
             "--ranks",
             help="local ranks whose output is shown, such as 0 or 0,1 (default: all); one has no"
             " prefix",
-            type=_ranks,
+            type=local_ranks,
             default=[],
             metavar="LIST",
         ),

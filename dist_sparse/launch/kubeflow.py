@@ -48,13 +48,13 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
         "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],
         "resourcesPerNode": amounts and {"requests": amounts, "limits": amounts},
     }
-    api, kind = "trainer.kubeflow.org", "ClusterTrainingRuntime"
+    api = "trainer.kubeflow.org"
     job = {
         "apiVersion": f"{api}/v1alpha1",
         "kind": "TrainJob",
         "metadata": {"name": spec.name},
         "spec": {
-            "runtimeRef": {"apiGroup": api, "kind": kind, "name": runtime},
+            "runtimeRef": {"apiGroup": api, "kind": "ClusterTrainingRuntime", "name": runtime},
             "trainer": _given(trainer),
         },
     }

@@ -125,7 +125,8 @@ def test_a_file_is_read_no_further_than_its_size(job: Job, tmp_path: Path) -> No
     size = path.stat().st_size
     os.truncate(path, 1 << 40)  # a hole: it would be read for minutes
     with pytest.raises(
-        ValueError, match=rf"{path} is damaged: COMMITTED lists {size} bytes, and it has more\."
+        ValueError,
+        match=rf"{path} is damaged: it does not hold the {size} bytes that COMMITTED lists\.",
     ):
         job.checkpoints.resume_latest(**job.parts)
 
