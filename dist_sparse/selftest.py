@@ -292,23 +292,25 @@ def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
     return f"within {most:.1g}"
 
 
-_ON_EVERY_DEVICE: Final = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")
+_ON_EVERY_DEVICE: Final[tuple[str, ...]] = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")
 _ON_GPUS: Final = ("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD")
 
 
 def fused_optimizers(device: torch.device) -> Found:
     """FBGEMM's optimizers: rows zeroed as they are read, against all rows after every step."""
     # FBGEMM has some for CUDA only.
-    left = () if _is_gpu(device) else _ON_GPUS
-    done = _ON_EVERY_DEVICE if left else _ON_EVERY_DEVICE + _ON_GPUS
+    done = _ON_EVERY_DEVICE + _ON_GPUS
+    says = ", ".join(done)
+    if not _is_gpu(device):
+        done = _ON_EVERY_DEVICE
+        says = f"{', '.join(done)}; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
     figures = {}
     for name in done:
         weights = [
             _train_masked(device, "1x4", attach=attach, optimizer=name) for attach in (True, False)
         ]
         figures[name] = _compare(f"weights of {name}", *weights)
-    more = f"; not run, for they need a GPU: {', '.join(left)}" if left else ""
-    return ", ".join(done) + more, figures
+    return says, figures
 
 
 def _train_masked(
@@ -329,14 +331,12 @@ def half_precision(device: torch.device) -> Found:
     """float16 weights, which FBGEMM rounds stochastically on CUDA."""
     for block in ("row", "1x4"):
         _train_masked(device, block, half=True)
-    rounding = "with" if _is_gpu(device) else "without"
-    return f"masks bit for bit, removed weights 0, {rounding} stochastic rounding", {}
+    return "masks bit for bit, removed weights 0", {}
 
 
-def unified_memory(device: torch.device, kernel: str) -> Found:
+def unified_memory(device: torch.device, kernel: str, blocks: Sequence[str]) -> Found:
     """Tables in unified memory."""
-    # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
-    for block in ("row",) if kernel == CACHED else ("row", "1x4"):
+    for block in blocks:
         _train_masked(device, block, kernel=kernel)
     return "masks bit for bit, 5 steps, removed weights 0", {}
 
@@ -349,8 +349,9 @@ CHECKS: Final[dict[str, Callable[[torch.device], Found]]] = {
     "TrainPipelineFusedSparseDist": partial(pipeline, kind="TrainPipelineFusedSparseDist"),
     "fused optimizers": fused_optimizers,
     "float16": half_precision,
-    "fused_uvm": partial(unified_memory, kernel="fused_uvm"),
-    "fused_uvm_caching": partial(unified_memory, kernel=CACHED),
+    "fused_uvm": partial(unified_memory, kernel="fused_uvm", blocks=("row", "1x4")),
+    # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
+    "fused_uvm_caching": partial(unified_memory, kernel=CACHED, blocks=("row",)),
 }
 """By name, in the order in which they run."""
 
@@ -379,12 +380,12 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     """
     if nproc is not None:
         checks.integer("nproc", nproc, least=1)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     device = device or ("cuda" if gpus else "cpu")
-    if device == "cuda" and gpus < (nproc or 1):
-        processes = number_of(nproc or 1, "process", "processes")
+    world = nproc or {"cuda": max(gpus, 1), "cpu": 2}[device]
+    if device == "cuda" and gpus < world:
+        processes = number_of(world, "process", "processes")
         raise ValueError(f"Invalid {device=} for {processes}: torch finds {gpus} GPUs here.")
-    world = nproc or (gpus if device == "cuda" else 2)
     outcomes: list[Json] = []
     while left := list(CHECKS)[len(outcomes) :]:
         outcomes += _attempt(device, world, left, progress)
@@ -407,8 +408,8 @@ def as_text(found: Json) -> str:
     outcomes = found["outcomes"]
     rows = []
     for each in outcomes:
-        took = f" ({duration(each['seconds'])})" if each["seconds"] > 0.01 else ""
-        rows.append((each["check"], each["status"], printable(each["says"] + took)))
+        says = printable(f"{each['says']} ({duration(each['seconds'])})")
+        rows.append((each["check"], each["status"], says))
     where = f"on {found['device']}, {number_of(found['nproc'], 'process', 'processes')}"
     skipped = sum(each["status"] == "not run" for each in outcomes)
     verdict = f"As it should be {where}; {skipped} of {len(outcomes)} checks not run."
@@ -459,8 +460,7 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
     while True:
         # Asked before the files are read: a process that has ended writes no more.
         ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        files = {rank: _file(folder, number, rank) for rank in range(len(processes))}
-        found = {rank: json.loads(at.read_text()) for rank, at in files.items() if at.exists()}
+        found = _answers(folder, number, len(processes))
         worst: Json = max(
             found.values(), key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
         )
@@ -476,6 +476,12 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
             ]
             return {"status": "failed", "says": says, "seconds": took, "figures": {"logs": logs}}
         time.sleep(0.05)
+
+
+def _answers(folder: Path, number: int, world: int) -> dict[int, Json]:
+    """Return by rank what has been found in a check so far."""
+    files = {rank: _file(folder, number, rank) for rank in range(world)}
+    return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
 
 
 def _file(folder: Path, number: int, rank: int) -> Path:

@@ -5,4 +5,4 @@ import sys
 from dist_sparse.launch.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m launch"))
+    sys.exit(main(sys.argv[1:]))

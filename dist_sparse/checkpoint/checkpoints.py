@@ -16,11 +16,10 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
@@ -34,21 +33,17 @@ from dist_sparse.checkpoint.state import (
     quiet,
     split,
 )
-from dist_sparse.checkpoint.storage import (
-    METADATA,
-    VALUES,
-    Entry,
-    Folders,
-    Marker,
-    check_saved,
-    copied,
-    step_of,
-)
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.text import number_of, size, table_lines
 
-# What has masks and schedules, or several by name.
-Sparse = Stateful | Mapping[str, Stateful] | None
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from dist_sparse.checkpoint.storage import Entry
+
+    # What has masks and schedules, or several by name.
+    Sparse: TypeAlias = Stateful | Mapping[str, Stateful] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +102,12 @@ class Checkpoints:
     def __init__(self, root: str | os.PathLike[str], *, keep: int = 3, every: int = 1) -> None:
         self.keep = checks.integer("keep", keep, least=1)
         self.every = checks.integer("every", every, least=1)
+        from dist_sparse.checkpoint.storage import Folders  # loads DCP, which torch itself does not
+
         self._folders = Folders(root)
-        # What save_async() writes, and the thread that does, made when it is first called.
+        # What save_async() writes, and the thread that does, which starts when it is first called.
         self._writing: Future[None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
     def root(self) -> str:
@@ -178,7 +175,6 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=True)
-        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         self._writing = self._thread.submit(self._write, step, *state)
         return True
 
@@ -219,11 +215,9 @@ class Checkpoints:
             kinds = ("refuse", "merge")
             merge = checks.choice("row_wise_state", row_wise_state, kinds) == "merge"
             facts["root"] = self.root
-            steps = self.steps() if group.rank == 0 else []
-            if steps:
-                self._folders.warn_of_unmarked(steps[-1])
+            newest = self._folders.newest() if group.rank == 0 else None
         # Rank 0 alone has listed the folder: listings of several ranks may differ.
-        step = group.all_gather_json(steps[-1] if steps else None)[0]
+        step = group.all_gather_json(newest)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, merge)
 
     def _due(self, step: int, force: bool) -> bool:
@@ -250,6 +244,8 @@ class Checkpoints:
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
         """The tensors, values and optimizer of this rank."""
+        from dist_sparse.checkpoint.storage import copied
+
         group = self._group()
         with group.agreeing("save()") as facts:
             checks.integer("step", step, least=0)
@@ -283,7 +279,7 @@ class Checkpoints:
             files: dict[str, Entry] = dict(ChainMap(*group.all_gather_json(written)))
             with group.agreeing("save()"):
                 if group.rank == 0:
-                    folders.commit(Marker(step=step, world=group.size, files=files), values)
+                    folders.commit(step, group.size, files, values)
         except (OSError, ValueError):
             # Raised on all ranks: none writes any longer.
             if group.rank == 0:
@@ -301,12 +297,14 @@ class Checkpoints:
     def _load(
         self, step: int, model: nn.Module, optimizer: Any, sparse: Any, merge: bool
     ) -> Resumed:
+        from dist_sparse.checkpoint.storage import check_saved
+
         group, folders = self._group(), self._folders
         with group.agreeing("resume_latest()"):
             marker = folders.read(step)
             # Large files in turns over the ranks, and on all the ones that all read.
             largest = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
-            folders.verify(marker, {METADATA, VALUES, *largest[group.rank :: group.size]})
+            folders.verify(marker, largest[group.rank :: group.size])
             metadata = folders.metadata(marker)
             values = folders.values(step)
             model = _inner(model)
@@ -322,19 +320,16 @@ class Checkpoints:
                 raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
             _refuse_unclaimed(sorted(values["state"].keys() - held.keys()))
             optimizers = OptimizerState(optimizer, model)
-            states, changes, merged = optimizers.prepare_load(metadata, values["optimizer"], merge)
+            saved = metadata.state_dict_metadata
+            states, changes, merged = optimizers.prepare_load(saved, values["optimizer"], merge)
             # On another number of ranks no state of a generator would fit.
             random = _rng() if marker.world == group.size else {}
             # A machine with another kind of device has other generators.
-            random = {key: random[key] for key in random.keys() & metadata.state_dict_metadata}
+            random = {key: random[key] for key in random.keys() & saved}
             rest = {**weights, **states, **random}
             tensors = {**masks, **rest}
             check_saved(metadata, tensors)
-        # Generators of other ranks have no owner where there are fewer ranks.
-        keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
-        mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
-        claims = zip(keys, group.all_reduce(mine).tolist(), strict=True)
-        _refuse_unclaimed([key for key, claim in claims if not claim])
+        _check_claimed(group, metadata, tensors)
         # Masks first: what does not fit them is refused before a weight is read.
         folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
@@ -385,6 +380,15 @@ def _rng() -> Tensors:
     return found
 
 
+def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
+    """Refuse saved tensors that no rank asks for. Collective."""
+    # Generators of other ranks have no owner where there are fewer ranks.
+    keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
+    mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
+    claims = zip(keys, group.all_reduce(mine).tolist(), strict=True)
+    _refuse_unclaimed([key for key, claim in claims if not claim])
+
+
 def _refuse_unclaimed(keys: list[str]) -> None:
     if keys:
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
@@ -402,6 +406,8 @@ def summary(path: str | os.PathLike[str]) -> str:
         ValueError: there is none, or a file is missing or damaged; names it. Of several
             checkpoints, the markers alone are read.
     """
+    from dist_sparse.checkpoint.storage import Folders, step_of
+
     step = step_of(path)
     if step is None:
         folders = Folders(path)

@@ -24,7 +24,6 @@ from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -200,13 +199,13 @@ class OptimizerState:
         return {**found, "fused_steps": counts}
 
     def prepare_load(
-        self, metadata: Metadata, saved: Json, merge: bool
+        self, tensors: Mapping[str, Any], saved: Json, merge: bool
     ) -> tuple[Tensors, list[Change], list[str]]:
         """Return the tensors to load into, functions that set everything else, and the keys of
         row-wise state that they merge. Nothing is changed before they are called.
 
         Args:
-            metadata: of the checkpoint.
+            tensors: what DCP's metadata says of each saved tensor, by key.
             saved: from :func:`gathered`.
             merge: whether row-wise state of a table that was cut into other columns is merged;
                 it is refused otherwise.
@@ -215,8 +214,8 @@ class OptimizerState:
             ValueError: a parameter was not stepped when the checkpoint was saved, or by another
                 class of optimizer, or row-wise state is refused.
         """
-        merged, changes = self._merged(metadata, saved["cuts"], merge)
-        fresh = self._fresh(metadata)
+        merged, changes = self._merged(tensors, saved["cuts"], merge)
+        fresh = self._fresh(tensors)
         changes += [partial(self._put, *_key_and_name(path), new) for path, new in fresh.items()]
         for key in self._owned.keys() & saved["values"].keys():
             held = self._state(key)
@@ -236,11 +235,13 @@ class OptimizerState:
                 changes.append(partial(owner.set_optimizer_step, saved["fused_steps"]))
         return self.tensors | fresh | merged, changes, list(merged)
 
-    def _merged(self, metadata: Metadata, cuts: Json, merge: bool) -> tuple[Tensors, list[Change]]:
+    def _merged(
+        self, tensors: Mapping[str, Any], cuts: Json, merge: bool
+    ) -> tuple[Tensors, list[Change]]:
         """What to load of row-wise state that was saved with other cuts, and how to merge it."""
         targets: Tensors = {}
         changes: list[Change] = []
-        for path in sorted(self._cuts.keys() & metadata.state_dict_metadata.keys()):
+        for path in sorted(self._cuts.keys() & tensors.keys()):
             # It fits its saved size where the number of cuts is equal, and would be wrong still.
             before, now = cuts.get(path, _UNCUT), self._cuts[path]
             if before == now:
@@ -256,12 +257,11 @@ class OptimizerState:
             changes.append(change)
         return targets, changes
 
-    def _fresh(self, metadata: Metadata) -> Tensors:
+    def _fresh(self, tensors: Mapping[str, Any]) -> Tensors:
         """Tensors to load into, of parameters that have no state yet and had some when it was
         saved."""
         found: Tensors = {}
-        saved: Any
-        for path, saved in metadata.state_dict_metadata.items():
+        for path, saved in tensors.items():
             key, _ = _key_and_name(path)
             if not path.startswith(_PREFIX) or key not in self._owned or self._state(key):
                 continue
@@ -338,7 +338,7 @@ def _refuse_other_options(
     optimizer: object, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
 ) -> None:
     """Refuse saved options that a param group can't have."""
-    if unsaved := [key for key in keys if key not in saved]:
+    if unsaved := sorted(set(keys) - saved.keys()):
         raise ValueError(
             f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
         )

@@ -130,15 +130,19 @@ class Folders:
         """Return the committed steps in ascending order."""
         return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
 
-    def warn_of_unmarked(self, newest: int) -> None:
-        """Warn of a folder that is newer than the newest checkpoint: a marker may have been
-        lost."""
-        if (last := self._found()[-1]) > newest:
+    def newest(self) -> int | None:
+        """Return the newest committed step, if there is one.
+
+        Warn of a newer folder without a marker, which may have been lost.
+        """
+        newest = max(self.steps(), default=None)
+        if newest is not None and (last := self._found()[-1]) > newest:
             warnings.warn(
                 f"{self.path(last)} is newer than step {newest}, the newest checkpoint, and has no"
                 f" {MARKER}: it is of a save that was killed or failed, or the file was lost.",
                 stacklevel=3,
             )
+        return newest
 
     def prepare(self, step: int) -> None:
         """Make way for a checkpoint: delete what an unfinished save of the same step has left.
@@ -155,18 +159,20 @@ class Folders:
             )
         self.delete(step)
 
-    def commit(self, marker: Marker, values: Mapping[str, Any]) -> None:
+    def commit(
+        self, step: int, world: int, files: Mapping[str, Entry], values: Mapping[str, Any]
+    ) -> None:
         """Write the values and then the marker, which lists them too, of a folder whose other files
         are on disk."""
-        folder = self.path(marker.step)
+        folder = self.path(step)
         written = self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))
         # The marker must not reach the disk before the files that it lists.
         self._sync(folder)
         entries = {
             name: {"bytes": length, "crc32": hex_of(crc)}
-            for name, (length, crc) in sorted({**marker.files, VALUES: written}.items())
+            for name, (length, crc) in sorted({**files, VALUES: written}.items())
         }
-        head = {"format": FORMAT, "version": VERSION, "step": marker.step, "world": marker.world}
+        head = {"format": FORMAT, "version": VERSION, "step": step, "world": world}
         self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
         self._sync(folder)
         self._sync(self.root)
@@ -193,12 +199,12 @@ class Folders:
         return Marker(step=step, world=world, files=files)
 
     def verify(self, marker: Marker, names: Iterable[str]) -> None:
-        """Compare bytes and CRC32 of files with the marker.
+        """Compare bytes and CRC32 of files, and of those that all ranks read, with the marker.
 
         Raises:
             ValueError: one is missing, damaged or no regular file; names it.
         """
-        for name in names:
+        for name in {METADATA, VALUES, *names}:
             path, (wanted, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
             try:
                 self._refuse_irregular(path)

@@ -137,10 +137,9 @@ def _names_in(where: str) -> dict[str, Any]:
         return vars(importlib.import_module(where))
     except ModuleNotFoundError as error:
         # A module that the user's own module imports, and does not find, is another failure.
-        missing = error.name
-        if missing is None or not f"{where}.".startswith(f"{missing}."):
+        if not f"{where}.".startswith(f"{error.name}."):
             raise
-        raise EntryError(f"there is no module {missing!r} here.") from error
+        raise EntryError(f"there is no module {error.name!r} here.") from error
 
 
 def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -134,8 +134,10 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
     if all(each.ok for each in findings):
         progress("TorchRec and FBGEMM")
         findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", install))
-    device = f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}" if cuda else "the CPU"
-    if fault is None and not cuda:
+    if cuda:
+        return Diagnosis(tuple(findings), f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}")
+    device = "the CPU"
+    if fault is None:
         progress("communication")
         # Its usual fault: the host name resolves to an address of no interface.
         fix = "export GLOO_SOCKET_IFNAME=lo"
@@ -147,16 +149,18 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
 
 
 def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:
-    return Finding(what, fault is None, fault or says, fix if fault else "")
+    return Finding(what, fault is None, fault or says, fix)
 
 
 def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
-    # They install the same files.
-    if len(gemms) == 2:
-        return "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
-    if cuda and gemms == ["fbgemm-gpu-cpu"]:
-        return "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
-    return None if gemms else "not installed"
+    # The two builds install the same files.
+    faults = {
+        (): "not installed",
+        _FBGEMM: "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other",
+    }
+    if cuda:
+        faults[("fbgemm-gpu-cpu",)] = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
+    return faults.get(tuple(gemms))
 
 
 def _misfit(versions: Mapping[str, str], gemm: str) -> str | None:

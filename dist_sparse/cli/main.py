@@ -150,8 +150,9 @@ def _show(text: str, end: str = "\n") -> int:
     return 0
 
 
-def _show_json(value: object) -> int:
-    return _show(json.dumps(value, indent=2, allow_nan=False))
+def _answer(options: argparse.Namespace, value: object, text: str) -> int:
+    """Print JSON, or the text for people; return the exit status."""
+    return _show(json.dumps(value, indent=2, allow_nan=False) if options.json else text)
 
 
 def _fail(command: str, why: Exception | str) -> int:
@@ -208,7 +209,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
         return _show(summary(folder))
     run = read_run(folder)
-    return _show_json(numbers(run)) if options.json else _show(inspect_text(run))
+    return _answer(options, numbers(run), inspect_text(run))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -222,7 +223,7 @@ def _report(options: argparse.Namespace) -> int:
     # A comparison does not replace the report of its first run.
     default = run.folder / _COMPARISON if len(options.folders) > 1 else None
     page = write_report(run, options.out or default, svg=options.svg).resolve()
-    shown = _show_json(numbers(run)) if options.json else _show(summary(run, page))
+    shown = _answer(options, numbers(run), summary(run, page))
     # After the numbers: they are there even without a browser.
     if options.open and not webbrowser.open(page.as_uri()):
         return _fail("report", f"no browser was found to open {page.as_uri()}")
@@ -234,7 +235,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     _quiet()
     answer = plan(model_from(options.function), options.budget, rotate=options.rotate)
-    return _show_json(answer.to_json()) if options.json else _show(str(answer))
+    return _answer(options, answer.to_json(), str(answer))
 
 
 def _frontier(options: argparse.Namespace) -> int:
@@ -252,7 +253,7 @@ def _frontier(options: argparse.Namespace) -> int:
         tolerance=options.tolerance,
         out=options.out,
     )
-    return _show_json(found.to_json()) if options.json else _show(str(found))
+    return _answer(options, found.to_json(), str(found))
 
 
 def _serve_check(options: argparse.Namespace) -> int:
@@ -276,10 +277,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
     found = examine(progress=_progress)
     _progress("")
-    text = found.text(options.verbose)
-    status = _show_json(found.to_json()) if options.json else _show(text)
+    status = _answer(options, found.to_json(), found.text(options.verbose))
     # Output that could not be written comes first.
-    return status or int(bool(found.broken))
+    return max(status, bool(found.broken))
 
 
 def _selftest(options: argparse.Namespace) -> int:
@@ -290,12 +290,12 @@ def _selftest(options: argparse.Namespace) -> int:
         found = selftest(options.device, options.nproc, _progress)
     finally:
         _progress("")
-    status = _show_json(found) if options.json else _show(as_text(found))
+    status = _answer(options, found, as_text(found))
     # The result took minutes: it is shown also where the file can't be written.
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=2) + "\n")
     # Output that could not be written comes first.
-    return status or int(not found["passed"])
+    return max(status, not found["passed"])
 
 
 _JSON = option("--json", help="prints JSON, sizes in bytes", action="store_true")

@@ -39,14 +39,13 @@ _EXAMPLES = """\
 """
 
 
-def main(words: Sequence[str] | None = None, *, prog: str = "python -m launch") -> int:
-    """Run the command line `words` (the process's own by default) and return the exit code of the
-    job.
+def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
+    """Run the command line `words` and return the exit code of the job.
 
     It is 2 for wrong words, and 1 with one line of error where something can't be written or
     started.
     """
-    words = list(sys.argv[1:] if words is None else words)
+    words = list(words)
     # `launch train.py` is `launch local train.py`.
     command = words.pop(0) if words and words[0] in _COMMANDS else "local"
     parser = _parser(prog, command)
@@ -246,4 +245,4 @@ def _parser(prog: str, command: str) -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m dist_sparse.launch"))
+    sys.exit(main(sys.argv[1:], prog="python -m dist_sparse.launch"))

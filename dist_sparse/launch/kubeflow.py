@@ -46,7 +46,7 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
         "command": words[: len(words) - args],
         "args": words[len(words) - args :],
         "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],
-        "resourcesPerNode": amounts and {"requests": amounts, "limits": amounts},
+        "resourcesPerNode": _given({"requests": amounts, "limits": amounts}),
     }
     api = "trainer.kubeflow.org"
     job = {

@@ -41,12 +41,7 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
     # Python sets handlers in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("run() must be called in the main thread: it handles signals.")
-    if spec.script is not None and not Path(spec.script).is_file():
-        raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
-    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
-    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
-    if (rank := max(ranks, default=0)) >= count:
-        raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
+    _refuse_job(spec, ranks)
     # torchrun reads an option from PET_ wherever the argv lacks it.
     dropped = sorted(key for key in os.environ if key.startswith("PET_"))
     variables = {key: value for key, value in os.environ.items() if key not in dropped}
@@ -72,6 +67,16 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         stdin = None if single else subprocess.DEVNULL
         process = subprocess.Popen(words, stdin=stdin, env=variables, start_new_session=True)
         return _wait(process, spec.grace)
+
+
+def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
+    """Refuse a job that can't run on this machine."""
+    if spec.script is not None and not Path(spec.script).is_file():
+        raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
+    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
+    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
+    if (rank := max(ranks, default=0)) >= count:
+        raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
