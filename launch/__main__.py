@@ -2,7 +2,7 @@
 
 import sys
 
-from dist_sparse.launch.cli import main
+from dist_sparse.launch.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m launch"))
+    sys.exit(main(sys.argv[1:]))

@@ -16,16 +16,23 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import checks
-from dist_sparse.checkpoint.folders import VALUES, Entry, Folders, Marker, step_of
-from dist_sparse.checkpoint.optimizers import OptimizerState, gathered
-from dist_sparse.checkpoint.trees import as_json, filled, quiet, split
+from dist_sparse.checkpoint.state import (
+    Json,
+    OptimizerState,
+    Tensors,
+    as_json,
+    filled,
+    gathered,
+    quiet,
+    split,
+)
 from dist_sparse.groups import Group, group_over, rank_in, world_ranks
 from dist_sparse.text import number_of, size, table_lines
 
@@ -33,8 +40,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.stateful import Stateful
 
-Json = Any
-Tensors = dict[str, Tensor]
+    from dist_sparse.checkpoint.storage import Entry
+
+    # What has masks and schedules, or several by name.
+    Sparse: TypeAlias = Stateful | Mapping[str, Stateful] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +102,12 @@ class Checkpoints:
     def __init__(self, root: str | os.PathLike[str], *, keep: int = 3, every: int = 1) -> None:
         self.keep = checks.integer("keep", keep, least=1)
         self.every = checks.integer("every", every, least=1)
+        from dist_sparse.checkpoint.storage import Folders  # loads DCP, which torch itself does not
+
         self._folders = Folders(root)
-        # What save_async() writes, and the thread that does, made when it is first called.
+        # What save_async() writes, and the thread that does, which starts when it is first called.
         self._writing: Future[None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
     def root(self) -> str:
@@ -113,7 +124,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Any = None,
-        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        sparse: Sparse = None,
         extra: Json = None,
         force: bool = False,
     ) -> bool:
@@ -140,8 +151,7 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra)
-        # Not in _write: save_async runs that in a thread, and warnings are filtered for all
-        # threads.
+        # Not in _write: a thread runs that too, and warnings are filtered for all threads.
         with quiet():
             self._write(step, *state)
         return True
@@ -152,7 +162,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Any = None,
-        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        sparse: Sparse = None,
         extra: Json = None,
         force: bool = False,
     ) -> bool:
@@ -165,7 +175,6 @@ class Checkpoints:
         if not self._due(step, force):
             return False
         state = self._collected(step, model, optimizer, sparse, extra, staged=True)
-        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         self._writing = self._thread.submit(self._write, step, *state)
         return True
 
@@ -181,7 +190,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Any = None,
-        sparse: Stateful | Mapping[str, Stateful] | None = None,
+        sparse: Sparse = None,
         row_wise_state: Literal["refuse", "merge"] = "refuse",
     ) -> Resumed | None:
         """Load the newest checkpoint, if there is one. Collective.
@@ -189,8 +198,8 @@ class Checkpoints:
         Args:
             model, optimizer, sparse: as in :meth:`save`, sharded as they like.
             row_wise_state: what happens to row-wise optimizer state of a table that is cut into
-                other columns now: ``"merge"`` takes means (:mod:`dist_sparse.checkpoint.row_wise`),
-                and reports it.
+                other columns now: ``"merge"`` takes means
+                (:func:`~dist_sparse.checkpoint.state.merging`), and reports it.
 
         Returns:
             What was loaded; None if there is no checkpoint.
@@ -203,14 +212,12 @@ class Checkpoints:
         self.wait()
         group = self._group()
         with group.agreeing("resume_latest()") as facts:
-            choice = checks.choice("row_wise_state", row_wise_state, ("refuse", "merge"))
-            merge = choice == "merge"
+            kinds = ("refuse", "merge")
+            merge = checks.choice("row_wise_state", row_wise_state, kinds) == "merge"
             facts["root"] = self.root
-            steps = self.steps() if group.rank == 0 else []
-            if steps:
-                self._folders.warn_of_unmarked(steps[-1])
+            newest = self._folders.newest() if group.rank == 0 else None
         # Rank 0 alone has listed the folder: listings of several ranks may differ.
-        step = group.all_gather_json(steps[-1] if steps else None)[0]
+        step = group.all_gather_json(newest)[0]
         return None if step is None else self._load(step, model, optimizer, sparse, merge)
 
     def _due(self, step: int, force: bool) -> bool:
@@ -237,14 +244,15 @@ class Checkpoints:
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
         """The tensors, values and optimizer of this rank."""
-        from dist_sparse.checkpoint.storage import copied  # loads DCP, which torch itself does not
+        from dist_sparse.checkpoint.storage import copied
 
         group = self._group()
         with group.agreeing("save()") as facts:
             checks.integer("step", step, least=0)
             facts.update(step=step, root=self.root, extra=as_json("extra", extra))
-            tensors, values = split({"model": _inner(model).state_dict()})
-            optimizers = OptimizerState(optimizer, _inner(model))
+            model = _inner(model)
+            tensors, values = split({"model": model.state_dict()})
+            optimizers = OptimizerState(optimizer, model)
             described = optimizers.described()
             parts = _parts(sparse)
         # Collective in some shardings, so not within an agreement.
@@ -259,8 +267,6 @@ class Checkpoints:
         return tensors, {"state": values, "extra": extra}, described
 
     def _write(self, step: int, tensors: Tensors, values: dict[str, Json], described: Json) -> None:
-        from dist_sparse.checkpoint.storage import save_tensors
-
         group, folders = self._group(), self._folders
         with group.agreeing("save()"):
             if group.rank == 0:
@@ -268,12 +274,12 @@ class Checkpoints:
         # No rank holds all parameters, and one file describes them all.
         values["optimizer"] = gathered(group.all_gather_json(described))
         try:
-            written = save_tensors(folders.files, folders.path(step), tensors, group.process_group)
+            written = folders.save_tensors(step, tensors, group.process_group)
             # This has waited until every rank wrote and hashed its files.
             files: dict[str, Entry] = dict(ChainMap(*group.all_gather_json(written)))
             with group.agreeing("save()"):
                 if group.rank == 0:
-                    folders.commit(Marker(step=step, world=group.size, files=files), values)
+                    folders.commit(step, group.size, files, values)
         except (OSError, ValueError):
             # Raised on all ranks: none writes any longer.
             if group.rank == 0:
@@ -291,53 +297,59 @@ class Checkpoints:
     def _load(
         self, step: int, model: nn.Module, optimizer: Any, sparse: Any, merge: bool
     ) -> Resumed:
-        from dist_sparse.checkpoint import storage
+        from dist_sparse.checkpoint.storage import check_saved
 
         group, folders = self._group(), self._folders
         with group.agreeing("resume_latest()"):
             marker = folders.read(step)
             # Large files in turns over the ranks, and on all the ones that all read.
-            largest = sorted(marker.files, key=lambda name: (-marker.sizes[name], name))
-            mine = set(largest[group.rank :: group.size])
-            folders.verify(marker, {storage.METADATA, VALUES} | mine)
-            metadata = storage.read_metadata(folders.files, folders.path(step), marker.sizes)
+            largest = sorted(marker.files, key=lambda name: (-marker.files[name][0], name))
+            folders.verify(marker, largest[group.rank :: group.size])
+            metadata = folders.metadata(marker)
             values = folders.values(step)
-            tree = _inner(model).state_dict()
+            model = _inner(model)
+            tree = model.state_dict()
             parts = _parts(sparse)
         # Collective in some shardings, so not within an agreement.
         trees = {key: part.state_dict() for key, part in parts.items()}
         with group.agreeing("resume_latest()"):
             weights, held = split({"model": tree})
             masks, others = split(trees)
-            _check_owners(values["state"], held | others)
-            optimizers = OptimizerState(optimizer, _inner(model))
-            states, changes, merged = optimizers.prepare_load(metadata, values["optimizer"], merge)
+            held |= others
+            if missing := sorted(held.keys() - values["state"].keys()):
+                raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
+            _refuse_unclaimed(sorted(values["state"].keys() - held.keys()))
+            optimizers = OptimizerState(optimizer, model)
+            saved = metadata.state_dict_metadata
+            states, changes, merged = optimizers.prepare_load(saved, values["optimizer"], merge)
             # On another number of ranks no state of a generator would fit.
             random = _rng() if marker.world == group.size else {}
             # A machine with another kind of device has other generators.
-            for key in random.keys() - metadata.state_dict_metadata.keys():
-                del random[key]
+            random = {key: random[key] for key in random.keys() & saved}
             rest = {**weights, **states, **random}
-            storage.check_saved(metadata, {**masks, **rest})
-        _check_claimed(group, metadata, {**masks, **rest})
-        path = folders.path(step)
+            tensors = {**masks, **rest}
+            check_saved(metadata, tensors)
+        _check_claimed(group, metadata, tensors)
         # Masks first: what does not fit them is refused before a weight is read.
-        storage.load_tensors(folders.files, path, metadata, masks, group.process_group)
+        folders.load_tensors(step, metadata, masks, group.process_group)
         for key, part in parts.items():
             part.load_state_dict(filled(trees[key], key, values["state"]))
-        storage.load_tensors(folders.files, path, metadata, rest, group.process_group)
+        folders.load_tensors(step, metadata, rest, group.process_group)
         # Tensors were read in place; a model may hold Python values beside them.
         tree.update(filled(tree, "model", values["state"]))
-        _inner(model).load_state_dict(tree)
+        model.load_state_dict(tree)
         for change in changes:
             change()
-        generators = _generators()
         for key, state in random.items():
-            generators[key].set_rng_state(state)
+            (torch.cuda if key.startswith("rng.cuda") else torch).set_rng_state(state)
         # Each rank knows the tables that it holds.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
-            step=step, extra=values["extra"], path=path, rng=bool(random), merged=tuple(merged)
+            step=step,
+            extra=values["extra"],
+            path=folders.path(step),
+            rng=bool(random),
+            merged=tuple(merged),
         )
 
 
@@ -359,23 +371,13 @@ def _parts(sparse: Any) -> dict[str, Stateful]:
     return parts
 
 
-def _generators() -> dict[str, Any]:
-    """The modules that get and set the state of this rank's generators, by key."""
-    rank = rank_in(world_ranks())
-    found: dict[str, Any] = {f"rng.cpu.{rank}": torch}
-    if torch.cuda.is_available():
-        found[f"rng.cuda.{rank}"] = torch.cuda
-    return found
-
-
 def _rng() -> Tensors:
-    return {key: module.get_rng_state() for key, module in _generators().items()}
-
-
-def _check_owners(saved: Mapping[str, Json], held: Mapping[str, Json]) -> None:
-    if missing := sorted(held.keys() - saved.keys()):
-        raise ValueError(f"{missing[0]!r} is not in the checkpoint.")
-    _refuse_unclaimed(sorted(saved.keys() - held.keys()))
+    """The state of this rank's generators of random numbers."""
+    rank = rank_in(world_ranks())
+    found = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return found
 
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
@@ -383,8 +385,8 @@ def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     # Generators of other ranks have no owner where there are fewer ranks.
     keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
     mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
-    claims = group.all_reduce(mine).tolist()
-    _refuse_unclaimed([key for key, claim in zip(keys, claims, strict=True) if not claim])
+    claims = zip(keys, group.all_reduce(mine).tolist(), strict=True)
+    _refuse_unclaimed([key for key, claim in claims if not claim])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:
@@ -404,17 +406,16 @@ def summary(path: str | os.PathLike[str]) -> str:
         ValueError: there is none, or a file is missing or damaged; names it. Of several
             checkpoints, the markers alone are read.
     """
-    if (step := step_of(path)) is not None:
-        return _summary_of_step(Folders(os.path.dirname(os.path.abspath(path))), step)
-    folders = Folders(path)
-    markers = [folders.read(step) for step in folders.steps()]
-    rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
-    return "\n".join([folders.root, *table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})])
+    from dist_sparse.checkpoint.storage import Folders, step_of
 
-
-def _summary_of_step(folders: Folders, step: int) -> str:
-    from dist_sparse.checkpoint.storage import read_metadata  # loads DCP
-
+    step = step_of(path)
+    if step is None:
+        folders = Folders(path)
+        markers = [folders.read(step) for step in folders.steps()]
+        rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
+        lines = table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})
+        return "\n".join([folders.root, *lines])
+    folders = Folders(os.path.dirname(os.path.abspath(path)))
     if step not in folders.steps():
         raise ValueError(
             f"{folders.root} holds no checkpoint of step {step}; a folder without its marker is of"
@@ -423,10 +424,10 @@ def _summary_of_step(folders: Folders, step: int) -> str:
     marker = folders.read(step)
     # Every byte, before anything is shown.
     folders.verify(marker, marker.files)
-    metadata: Any = read_metadata(folders.files, folders.path(step), marker.sizes)
+    found: dict[str, Any] = folders.metadata(marker).state_dict_metadata
     rows = [
         (key, " x ".join(map(str, saved.size)), str(saved.properties.dtype))
-        for key, saved in sorted(metadata.state_dict_metadata.items())
+        for key, saved in sorted(found.items())
     ]
     head = f"step {step}, saved by {number_of(marker.world, 'rank')}, {size(marker.bytes)}: whole"
     lines = table_lines(("tensor", "shape", "dtype"), rows)

@@ -1,8 +1,14 @@
-"""DCP's writer and reader with a CRC32 of every file, without pickled objects, and with errors that
-name rank and file.
+"""Folders of checkpoints on any of DCP's file systems: one a step, written once, whole from the
+moment it holds its marker.
 
-- Tensors alone are written through DCP: Python values are JSON in a file beside them, so that no
-  object is unpickled.
+``step-<step>/`` holds what DCP has written, ``values.json`` and, written last and by a rename,
+``COMMITTED``: bytes and CRC32 of every other file, and of itself. A folder without it is what a
+save has left that was killed or failed. No folder is renamed and none is written twice: object
+stores know no rename of folders, and a mix of two saves would load.
+
+One rank prepares, commits and sweeps; tensors alone are written and read by all, through DCP:
+
+- Python values are JSON in a file beside them, so that no object is unpickled.
 - ``.metadata`` is a pickle, of a protocol that torch's weights_only unpickler can't read. So one
   of our own reads it, which knows DCP's eight classes, and dtypes, sizes and layouts of torch. The
   places in files that it lists are checked against the marker.
@@ -12,10 +18,18 @@ name rank and file.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
-from collections.abc import Iterator, Mapping
+import re
+import stat
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -25,32 +39,393 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import default_planner, filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.tensor import DTensor
 
-from dist_sparse.checkpoint.folders import Entry, naming_errors, read_crc
+from dist_sparse.checks import integer
 from dist_sparse.facts import cut
+from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
 from dist_sparse.tables.chunked import ChunkedTensor
 
+# Bytes of a file, and their CRC32.
+Entry = tuple[int, int]
+
+FORMAT: Final = "dist_sparse.checkpoint"
+VERSION: Final = 1
+MARKER: Final = "COMMITTED"
+VALUES: Final = "values.json"
 METADATA: Final = ".metadata"
 
-_OF_METADATA: Final = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "TensorProperties",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
+_STEP: Final = re.compile(r"step-(\d{8,})")
+_LONGEST: Final = 1 << 26  # bytes of JSON that are read: 64 MiB
+
 _CLASSES: Final = {
-    **dict.fromkeys(_OF_METADATA, "torch.distributed.checkpoint.metadata"),
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "Size": "torch",
-    "_get_layout": "torch.serialization",
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """The entries of ``COMMITTED``.
+
+    Args:
+        step: of the checkpoint.
+        world: number of ranks that wrote it.
+        files: bytes and CRC32 of each, by name.
+    """
+
+    step: int
+    world: int
+    files: Mapping[str, Entry]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(length for length, _ in self.files.values())
+
+
+class Folders:
+    """The checkpoints in one folder.
+
+    Args:
+        root: the folder; a path, or an address that fsspec knows.
+
+    Raises:
+        ValueError: fsspec does not know the address, or it was passed as a Path.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        given = os.fspath(root)
+        # Pathlib makes one slash of two: it would be a folder of this machine.
+        if re.match(r"[a-z][a-z0-9+]+:/(?!/)", given):
+            raise ValueError(f"Invalid root={given!r}: pass an address as a string, not as a Path.")
+        self.local = "://" not in given
+        self.root = os.path.abspath(given) if self.local else given.rstrip("/")
+        self.files: Any = filesystem.FileSystem()
+        if not self.local:
+            try:
+                from torch.distributed.checkpoint import _fsspec_filesystem
+
+                self.files = _fsspec_filesystem.FileSystem()
+                self.files.init_path(self.root)
+            except (ImportError, ValueError) as error:
+                raise ValueError(f"Invalid root={self.root!r}: {error}.") from None
+
+    def path(self, step: int) -> str:
+        """Return the folder of a step."""
+        return f"{self.root}/step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the committed steps in ascending order."""
+        return [step for step in self._found() if self.files.exists(f"{self.path(step)}/{MARKER}")]
+
+    def newest(self) -> int | None:
+        """Return the newest committed step, if there is one.
+
+        Warn of a newer folder without a marker, which may have been lost.
+        """
+        newest = max(self.steps(), default=None)
+        if newest is not None and (last := self._found()[-1]) > newest:
+            warnings.warn(
+                f"{self.path(last)} is newer than step {newest}, the newest checkpoint, and has no"
+                f" {MARKER}: it is of a save that was killed or failed, or the file was lost.",
+                stacklevel=3,
+            )
+        return newest
+
+    def prepare(self, step: int) -> None:
+        """Make way for a checkpoint: delete what an unfinished save of the same step has left.
+
+        Raises:
+            ValueError: the step or a later one is committed.
+        """
+        # The first save makes the folder.
+        self.files.mkdir(self.root)
+        if (last := max(self.steps(), default=-1)) >= step:
+            raise ValueError(
+                f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must"
+                " grow: resume from it, save to another folder, or delete it."
+            )
+        self.delete(step)
+
+    def commit(
+        self, step: int, world: int, files: Mapping[str, Entry], values: Mapping[str, Any]
+    ) -> None:
+        """Write the values and then the marker, which lists them too, of a folder whose other files
+        are on disk."""
+        folder = self.path(step)
+        written = self._write(f"{folder}/{VALUES}", json.dumps(values, allow_nan=False))
+        # The marker must not reach the disk before the files that it lists.
+        self._sync(folder)
+        entries = {
+            name: {"bytes": length, "crc32": hex_of(crc)}
+            for name, (length, crc) in sorted({**files, VALUES: written}.items())
+        }
+        head = {"format": FORMAT, "version": VERSION, "step": step, "world": world}
+        self._write(f"{folder}/{MARKER}", sealed({**head, "files": entries}))
+        self._sync(folder)
+        self._sync(self.root)
+
+    def read(self, step: int) -> Marker:
+        """Return the entries of the marker of a step.
+
+        Raises:
+            ValueError: it is damaged, of another version, or of another step; names the file.
+        """
+        path = f"{self.path(step)}/{MARKER}"
+        text = self._read(path)
+        files: dict[str, Entry] = {}
+        with _refusing(path):
+            entries = unsealed(text.decode(), FORMAT, VERSION)
+            for name, file in entries["files"].items():
+                # Names become paths: none may lead out of the folder.
+                if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith(".."):
+                    raise ValueError(f"{name!r} is no name of a file")
+                files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
+            if entries["step"] != step:
+                raise ValueError(f"it is of step {entries['step']}")
+            world = integer("world", entries["world"], least=1)
+        return Marker(step=step, world=world, files=files)
+
+    def verify(self, marker: Marker, names: Iterable[str]) -> None:
+        """Compare bytes and CRC32 of files, and of those that all ranks read, with the marker.
+
+        Raises:
+            ValueError: one is missing, damaged or no regular file; names it.
+        """
+        for name in {METADATA, VALUES, *names}:
+            path, (wanted, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
+            try:
+                self._refuse_irregular(path)
+                found = _read_crc(self.files, path, most=wanted)
+            except FileNotFoundError:
+                raise ValueError(f"{path} is missing: {MARKER} lists it.") from None
+            if found != (wanted, crc):
+                raise ValueError(
+                    f"{path} is damaged: it does not hold the {wanted} bytes that {MARKER} lists."
+                )
+
+    def values(self, step: int) -> dict[str, Any]:
+        """Return the Python values of a checkpoint that has been verified: ``state`` and
+        ``optimizer``, which are dicts, and ``extra``.
+
+        Raises:
+            ValueError: the file holds anything else; names it.
+        """
+        path = f"{self.path(step)}/{VALUES}"
+        text = self._read(path)
+        with _refusing(path):
+            found = json.loads(text)
+            # What is no dict fails.
+            dicts = {name: {**found[name]} for name in ("state", "optimizer")}
+            return {**dicts, "extra": found["extra"]}
+
+    def save_tensors(
+        self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+    ) -> dict[str, Entry]:
+        """Write tensors through DCP. Collective over ``group``; without one by this process alone.
+
+        Args:
+            step: whose folder does not exist yet, or is empty.
+            tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors,
+                or any that DCP knows to write in pieces.
+
+        Returns:
+            Bytes and CRC32 of what this rank has written, by the name of the file.
+
+        Raises:
+            ValueError, OSError: on every rank, with the ranks at fault.
+        """
+        writer = _Writer(self.path(step), self.files)
+        # Keys are flat already.
+        by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
+        with _errors_of_ranks(f"Saving to {self.path(step)}"):
+            # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
+            # silence it: filters of warnings belong to the process.
+            _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=by)
+        return writer.written
+
+    def load_tensors(
+        self,
+        step: int,
+        metadata: dcp.Metadata,
+        tensors: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Read saved tensors into ``tensors``, in place. Collective over ``group``.
+
+        Args:
+            step: of the checkpoint.
+            metadata: from :meth:`metadata`; the tensors have passed :func:`check_saved`.
+            tensors: to read into, by key.
+            group: of the ranks; None is this process alone.
+
+        Raises:
+            ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been
+                read.
+        """
+        with _errors_of_ranks(f"Loading {self.path(step)}"):
+            load(
+                dict(tensors),
+                storage_reader=_Reader(self.path(step), self.files, metadata),
+                planner=default_planner.DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+    def metadata(self, marker: Marker) -> dcp.Metadata:
+        """Return what DCP has written to ``.metadata``, without running anything in it.
+
+        Raises:
+            ValueError: it holds anything else than tensors in files of the checkpoint; names the
+                file.
+        """
+        path = f"{self.path(marker.step)}/{METADATA}"
+        with _refusing(path), self.files.create_stream(path, "rb") as stream:
+            found = _Unpickler(stream).load()
+            if type(found) is not dcp.Metadata or not isinstance(found.storage_data, dict):
+                raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
+            for key, saved in found.state_dict_metadata.items():
+                if not isinstance(key, str) or type(saved) is not dcp.TensorStorageMetadata:
+                    raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
+                for chunk in saved.chunks:
+                    place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
+                    # A path that leads out of the folder is none of its files.
+                    length, _ = marker.files.get(place.relative_path, (-1, 0))
+                    inside = 0 <= place.offset <= place.offset + place.length <= length
+                    if not inside or place.transform_descriptors:
+                        raise ValueError(f"{key!r} is not at a place in a file of the checkpoint")
+        return found
+
+    def sweep(self, keep: int) -> None:
+        """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
+        # Folders without a marker are in none of the steps, so they are deleted too.
+        kept = self.steps()[-keep:]
+        for step in self._found():
+            if step not in kept:
+                self.delete(step)
+
+    def delete(self, step: int) -> None:
+        """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None
+        is no error."""
+        folder = self.path(step)
+        if not self.files.exists(folder):
+            return
+        names = [_name(found) for found in self.files.ls(folder)]
+        if MARKER in names:
+            names.remove(MARKER)
+            # From here on it is no checkpoint, whenever the deletion is interrupted.
+            self.files.rm_file(f"{folder}/{MARKER}")
+        with ThreadPoolExecutor() as threads:  # one rank deletes what all have written
+            list(threads.map(lambda name: self.files.rm_file(f"{folder}/{name}"), names))
+        if self.local:
+            os.rmdir(folder)
+
+    def _found(self) -> list[int]:
+        if not self.files.exists(self.root):
+            return []
+        names = [_STEP.fullmatch(_name(path)) for path in self.files.ls(self.root)]
+        return sorted(int(name[1]) for name in names if name)
+
+    def _read(self, path: str) -> bytes:
+        self._refuse_irregular(path)
+        with self.files.create_stream(path, "rb") as stream:
+            # One byte more, to know whether there is more.
+            found: bytes = stream.read(_LONGEST + 1)
+        if len(found) > _LONGEST:
+            raise ValueError(f"{path} is refused: it has more than {_LONGEST} bytes.")
+        return found
+
+    def _write(self, path: str, text: str) -> Entry:
+        data, unfinished = text.encode(), f"{path}.tmp"
+        with _naming_errors(unfinished), self.files.create_stream(unfinished, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            # A stream of another machine has no descriptor to sync.
+            if self.local:
+                os.fsync(stream.fileno())
+        self.files.rename(unfinished, path)
+        return len(data), zlib.crc32(data)
+
+    def _refuse_irregular(self, path: str) -> None:
+        # Before it is opened: a pipe would block, a device never end.
+        if self.local and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ValueError(
+                f"{path} is refused: it must be a regular file, not a link, a folder, a pipe or a"
+                " device."
+            )
+
+    def _sync(self, folder: str) -> None:
+        if self.local:
+            sync_folder(folder)
+
+
+def _read_crc(files: Any, path: Any, most: float = math.inf) -> Entry:
+    """Return the bytes of a file and their CRC32. It is read no further than where it has more than
+    ``most``."""
+    length, crc = 0, 0
+    # Half a MiB stays in a core's cache for the checksum.
+    part = memoryview(bytearray(1 << 19))
+    with files.create_stream(path, "rb") as stream:
+        while length <= most and (count := stream.readinto(part)):
+            length, crc = length + count, zlib.crc32(part[:count], crc)
+    return length, crc
+
+
+@contextmanager
+def _naming_errors(path: Any) -> Iterator[None]:
+    """Raise errors of a disk with the name of the file that was written.
+
+    The OSError of a full disk has none, and torch.save() raises an error of its own after it.
+    """
+    try:
+        yield
+    except Exception as fault:
+        error: BaseException | None = fault
+        while error is not None and not isinstance(error, OSError):
+            error = error.__context__
+        if error is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from fault
+
+
+def step_of(path: str | os.PathLike[str]) -> int | None:
+    """Return the step in the name of a folder, None if there is none."""
+    found = _STEP.fullmatch(_name(os.path.abspath(path)))
+    return None if found is None else int(found[1])
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+@contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Raise what is wrong in a file with its name."""
+    try:
+        yield
+    except OSError:
+        raise
+    # JSON and pickles of another shape fail in any way.
+    except Exception as error:
+        why = f"an entry is missing or of another type: {error!r}"
+        if isinstance(error, ValueError):
+            why = str(error)
+        raise ValueError(f"{path} is refused: {cut(why, 300)}.") from None
+
+
+# Tensors
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,104 +441,11 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 for shard in tensor.local_shards()
             ]
             found[key] = ChunkedTensor(tensor.size(), tensor.dtype, shards, ())
-        elif isinstance(tensor, DTensor):
-            found |= BlockingAsyncStager().stage({key: tensor})
+        # Masks are saved from copies already.
         elif isinstance(tensor, ChunkedTensor):
-            # Masks are saved from copies already.
             found[key] = tensor
         else:
             found[key] = tensor.detach().to("cpu", copy=True)
-    return found
-
-
-def save_tensors(
-    files: Any, folder: str, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Entry]:
-    """Write tensors through DCP. Collective over ``group``; without one by this process alone.
-
-    Args:
-        files: the file system.
-        folder: that does not exist yet, or is empty.
-        tensors: by key: plain ones, which the ranks hold in common, ShardedTensors, DTensors, or
-            any that DCP knows to write in pieces.
-
-    Returns:
-        Bytes and CRC32 of what this rank has written, by the name of the file.
-
-    Raises:
-        ValueError, OSError: on every rank, with the ranks at fault.
-    """
-    writer = _Writer(folder, files)
-    # Keys are flat already.
-    by = default_planner.DefaultSavePlanner(flatten_state_dict=False)
-    with _errors_of_ranks(f"Saving to {folder}"):
-        # What DCP's save() calls. That one warns in a process without ranks, and a thread can't
-        # silence it: filters of warnings belong to the process.
-        _save_state_dict(dict(tensors), writer, group, no_dist=group is None, planner=by)
-    return writer.written
-
-
-def load_tensors(
-    files: Any,
-    folder: str,
-    metadata: dcp.Metadata,
-    tensors: Mapping[str, Tensor],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Read saved tensors into ``tensors``, in place. Collective over ``group``.
-
-    Args:
-        metadata: from :func:`read_metadata`; the tensors have passed :func:`check_saved`.
-
-    Raises:
-        ValueError, OSError: on every rank, with the ranks at fault. Some tensors may have been
-            read.
-    """
-    with _errors_of_ranks(f"Loading {folder}"):
-        load(
-            dict(tensors),
-            storage_reader=_Reader(folder, files, metadata),
-            planner=default_planner.DefaultLoadPlanner(flatten_state_dict=False),
-            process_group=group,
-            no_dist=group is None,
-        )
-
-
-def read_metadata(files: Any, folder: str, sizes: Mapping[str, int]) -> dcp.Metadata:
-    """Return what DCP has written to ``.metadata``, without running anything in it.
-
-    Args:
-        sizes: bytes of the files of the checkpoint, by name.
-
-    Raises:
-        ValueError: it holds anything else than tensors in those files; names the file.
-    """
-    path = files.concat_path(folder, METADATA)
-    try:
-        with files.create_stream(path, "rb") as stream:
-            return _checked_metadata(_Unpickler(stream).load(), sizes)
-    except OSError:
-        raise
-    except Exception as error:  # a pickle of another shape fails in any way
-        raise ValueError(
-            f"{path} is refused: {cut(str(error) or type(error).__name__, 300)}."
-        ) from None
-
-
-def _checked_metadata(found: object, sizes: Mapping[str, int]) -> dcp.Metadata:
-    """``found``, unless it lists anything but tensors in the files of the checkpoint."""
-    if type(found) is not dcp.Metadata or not isinstance(found.storage_data, dict):
-        raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
-    for key, saved in found.state_dict_metadata.items():
-        if not isinstance(key, str) or type(saved) is not dcp.TensorStorageMetadata:
-            raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
-        for chunk in saved.chunks:
-            place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
-            # A path that leads out of the folder is none of its files.
-            size = sizes.get(place.relative_path, -1)
-            inside = 0 <= place.offset <= place.offset + place.length <= size
-            if not inside or place.transform_descriptors:
-                raise ValueError(f"{key!r} is not at a place in a file of the checkpoint")
     return found
 
 
@@ -185,19 +467,16 @@ def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
             )
         # Chunks of one save never overlap, so that their number of elements shows a hole.
         elements = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-        inside = all(_is_within(chunk, saved.size) for chunk in saved.chunks)
+        inside = all(
+            0 <= start <= start + length <= whole
+            for chunk in saved.chunks
+            for start, length, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
+        )
         if not inside or elements != math.prod(saved.size):
             raise ValueError(
                 f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
                 " once."
             )
-
-
-def _is_within(chunk: dcp.ChunkStorageMetadata, size: torch.Size) -> bool:
-    return all(
-        0 <= start <= start + length <= whole
-        for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -208,7 +487,7 @@ class _Unpickler(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, (torch.dtype, torch.layout)):
             return found
-        if _CLASSES.get(name) != module:
+        if name not in _CLASSES.get(module, ()):
             raise ValueError(f"it asks for {module}.{name}, which is no part of DCP's metadata")
         return super().find_class(module, name)
 
@@ -250,9 +529,9 @@ class _Writer(filesystem.FileSystemWriter):
     @contextmanager
     def _hashing(self, name: str) -> Iterator[None]:
         path = self.fs.concat_path(self.path, name)
-        with naming_errors(path):
+        with _naming_errors(path):
             yield
-            self.written[name] = read_crc(self.fs, path)
+            self.written[name] = _read_crc(self.fs, path)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import runpy
 import sys
 import traceback
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,9 +23,6 @@ _UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 class EntryError(ValueError):
     """There is no such function, it failed or returns something else. The message is for users."""
-
-    def __init__(self, entry: str, why: str) -> None:
-        super().__init__(f"Invalid FUNCTION={entry!r}: {why}")
 
 
 def model_from(entry: str) -> Any:
@@ -40,15 +37,12 @@ def model_from(entry: str) -> Any:
         EntryError: there is no such file, module or function, it takes arguments, it failed, or it
             returns something else.
     """
-    function = _function(entry)
-    with _users_code(entry):
-        returned = function()
+    returned = _called(_function(entry))
     # What `plan` and `frontier` read: one function serves both.
     model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
     if not hasattr(model, "named_modules"):  # torch need not be there to say so
         kind = type(returned).__name__
-        why = f"returned {kind}; must return a torch.nn.Module, or (model, evaluate)."
-        raise EntryError(entry, why)
+        raise EntryError(f"returned {kind}; must return a torch.nn.Module, or (model, evaluate).")
     return model
 
 
@@ -65,23 +59,16 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[An
     function = _function(entry)
 
     def called(**columns: float) -> tuple[Any, Any]:
-        # Only the call: what is wrong with its result is said below.
-        with _users_code(entry):
-            returned = function(**columns)
+        returned = _called(function, **columns)
         if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
-            raise EntryError(entry, "must return (model, evaluate), where evaluate is a function.")
-        model, evaluate = returned
-
-        def evaluated(model: Any) -> Any:
-            with _users_code(entry):
-                return evaluate(model)
-
-        return model, evaluated
+            raise EntryError("must return (model, evaluate), where evaluate is a function.")
+        return returned[0], partial(_called, returned[1])
 
     def smaller(columns: float) -> tuple[Any, Any]:
         return called(columns=columns)
 
-    return *called(), smaller if "columns" in _parameters(entry, function) else None
+    has_columns = "columns" in inspect.signature(function).parameters
+    return *called(), smaller if has_columns else None
 
 
 def parse_budget(text: str) -> int | str:
@@ -123,76 +110,55 @@ def _function(entry: str) -> Callable[..., Any]:
     """
     where, _, name = entry.rpartition(":")
     if not where or not name:
-        raise EntryError(entry, "must be package.module:function or file.py:function.")
-    with _users_code(entry):
-        names = _names_of_file(entry, where) if where.endswith(".py") else _names_of(entry, where)
-    function: Callable[..., Any] | None = names.get(name)
+        raise EntryError("must be package.module:function or file.py:function.")
+    function: Callable[..., Any] | None = _called(_names_in, where).get(name)
     if not callable(function):
-        raise EntryError(entry, f"{where} has no function {name!r}.")
-    _parameters(entry, function)
+        raise EntryError(f"{where} has no function {name!r}.")
+    # Parameters with defaults are fine.
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise EntryError(f"{error}; must take no arguments.") from None
     return function
 
 
-def _names_of_file(entry: str, where: str) -> dict[str, Any]:
-    file = Path(where)
-    if not file.is_file():
-        raise EntryError(entry, f"there is no file {where}.")
-    sys.path.insert(0, str(file.resolve().parent))
-    # Not `__main__`: a training script would start to train.
-    return runpy.run_path(where, run_name=file.stem)
-
-
-def _names_of(entry: str, where: str) -> dict[str, Any]:
+def _names_in(where: str) -> dict[str, Any]:
+    """Run a file, or import a module, and return its names."""
+    if where.endswith(".py"):
+        file = Path(where)
+        if not file.is_file():
+            raise EntryError(f"there is no file {where}.")
+        sys.path.insert(0, str(file.resolve().parent))
+        # Not `__main__`: a training script would start to train.
+        return runpy.run_path(where, run_name=file.stem)
     # A console script does not have the current folder there.
     sys.path.insert(0, "")
     try:
         return vars(importlib.import_module(where))
     except ModuleNotFoundError as error:
         # A module that the user's own module imports, and does not find, is another failure.
-        missing = error.name
-        if missing is None or not f"{where}.".startswith(f"{missing}."):
+        if not f"{where}.".startswith(f"{error.name}."):
             raise
-        raise EntryError(entry, f"there is no module {missing!r} here.") from error
+        raise EntryError(f"there is no module {error.name!r} here.") from error
 
 
-def _parameters(entry: str, function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters.
-
-    Raises:
-        EntryError: one of them is required.
-    """
-    signature = inspect.signature(function)
-    # Parameters with defaults are fine.
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call the user's code, and turn its exception into an EntryError that says where it was
+    raised."""
     try:
-        signature.bind()
-    except TypeError as error:
-        raise EntryError(entry, f"{error}; must take no arguments.") from None
-    return list(signature.parameters)
-
-
-@contextmanager
-def _users_code(entry: str) -> Iterator[None]:
-    """Turn an exception of the user's code into an EntryError that says where it was raised."""
-    try:
-        yield
+        return function(*args, **options)
     except EntryError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            raise  # `dist-sparse` says how to install it
+        # The callers of the user's code come first in the traceback, its callees (torch) last.
+        # A syntax error has no line that ran.
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
+        inside = [frame for frame in users if frame.filename == users[0].filename]
+        place = f" at {os.path.relpath(inside[-1].filename)}:{inside[-1].lineno}" if inside else ""
         # One line: messages of torch have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise EntryError(entry, f"it failed{_place(error)} with {what}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Return `` at FILE:LINE`` of the last line in the user's file, "" if none ran (a syntax
-    error)."""
-    # The callers of the user's code come first in the traceback, its callees (torch) last.
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
-    inside = [frame for frame in users if frame.filename == users[0].filename]
-    return f" at {os.path.relpath(inside[-1].filename)}:{inside[-1].lineno}" if inside else ""
+        raise EntryError(f"it failed{place} with {what}") from error
 
 
 _MACHINERY: Final = (__file__, importlib.__file__, "<frozen ")

@@ -1,28 +1,55 @@
 """Findings of `dist-sparse doctor`: whether this machine can train a TorchRec model, and the
 commands that fix it.
 
-Reads the metadata of what is installed and never imports torch, TorchRec or FBGEMM: what has to be
-loaded is loaded in a process of its own (:mod:`dist_sparse.cli.probes`). Changes nothing.
+Reads the metadata of what is installed, and changes nothing. A bad mix of releases can crash the
+interpreter or hang, and torch may be missing: torch, TorchRec and FBGEMM are never imported here,
+but probed in processes of their own with a time limit.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.text import printable, wrapped
-from dist_sparse.torchrec.versions import advised, check_versions, fitting
+from dist_sparse.torchrec.versions import advised, check_versions, fitting, installed
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _OF_TORCHREC: Final = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
 """What TorchRec requires besides torch and FBGEMM."""
+
+_SECONDS: Final = 120.0
+
+TORCH: Final = """
+import json, torch
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda}))
+"""
+
+LOOKUP: Final = """
+import dist_sparse.torchrec.port, torch, torchrec
+config = torchrec.EmbeddingBagConfig(
+    name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
+)
+ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), torch.tensor([2]))
+torchrec.EmbeddingBagCollection(tables=[config])(ids)
+"""
+
+GLOO: Final = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +66,7 @@ class Finding:
     what: str
     ok: bool
     says: str
-    fix: str = ""
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -61,11 +88,10 @@ class Diagnosis:
     def text(self, verbose: bool = False) -> str:
         """Return the verdict, and below it what is broken with the commands that fix it; if
         ``verbose`` all findings."""
-        names = ", ".join(each.what for each in self.broken)
-        wrong = f"TorchRec models can't be trained here: {names}."
-        lines = wrapped(
-            wrong if names else f"Everything needed to train is here, on {self.device}."
-        )
+        verdict = f"Everything needed to train is here, on {self.device}."
+        if names := ", ".join(each.what for each in self.broken):
+            verdict = f"TorchRec models can't be trained here: {names}."
+        lines = wrapped(verdict)
         for each in self.findings if verbose else self.broken:
             lines += wrapped(f"  {each.what}: {printable(each.says)}", indent="    ")
         # One command may fix several findings.
@@ -77,116 +103,111 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def installed() -> dict[str, str]:
-    """Return the version of every installed distribution that is checked, by name."""
-    found = {}
-    for name in ("torch", "torchrec", *_FBGEMM):
-        # Metadata only: importing a broken torch can end the process.
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def examine(
-    versions: Mapping[str, str] | None = None,
-    cuda: bool | None = None,
-    progress: Callable[[str], None] = lambda what: None,
-) -> Diagnosis:
+def examine(progress: Callable[[str], None]) -> Diagnosis:
     """Run all checks; takes as long as TorchRec needs to load, at most two minutes for each of
     three probes.
 
     Args:
-        versions: as :func:`installed` returns them, which is the default.
-        cuda: whether torch sees a GPU; probed by default.
         progress: called with the name of each check that may take long, before it.
     """
-    versions = installed() if versions is None else versions
+    versions = installed()
     progress("torch")
-    torch = ask_torch() if "torch" in versions else Torch(fault="not installed")
+    fault, printed = probed(TORCH) if "torch" in versions else ("not installed", "")
+    # The last line: packages may print when they are imported.
+    torch = json.loads(printed.splitlines()[-1]) if fault is None else {"gpus": 0}
     # Which FBGEMM is needed depends on it.
-    cuda = torch.gpus > 0 if cuda is None else cuda
-    advice = _advice(versions, cuda)
-    # pip would keep a torch that is broken.
-    reinstall = f"{_PIP} install --force-reinstall {_fitting_torch(versions)}"
+    cuda = torch["gpus"] > 0
+    reinstall, install = _fixes(versions, cuda)
+    gemms = sorted(versions.keys() & _FBGEMM)
+    gemm = " ".join(versions[name] for name in gemms)
+    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
+    missing = None if "torchrec" in versions else "not installed"
     findings = [
-        Finding("torch", torch.fault is None, torch.fault or versions["torch"], reinstall),
-        _package("torchrec", versions, advice),
-        _fbgemm(versions, cuda, advice),
+        _finding("torch", fault, versions.get("torch", ""), reinstall),
+        _finding("torchrec", missing, versions.get("torchrec", ""), install),
+        _finding("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + install),
     ]
     # Without one of them, or in a broken mix, a lookup would only fail once more.
     if all(each.ok for each in findings):
-        findings.append(_fit(versions, advice))
+        says = "torch, torchrec and fbgemm are of one release"
+        findings.append(_finding("versions fit", _misfit(versions, gemm), says, install))
     if all(each.ok for each in findings):
         progress("TorchRec and FBGEMM")
-        findings.append(_probe("a lookup", LOOKUP, advice))
-    if torch.fault is None and not cuda:
+        findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", install))
+    if cuda:
+        return Diagnosis(tuple(findings), f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}")
+    device = "the CPU"
+    if fault is None:
         progress("communication")
         # Its usual fault: the host name resolves to an address of no interface.
-        findings.append(_probe("gloo", GLOO, "export GLOO_SOCKET_IFNAME=lo"))
-    return Diagnosis(tuple(findings), _device(torch, cuda))
+        fix = "export GLOO_SOCKET_IFNAME=lo"
+        findings.append(_finding("gloo", probed(GLOO)[0], "works", fix))
+        # It comes with the driver.
+        if shutil.which("nvidia-smi") is not None:
+            device += f": there is a GPU's driver, but torch {versions['torch']} sees no GPU"
+    return Diagnosis(tuple(findings), device)
 
 
-def _package(name: str, versions: Mapping[str, str], fix: str) -> Finding:
-    return Finding(name, name in versions, versions.get(name, "not installed"), fix)
+def _finding(what: str, fault: str | None, says: str, fix: str) -> Finding:
+    return Finding(what, fault is None, fault or says, fix)
 
 
-def _fbgemm(versions: Mapping[str, str], cuda: bool, fix: str) -> Finding:
-    gemms = [name for name in _FBGEMM if name in versions]
-    remove = f"{_PIP} uninstall -y {' '.join(gemms)} && {fix}"
-    # They install the same files.
-    if len(gemms) == 2:
-        says = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other"
-        return Finding("fbgemm", False, says, remove)
-    if cuda and gemms == ["fbgemm-gpu-cpu"]:
-        says = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
-        return Finding("fbgemm", False, says, remove)
-    says = " ".join(versions[name] for name in gemms)
-    return Finding("fbgemm", bool(gemms), says or "not installed", fix)
+def _fault_of_fbgemm(gemms: list[str], cuda: bool) -> str | None:
+    # The two builds install the same files.
+    faults = {
+        (): "not installed",
+        _FBGEMM: "fbgemm-gpu and fbgemm-gpu-cpu are both installed, one over the other",
+    }
+    if cuda:
+        faults[("fbgemm-gpu-cpu",)] = "fbgemm-gpu-cpu has no CUDA kernels, and there is a GPU"
+    return faults.get(tuple(gemms))
 
 
-def _fit(versions: Mapping[str, str], fix: str) -> Finding:
-    gemm = versions.get("fbgemm-gpu") or versions["fbgemm-gpu-cpu"]
+def _misfit(versions: Mapping[str, str], gemm: str) -> str | None:
     try:
         check_versions(versions["torch"], versions["torchrec"], gemm)
     except ImportError as error:
-        return Finding("versions fit", False, str(error), fix)
-    return Finding("versions fit", True, "torch, torchrec and fbgemm are of one release")
+        return str(error)
+    return None
 
 
-def _probe(what: str, code: str, fix: str) -> Finding:
-    fault = fails(code)
-    return Finding(what, fault is None, fault or "works", fix)
-
-
-def _device(torch: Torch, cuda: bool) -> str:
-    if cuda:
-        return f"{torch.gpus} GPU(s), CUDA {torch.cuda}"
-    # It comes with the driver.
-    if torch.fault is None and shutil.which("nvidia-smi") is not None:
-        return f"the CPU: there is a GPU's driver, but torch {torch.version} sees no GPU"
-    return "the CPU"
-
-
-def _advice(versions: Mapping[str, str], cuda: bool) -> str:
-    """Return the command that installs TorchRec and FBGEMM for the installed torch, or all three.
+def _fixes(versions: Mapping[str, str], cuda: bool) -> tuple[str, str]:
+    """Return the command that installs the torch that fits the installed distributions, and the
+    one that installs TorchRec and FBGEMM for the installed torch, or all three.
 
     If no release fits the torch, it is that of the installed TorchRec, or the latest.
     """
-    release = _advised(versions)[1]
-    pair = f'"{_FBGEMM[not cuda]}=={release}.*" "torchrec=={release}.*"'
+    here = versions.get("torch", "")
+    fitting_torch, release = advised(here, versions.get("torchrec", ""))
+    torch = f'"torch=={fitting_torch}.*" --extra-index-url URL'
     # Otherwise the installed torch stays.
-    torch = "" if fitting(versions.get("torch", "")) else f"{_fitting_torch(versions)} "
+    others = _OF_TORCHREC if fitting(here) else f"{torch} {_OF_TORCHREC}"
+    pair = f'"{_FBGEMM[not cuda]}=={release}.*" "torchrec=={release}.*"'
     # torchrec requires the CUDA fbgemm-gpu by name: pip must not follow its requirements.
-    others = f"{_PIP} install {torch}{_OF_TORCHREC}"
-    return f"{others} && {_PIP} install --force-reinstall --no-deps {pair}"
+    install = f"{_PIP} install {others} && {_PIP} install --force-reinstall --no-deps {pair}"
+    # pip would keep a torch that is broken.
+    return f"{_PIP} install --force-reinstall {torch}", install
 
 
-def _fitting_torch(versions: Mapping[str, str]) -> str:
-    """Return the arguments of pip for the torch that fits the installed distributions."""
-    return f'"torch=={_advised(versions)[0]}.*" --extra-index-url URL'
-
-
-def _advised(versions: Mapping[str, str]) -> tuple[str, str]:
-    return advised(versions.get("torch", ""), versions.get("torchrec", ""))
+def probed(code: str) -> tuple[str | None, str]:
+    """Run ``code`` in a process of its own; return its error, if any, and its output."""
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # An empty folder in PYTHONPATH is the current one too.
+    path = [str(Path(__file__).parents[2]), *(each for each in others if each not in ("", "."))]
+    # -P: without it the current folder comes first on sys.path, and its json.py or torch.py would
+    # run.
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {_SECONDS:.0f} s", ""
+    if done.returncode == 0:
+        return None, done.stdout
+    # A signal: libraries of another build end in SIGSEGV, not in an error.
+    if done.returncode < 0:
+        return f"the interpreter was killed by {signal.Signals(-done.returncode).name}", ""
+    # A traceback ends with the error.
+    return (done.stderr.strip() or f"ended with status {done.returncode}").splitlines()[-1], ""

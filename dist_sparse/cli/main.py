@@ -1,39 +1,41 @@
 """The command `dist-sparse`: each subcommand parses, calls one function of the package and prints
 the result.
 
-A subcommand is a function that adds its parser and sets `run`, which takes the parsed options and
-returns the exit status. What it calls is imported when it runs, and torch with it: `--help` and
-`doctor` need no torch. Status 2 is for a command line that has to be changed, FUNCTION included;
-status 1 for what else a user can fix (a ValueError, a file that can't be read or written, a package
-that is missing). Both are a sentence or two; other exceptions keep their traceback.
+What a subcommand calls is imported when it runs, and torch with it: `--help` and `doctor` need no
+torch. Status 2 is for a command line that has to be changed, FUNCTION included; status 1 for what
+else a user can fix (a ValueError, a file that can't be read or written, a package that is missing).
+Both are a sentence or two; other exceptions keep their traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Final
 
 import dist_sparse
-from dist_sparse.cli.arguments import EntryError
-from dist_sparse.cli.output import fail, flush, interrupted, progress, show
-from dist_sparse.cli.parsing import (
-    STATUS,
-    Commands,
-    Parser,
-    Subcommand,
-    add_json,
-    subcommand,
+from dist_sparse.cli.arguments import (
+    EntryError,
+    model_and_evaluate,
+    model_from,
+    parse_budget,
+    parse_share,
 )
-from dist_sparse.cli.planning import add_frontier, add_plan
-from dist_sparse.cli.runs import add_inspect, add_report
-from dist_sparse.cli.selftest import add_selftest
-from dist_sparse.launch.parsing import closest
+from dist_sparse.launch.__main__ import Option, Parser, option
+from dist_sparse.launch.__main__ import main as launch
+from dist_sparse.text import printable, wrapped
 
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
+
+_STATUS = "exit status: 0 success, 1 failure (stderr says why), 2 wrong command line"
 
 _EXAMPLES = f"""examples:
   dist-sparse doctor                              can this machine train?
@@ -45,41 +47,11 @@ _EXAMPLES = f"""examples:
   dist-sparse serve-check served/                 is this artifact whole?
   dist-sparse selftest                            does it work on these GPUs?
 
-{STATUS}
+{_STATUS}
 Options of a command: dist-sparse COMMAND --help
 """
 
-_SERVE_CHECK = f"""examples:
-  dist-sparse serve-check served/
-  dist-sparse serve-check served/ monday/ tuesday/
-
-ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=).
-Every byte is verified, and what the deltas add up to. Needs torch, no model.
-
-{STATUS}
-"""
-
-_MERGE = f"""examples:
-  dist-sparse merge served/ monday/ tuesday/ --out base/
-
-ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=),
-in order. The new folder equals a full export at the last delta, byte for byte.
-Needs torch, no model.
-
-{STATUS}
-"""
-
-_DOCTOR = """examples:
-  dist-sparse doctor
-  dist-sparse doctor --json
-  dist-sparse doctor --verbose
-
-Prints the verdict, what is wrong and the commands that fix it. Changes
-nothing; takes as long as TorchRec needs to load.
-
-exit status: 0 this machine can train TorchRec models, 1 something needed is
-missing or wrong, 2 invalid command line
-"""
+_COMPARISON = "comparison.html"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -95,149 +67,443 @@ def main(words: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _main(words)
+        return _main(list(sys.argv[1:] if words is None else words))
     except SystemExit:  # of argparse, which may have printed a help
         # A closed pipe or a full disk counts more than the status of the help.
-        status = flush()
-        if status:
+        if status := _show("", end=""):
             return status
         raise
     except KeyboardInterrupt:
-        return interrupted()
+        print("dist-sparse: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
-def parser() -> Parser:
-    """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
-    parser = Parser(
-        prog="dist-sparse",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "-V", "--version", action="store_true", help="show the version of the package and exit"
-    )
-    commands = parser.add_subparsers(
-        metavar="COMMAND", title="commands", required=True, parser_class=Subcommand
-    )
-    for add in _COMMANDS.values():
-        add(commands)
-    return parser
-
-
-def _main(words: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if words is None else words)
+def _main(words: list[str]) -> int:
     if not words:
-        return show(parser().format_help().rstrip())
-    # argparse would list all commands, and name no close one.
-    if words[0] not in (*_COMMANDS, "-h", "--help", "-V", "--version"):
-        kind = "option" if words[0].startswith("-") else "command"
-        meant = closest(words[0], [*_COMMANDS, "--help", "--version"])
-        parser().error(f"there is no {kind} {words[0]}{meant}")
+        return _show(parser().format_help().rstrip())
+    if words[0] in ("-V", "--version"):
+        return _show(f"dist-sparse {dist_sparse.__version__}")
+    if words[0] == "launch":
+        # It parses for itself, `--help` included.
+        return launch(words[1:], prog="dist-sparse launch")
+    options = parser().parse_args(words)
+    name = options.command
     try:
-        if words[0] in ("-V", "--version"):
-            return show(f"dist-sparse {dist_sparse.__version__}")
-        options = parser().parse_args(words)
-        run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
+        return _COMMANDS[name][0](options)
     except EntryError as error:
-        fail(words[0], f"{error}\nUsage and options: dist-sparse {words[0]} --help")
+        what = f"Invalid FUNCTION={options.function!r}: {error}"
+        _fail(name, f"{what}\nUsage and options: dist-sparse {name} --help")
         return 2
     except ModuleNotFoundError as error:
         # Commands load what they need when they run: most of them need no torch.
         how = "; dist-sparse doctor prints how to install it." if error.name == "torch" else "."
-        return fail(words[0], f"needs {error.name}, which is not installed{how}")
+        return _fail(name, f"needs {error.name}, which is not installed{how}")
     except (ValueError, OSError, ImportError) as error:
-        return fail(words[0], error)
+        return _fail(name, error)
 
 
-def _add_launch(commands: Commands) -> None:
-    def run(options: argparse.Namespace) -> int:
-        from dist_sparse.launch.cli import main as launch
-
-        return launch(options.words, prog="dist-sparse launch")
-
-    # The launcher parses for itself, `--help` included: with this prefix no word is an option here.
-    parser = commands.add_parser(
-        "launch",
-        help=(
-            "starts a training script on several processes, or writes files for Slurm and Kubeflow"
-        ),
-        add_help=False,
-        prefix_chars="\0",
+def parser() -> Parser:
+    """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
+    raw = argparse.RawDescriptionHelpFormatter
+    whole = Parser(
+        prog="dist-sparse", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
     )
-    parser.add_argument("words", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run)
+    whole.add_argument(
+        "-V", "--version", action="store_true", help="show the version of the package and exit"
+    )
+    commands = whole.add_subparsers(
+        metavar="COMMAND", title="commands", dest="command", required=True
+    )
+    what = "starts a training script on several processes, or writes files for Slurm and Kubeflow"
+    commands.add_parser("launch", help=what)
+    for name, (_, purpose, epilog, options) in _COMMANDS.items():
+        status = "" if "exit status" in epilog else f"\n{_STATUS}\n"
+        found = commands.add_parser(
+            name,
+            help=purpose,
+            description=f"{purpose[0].upper()}{purpose[1:]}.",
+            epilog=f"examples:\n{epilog}{status}",
+            formatter_class=raw,
+            # More options would change what an abbreviation stands for.
+            allow_abbrev=False,
+        )
+        for flags, settings in options:
+            found.add_argument(*flags, **settings)
+    return whole
 
 
-def _add_serve_check(commands: Commands) -> None:
-    def run(options: argparse.Namespace) -> int:
-        from dist_sparse.serving.chain import check_artifact
-        from dist_sparse.serving.manifest import summary
+# Output: text on stdout, one sentence per failure on stderr, and the exit status of either. A full
+# disk is a failure; a reader that closed the pipe ends the command as it ends other programs.
 
-        manifest = check_artifact(options.folder, *options.deltas).manifest
-        return show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
 
-    parser = subcommand(
-        commands,
-        "serve-check",
+def _show(text: str, end: str = "\n") -> int:
+    """Print; return the exit status."""
+    try:
+        # Flushed now: at exit, Python would report a full disk with a traceback.
+        print(text, end=end, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again when it exits
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE  # as other programs do when their reader closes the pipe
+        print(f"dist-sparse: can't write to standard output: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _answer(options: argparse.Namespace, value: object, text: str) -> int:
+    """Print JSON, or the text for people; return the exit status."""
+    return _show(json.dumps(value, indent=2, allow_nan=False) if options.json else text)
+
+
+def _fail(command: str, why: Exception | str) -> int:
+    """Print to stderr, in lines that fit the terminal; return the exit status."""
+    for line in f"dist-sparse {command}: {why}".split("\n"):
+        # It may hold names of a model or a log.
+        print("\n".join(wrapped(printable(line), indent="  ")), file=sys.stderr)
+    return 1
+
+
+def _progress(what: str) -> None:
+    """Say on a terminal what is checked, in one line that the next call replaces; nothing
+    elsewhere."""
+    if sys.stderr.isatty():
+        text = f"checking {what} ..." if what else ""
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _quiet() -> None:
+    """Keep what TorchRec and FBGEMM print at every start out of a command's output, from now on.
+
+    They are notices about their own internals, which a user of `dist-sparse` can do nothing about.
+    Errors, and warnings of other modules, are shown.
+    """
+    # Notices about optional accelerators, and about tracing.
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # TorchRec logs this one with the root logger.
+    logging.getLogger().addFilter(
+        lambda record: "LOCAL_WORLD_SIZE from environment" not in str(record.msg)
+    )
+    warnings.filterwarnings("ignore", module=r"(torchrec|fbgemm_gpu)(\.|$)")
+    warnings.filterwarnings(
+        "ignore", message=".* is deprecated. (Use|Please use) ", module=r"torch\.distributed"
+    )
+    warnings.filterwarnings(
+        "ignore", message="fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel"
+    )
+
+
+# Subcommands: each takes the parsed options and returns the exit status.
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from dist_sparse.report.run import read_run
+    from dist_sparse.report.summary import inspect_text, numbers
+
+    folder = Path(options.folder)
+    is_step = folder.name.startswith("step-") or any(folder.glob("step-*"))
+    # Checkpoints have no JSON form.
+    if is_step and not options.json:
+        # Needs torch, unlike runs.
+        from dist_sparse.checkpoint.checkpoints import summary
+
+        return _show(summary(folder))
+    run = read_run(folder)
+    return _answer(options, numbers(run), inspect_text(run))
+
+
+def _report(options: argparse.Namespace) -> int:
+    import webbrowser
+
+    from dist_sparse.report.page import write_report
+    from dist_sparse.report.run import read_run
+    from dist_sparse.report.summary import numbers, summary
+
+    run = read_run(*options.folders)
+    # A comparison does not replace the report of its first run.
+    default = run.folder / _COMPARISON if len(options.folders) > 1 else None
+    page = write_report(run, options.out or default, svg=options.svg).resolve()
+    shown = _answer(options, numbers(run), summary(run, page))
+    # After the numbers: they are there even without a browser.
+    if options.open and not webbrowser.open(page.as_uri()):
+        return _fail("report", f"no browser was found to open {page.as_uri()}")
+    return shown
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from dist_sparse.planning.plan import plan
+
+    _quiet()
+    answer = plan(model_from(options.function), options.budget, rotate=options.rotate)
+    return _answer(options, answer.to_json(), str(answer))
+
+
+def _frontier(options: argparse.Namespace) -> int:
+    from dist_sparse.planning.frontier import BUDGETS, frontier
+
+    # Before the import of TorchRec, which logs at once.
+    _quiet()
+    found = frontier(
+        *model_and_evaluate(options.function),
+        budgets=options.budget or BUDGETS,
+        methods=options.method,
+        rotate=options.rotate or "table",
+        lower_is_better=options.less or ("ne", "loss"),
+        metric=options.metric,
+        tolerance=options.tolerance,
+        out=options.out,
+    )
+    return _answer(options, found.to_json(), str(found))
+
+
+def _serve_check(options: argparse.Namespace) -> int:
+    from dist_sparse.serving.chain import check_artifact
+    from dist_sparse.serving.manifest import summary
+
+    manifest = check_artifact(options.folder, *options.deltas).manifest
+    return _show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from dist_sparse.serving.chain import merge
+    from dist_sparse.serving.manifest import summary
+
+    manifest = merge(options.folder, *options.deltas, out=options.out)
+    return _show(f"{options.out}\n{summary(manifest)}")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dist_sparse.cli.doctor import examine
+
+    found = examine(progress=_progress)
+    _progress("")
+    status = _answer(options, found.to_json(), found.text(options.verbose))
+    # Output that could not be written comes first.
+    return max(status, bool(found.broken))
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    _quiet()
+    from dist_sparse.selftest import as_text, selftest
+
+    try:
+        found = selftest(options.device, options.nproc, _progress)
+    finally:
+        _progress("")
+    status = _answer(options, found, as_text(found))
+    # The result took minutes: it is shown also where the file can't be written.
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+    # Output that could not be written comes first.
+    return max(status, not found["passed"])
+
+
+_JSON = option("--json", help="prints JSON, sizes in bytes", action="store_true")
+_FUNCTION = option(
+    "function", help="package.module:function or file.py:function", metavar="FUNCTION"
+)
+_ROTATE = option(
+    "--rotate",
+    help="tables that only dot products between them read",
+    type=lambda names: names.split(","),
+    action="append",
+    metavar="A,B",
+)
+_ARTIFACT = option("folder", help="the folder that export wrote", metavar="ARTIFACT")
+_DELTAS = option("deltas", help="deltas after it, in order", nargs="*", metavar="DELTA")
+
+_COMMANDS: Final[
+    dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]]
+] = {
+    "inspect": (
+        _inspect,
+        "shows the tables and the config of a run, or a checkpoint",
+        """\
+  dist-sparse inspect runs/latest
+  dist-sparse inspect saved/step-00001000
+
+RUN is a folder that RunLog wrote, or one of Checkpoints: all steps are listed;
+of one step, every byte is verified and each tensor is shown.
+""",
+        [
+            option("folder", help="the folder of the run, or of checkpoints", metavar="RUN"),
+            _JSON,
+        ],
+    ),
+    "report": (
+        _report,
+        "writes charts of runs as one HTML file",
+        """\
+  dist-sparse report runs/latest
+  dist-sparse report runs/latest --open
+  dist-sparse report runs/a runs/b runs/c --out comparison.html --svg charts
+
+RUN is a folder that RunLog wrote; runs/latest is the one in runs that was
+started last. The first RUN is compared with the others; one alone with the runs
+in folders inside its own. jinja2 is needed, which torch brings.
+""",
+        [
+            option("folders", help="the folder of a run", nargs="+", metavar="RUN"),
+            option(
+                "--out",
+                help=f"the HTML file; default: RUN/report.html, of several runs {_COMPARISON} in"
+                " the first",
+                metavar="FILE",
+            ),
+            option("--open", help="opens the page in the browser", action="store_true"),
+            option(
+                "--svg",
+                help="writes each chart as an SVG file too, into this folder",
+                metavar="DIR",
+            ),
+            _JSON,
+        ],
+    ),
+    "plan": (
+        _plan,
+        "shows what a budget of bytes can hold",
+        """\
+  dist-sparse plan my.package:model --budget 10% --rotate user,item
+  dist-sparse plan model.py:trained --budget 512KiB
+
+FUNCTION takes no arguments and returns a trained model, which is not changed.
+`dist-sparse frontier` measures what fits on the trained model.
+""",
+        [
+            option(
+                "--budget",
+                help="bytes to serve, such as 10%% or 512MiB",
+                type=parse_budget,
+                metavar="SIZE",
+                required=True,
+            ),
+            _FUNCTION,
+            _ROTATE,
+            _JSON,
+        ],
+    ),
+    "frontier": (
+        _frontier,
+        "measures what a trained model is worth at a few sizes",
+        """\
+  dist-sparse frontier model.py:measured --out runs/frontier
+  dist-sparse frontier my.package:measured --rotate user,item --budget 10%
+
+FUNCTION returns (model, evaluate); evaluate(model) returns metrics by name, on
+data that the model was not trained on. If it has the parameter columns, it is
+called again with fractions of them, for models with smaller tables. With the
+same --out, an interrupted run goes on.
+""",
+        [
+            option(
+                "--budget",
+                help="of the bytes; default: 50%%, 20%%, 10%%, 5%%",
+                type=parse_share,
+                action="append",
+                metavar="SHARE",
+            ),
+            option(
+                "--method",
+                help="bits, untouched, small, rotated, rows, mix, column or codes; default: all",
+                action="append",
+            ),
+            option(
+                "--metric",
+                help="by which they are compared; default: the first that evaluate returns",
+            ),
+            option(
+                "--less",
+                help="a metric of which less is better; default: ne, loss",
+                action="append",
+                metavar="METRIC",
+            ),
+            option(
+                "--tolerance",
+                help="smaller differences do not count; default: 0.002",
+                type=float,
+                default=0.002,
+                metavar="X",
+            ),
+            option(
+                "--out",
+                help="writes frontier.json and trials.jsonl there, and goes on from the latter",
+                metavar="DIR",
+            ),
+            _FUNCTION,
+            _ROTATE,
+            _JSON,
+        ],
+    ),
+    "serve-check": (
+        _serve_check,
         "verifies an artifact, and shows what its tables take",
-        _SERVE_CHECK,
-    )
-    _add_chain(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
+        """\
+  dist-sparse serve-check served/
+  dist-sparse serve-check served/ monday/ tuesday/
 
+ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=).
+Every byte is verified, and what the deltas add up to. Needs torch, no model.
+""",
+        [_ARTIFACT, _DELTAS, _JSON],
+    ),
+    "merge": (
+        _merge,
+        "writes an artifact and its deltas as one artifact",
+        """\
+  dist-sparse merge served/ monday/ tuesday/ --out base/
 
-def _add_chain(parser: Parser) -> None:
-    parser.add_argument("folder", metavar="ARTIFACT", help="the folder that export wrote")
-    parser.add_argument("deltas", nargs="*", metavar="DELTA", help="deltas after it, in order")
+ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=),
+in order. The new folder equals a full export at the last delta, byte for byte.
+Needs torch, no model.
+""",
+        [
+            _ARTIFACT,
+            _DELTAS,
+            option("--out", help="the new folder", metavar="DIR", required=True),
+        ],
+    ),
+    "doctor": (
+        _doctor,
+        "checks whether this machine can train, and prints fixes",
+        """\
+  dist-sparse doctor
+  dist-sparse doctor --json
+  dist-sparse doctor --verbose
 
+Prints the verdict, what is wrong and the commands that fix it. Changes
+nothing; takes as long as TorchRec needs to load.
 
-def _add_merge(commands: Commands) -> None:
-    def run(options: argparse.Namespace) -> int:
-        from dist_sparse.serving.chain import merge
-        from dist_sparse.serving.manifest import summary
+exit status: 0 this machine can train TorchRec models, 1 something needed is
+missing or wrong, 2 invalid command line
+""",
+        [option("-v", "--verbose", help="shows every finding", action="store_true"), _JSON],
+    ),
+    "selftest": (
+        _selftest,
+        "trains on this machine's devices, and compares with the CPU",
+        """\
+  dist-sparse selftest
+  dist-sparse selftest --device cuda --out selftest.json
+  dist-sparse selftest --device cpu --nproc 4
 
-        manifest = merge(options.folder, *options.deltas, out=options.out)
-        return show(f"{options.out}\n{summary(manifest)}")
+Trains small models on every device and compares masks and weights with those of
+the CPU; measures mask updates. Takes up to ten minutes on GPUs, two on a CPU.
+Needs TorchRec. What it finds on GPUs is worth an issue: docs/cuda.md.
 
-    parser = subcommand(
-        commands, "merge", "writes an artifact and its deltas as one artifact", _MERGE
-    )
-    _add_chain(parser)
-    parser.add_argument("--out", metavar="DIR", required=True, help="the new folder")
-    parser.set_defaults(run=run)
-
-
-def _add_doctor(commands: Commands) -> None:
-    def run(options: argparse.Namespace) -> int:
-        from dist_sparse.cli.doctor import examine
-
-        found = examine(progress=progress)
-        progress("")
-        text = found.text(options.verbose)
-        status = show(json.dumps(found.to_json(), indent=2) if options.json else text)
-        # Output that could not be written comes first.
-        return status or int(bool(found.broken))
-
-    parser = subcommand(
-        commands, "doctor", "checks whether this machine can train, and prints fixes", _DOCTOR
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="shows every finding")
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-_COMMANDS: Final = {
-    "launch": _add_launch,
-    "inspect": add_inspect,
-    "report": add_report,
-    "plan": add_plan,
-    "frontier": add_frontier,
-    "serve-check": _add_serve_check,
-    "merge": _add_merge,
-    "doctor": _add_doctor,
-    "selftest": add_selftest,
+exit status: 0 everything that ran is right, 1 something differs or failed,
+2 invalid command line
+""",
+        [
+            option("--device", help="default: cuda where there is a GPU", choices=("cpu", "cuda")),
+            option(
+                "--nproc",
+                help="processes; default: one a GPU, 2 on a CPU",
+                type=int,
+                metavar="N",
+            ),
+            option("--out", help="writes JSON for an issue", type=Path, metavar="FILE"),
+            _JSON,
+        ],
+    ),
 }
-"""What adds the parser of each subcommand, in the order of the help."""
+"""By name, in the order of the help: what runs, its purpose, examples with notes, and options."""

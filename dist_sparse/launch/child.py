@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_LONGEST_MESSAGE = 300
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
@@ -44,24 +43,19 @@ def torchrun(shown: str, words: list[str]) -> int:
     try:
         run.main(words)
     except ChildFailedError as error:
-        return _report(error.failures, shown)
+        number, failure = _first(error.failures)
+        text, trace = _describe(failure)
+        if trace and shown and str(failure.local_rank) not in shown.split(","):
+            print(trace, end="", file=sys.stderr)
+        # As a shell reports a signal.
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
+        return code
     except SignalException as error:
         return 128 + error.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
-
-
-def _report(failures: dict[int, ProcessFailure], shown: str) -> int:
-    """Print the last line, and the traceback of a rank that is not shown; return the exit code."""
-    number, failure = _first(failures)
-    text, trace = _describe(failure)
-    if trace and shown and str(failure.local_rank) not in shown.split(","):
-        print(trace, end="", file=sys.stderr)
-    # As a shell reports a signal.
-    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
-    return code
 
 
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -88,16 +82,15 @@ def _describe(failure: ProcessFailure) -> tuple[str, str]:
     if not isinstance(message, dict):
         return f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed", ""
     trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
-    what = str(message.get("message", "")).partition("\n")[0][:_LONGEST_MESSAGE]
+    what = str(message.get("message", "")).partition("\n")[0][:300]
     # A chain of exceptions ends with the one that was raised. Its outermost frame is the script's
     # own.
     last = trace.rpartition("Traceback (most recent call last)")[2]
     frames = [frame for frame in _FRAME.findall(last) if frame[0] not in _harness()]
     where = ""
     if frames:
-        script = frames[0][0]
-        line = dict(frames)[script]
-        where = f" at {os.path.relpath(script)}:{line}"
+        script, _ = frames[0]
+        where = f" at {os.path.relpath(script)}:{dict(frames)[script]}"
     return f"failed{where} with {what}", trace
 
 

@@ -11,17 +11,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dist_sparse.launch.command import argv, defaults, new_id
-from dist_sparse.launch.spec import LaunchSpec
+from dist_sparse.launch.spec import LaunchSpec, argv, defaults, new_id
 
 
 def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
-    """Return the manifest as JSON. Arguments and errors are those of `manifest`."""
-    return json.dumps(manifest(spec, runtime=runtime), indent=2) + "\n"
-
-
-def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> dict[str, Any]:
-    """Return the TrainJob as a dictionary of plain values.
+    """Return the TrainJob as JSON.
 
     Args:
         spec: of its rendezvous only the id is used: Kubeflow knows where the nodes meet.
@@ -40,31 +34,36 @@ def manifest(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> dict[st
             " nodes here; let the runtime's failurePolicy restart the job."
         )
     args = len(spec.args)
-    meeting = _meeting(spec) if spec.max_nodes > 1 else []
-    words = argv(spec, rendezvous=meeting, quote=_escaped)
+    words = argv(spec, rendezvous=_meeting(spec) if spec.max_nodes > 1 else [], quote=_escaped)
     variables = defaults(spec, spec.cpus) | dict(spec.env)
-    # Trainers from v2.2 on accept only numbers here; the command has it anyway.
-    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None
-    trainer: dict[str, Any] = {
+    memory = spec.memory_gib and f"{spec.memory_gib}Gi"
+    amounts = _given({"cpu": spec.cpus, "memory": memory, "nvidia.com/gpu": spec.gpus})
+    trainer = {
         "image": spec.image,
         "numNodes": spec.max_nodes,
-        "numProcPerNode": count,
+        # Trainers from v2.2 on accept only numbers here; the command has it anyway.
+        "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
         "command": words[: len(words) - args],
         "args": words[len(words) - args :],
         "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],
-        "resourcesPerNode": _resources(spec),
+        "resourcesPerNode": _given({"requests": amounts, "limits": amounts}),
     }
-    api, kind = "trainer.kubeflow.org", "ClusterTrainingRuntime"
-    return {
+    api = "trainer.kubeflow.org"
+    job = {
         "apiVersion": f"{api}/v1alpha1",
         "kind": "TrainJob",
         "metadata": {"name": spec.name},
         "spec": {
-            "runtimeRef": {"apiGroup": api, "kind": kind, "name": runtime},
-            # Kubernetes reads an empty field as a value, not as the default.
-            "trainer": {key: value for key, value in trainer.items() if value},
+            "runtimeRef": {"apiGroup": api, "kind": "ClusterTrainingRuntime", "name": runtime},
+            "trainer": _given(trainer),
         },
     }
+    return json.dumps(job, indent=2) + "\n"
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    # Kubernetes reads an empty field as a value, not as the default.
+    return {name: value for name, value in fields.items() if value}
 
 
 def _meeting(spec: LaunchSpec) -> list[str]:
@@ -74,13 +73,6 @@ def _meeting(spec: LaunchSpec) -> list[str]:
     words = ["--rdzv-backend", "static", "--rdzv-endpoint", "", "--rdzv-id", _escaped(new_id(spec))]
     words += ["--rdzv-conf", "timeout=600", "--master-addr", "$(PET_MASTER_ADDR)"]
     return [*words, "--master-port", "$(PET_MASTER_PORT)", "--node-rank", "$(PET_NODE_RANK)"]
-
-
-def _resources(spec: LaunchSpec) -> dict[str, dict[str, int | str]]:
-    memory = spec.memory_gib and f"{spec.memory_gib}Gi"
-    wanted = {"cpu": spec.cpus, "memory": memory, "nvidia.com/gpu": spec.gpus}
-    amounts = {name: amount for name, amount in wanted.items() if amount}
-    return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
 
 
 def _escaped(word: str) -> str:

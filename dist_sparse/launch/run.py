@@ -7,7 +7,6 @@ that are left.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -15,12 +14,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
-from dist_sparse.launch.command import argv, environment
-from dist_sparse.launch.spec import LaunchSpec
+from dist_sparse.launch.spec import LaunchSpec, additions, argv
 
 _CHILD = str(Path(__file__).resolve().with_name("child.py"))
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -45,7 +42,10 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("run() must be called in the main thread: it handles signals.")
     _refuse_job(spec, ranks)
-    variables, dropped = environment(spec, os.environ)
+    # torchrun reads an option from PET_ wherever the argv lacks it.
+    dropped = sorted(key for key in os.environ if key.startswith("PET_"))
+    variables = {key: value for key, value in os.environ.items() if key not in dropped}
+    variables |= additions(spec, os.environ)
     # Else a user would search for why an option has no effect.
     if dropped:
         _say(f"torchrun would take options from {', '.join(dropped)}: not passed on")
@@ -77,17 +77,6 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
     if (rank := max(ranks, default=0)) >= count:
         raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
-    # Another interpreter has other modules. Only the package is looked up: to import it takes long.
-    package = (spec.module or "").partition(".")[0]
-    if package and spec.python == sys.executable and not _is_here(package):
-        why = f"there is no module {package!r} here."
-        raise ValueError(f"Invalid module={spec.module!r}: {why}")
-
-
-def _is_here(package: str) -> bool:
-    # The current folder comes first for ranks, but not for this command.
-    local = PathFinder.find_spec(package, [os.getcwd()])
-    return local is not None or importlib.util.find_spec(package) is not None
 
 
 def _wait(process: subprocess.Popen[bytes], grace: int) -> int:

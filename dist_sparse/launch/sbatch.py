@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from dist_sparse.launch.command import argv, defaults, meeting, new_id
-from dist_sparse.launch.spec import LaunchSpec
+from dist_sparse.launch.spec import LaunchSpec, argv, defaults, meeting, new_id
 
 _HEADER = """\
 #!/usr/bin/env bash
@@ -35,31 +34,18 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         spec: its rdzv_endpoint and local_addr are not used: Slurm knows the nodes.
         port: on the first node; free there when the job starts.
     """
-    where = _meeting(spec, port) if spec.max_nodes > 1 else []
+    where = []
+    if spec.max_nodes > 1:
+        # Shell already: bash fills in the variables.
+        job = f'{shlex.quote(new_id(spec))}-"$SLURM_JOB_ID"'
+        where = meeting(f'"$head_node:{port}"', job)
     words = argv(spec, rendezvous=where, quote=shlex.quote)
-    directives = "".join(f"#SBATCH {directive}\n" for directive in _directives(spec))
-    variables = "".join(f"export {key}={value}\n" for key, value in _exports(spec).items())
-    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
-    head = _HEADER.format(name=spec.name)
-    return f"{head}{directives}{_BODY}{variables}{_MEETING if where else ''}\n{command}\n"
-
-
-def _meeting(spec: LaunchSpec, port: int) -> list[str]:
-    """Return words that are shell already: bash fills in the variables."""
-    return meeting(f'"$head_node:{port}"', f'{shlex.quote(new_id(spec))}-"$SLURM_JOB_ID"')
-
-
-def _exports(spec: LaunchSpec) -> dict[str, str]:
+    variables = defaults(spec, spec.cpus) | dict(spec.env)
     exports = {"OMP_NUM_THREADS": '"${OMP_NUM_THREADS:-1}"'}
-    for key, value in (defaults(spec, spec.cpus) | dict(spec.env)).items():
-        exports[key] = shlex.quote(value)
+    exports |= {key: shlex.quote(value) for key, value in variables.items()}
     if spec.cpus is not None:
         # srun does not take it over from sbatch.
         exports["SRUN_CPUS_PER_TASK"] = str(spec.cpus)
-    return exports
-
-
-def _directives(spec: LaunchSpec) -> list[str]:
     given = {
         "job-name": spec.name,
         "nodes": spec.nnodes.replace(":", "-"),
@@ -70,7 +56,11 @@ def _directives(spec: LaunchSpec) -> list[str]:
         "time": spec.time,
         "output": "%x-%j.log",
     }
-    return [f"--{key}={value}" for key, value in given.items() if value is not None]
+    head = [f"#SBATCH --{key}={value}\n" for key, value in given.items() if value is not None]
+    lines = [f"export {key}={value}\n" for key, value in exports.items()]
+    text = "".join([_HEADER.format(name=spec.name), *head, _BODY, *lines])
+    command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
+    return f"{text}{_MEETING if where else ''}\n{command}\n"
 
 
 def _lines(words: list[str]) -> list[str]:

@@ -1,15 +1,23 @@
-"""The description of a job: what runs, where, and with which environment.
+"""The description of a job, and torchrun's argv and environment for it.
 
 A `LaunchSpec` is frozen. What reaches a shell script or a directive matches a pattern in `_RULES`,
 or is quoted where it is written; what torchrun checks itself is left to it.
+
+Options that torchrun could otherwise take from `PET_` variables are in the argv. Flags
+(`PET_STANDALONE`, ...) can't be switched off there, so no job inherits a `PET_` variable. One node
+means the loopback address and a port of the system's choice; never `--standalone`, which overrides
+both.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import Template
 from types import MappingProxyType
 from typing import Final
 
@@ -26,8 +34,11 @@ _RULES: Final = {
         "a whole number, at least 1, or one of 'gpu', 'cpu', 'auto'",
     ),
     "time": ("(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "HH:MM:SS or DAYS-HH:MM:SS"),
+    "env": ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit"),
 }
-"""What a field must match, and how an error says so."""
+"""What a field must match, of `env` each key, and how an error says so."""
+
+_LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +97,19 @@ class LaunchSpec:
             given = f"script={self.script!r}, module={self.module!r}"
             raise ValueError(f"Invalid {given}: must be exactly one of them.")
         for name, (pattern, rule) in _RULES.items():
-            if (value := getattr(self, name)) is not None:
-                _match(name, value, pattern, rule)
-        for key in self.env:
-            _match("env", key, "[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
-        object.__setattr__(self, "nnodes", str(self.nnodes))
-        if str(self.nproc_per_node).isdecimal():
-            object.__setattr__(self, "nproc_per_node", int(self.nproc_per_node))
+            for value in self.env if name == "env" else [getattr(self, name)]:
+                if value is not None and not re.fullmatch(pattern, str(value)):
+                    raise ValueError(f"Invalid {name}={value!r}: must be {rule}.")
+        processes = str(self.nproc_per_node)
         # Copies: a spec stays as it was checked.
-        object.__setattr__(self, "args", tuple(self.args))
-        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+        copies = {
+            "nnodes": str(self.nnodes),
+            "nproc_per_node": int(processes) if processes.isdecimal() else processes,
+            "args": tuple(self.args),
+            "env": MappingProxyType(dict(self.env)),
+        }
+        for name, copy in copies.items():
+            object.__setattr__(self, name, copy)
 
     @property
     def max_nodes(self) -> int:
@@ -103,6 +117,100 @@ class LaunchSpec:
         return int(self.nnodes.rpartition(":")[2])
 
 
-def _match(name: str, value: object, pattern: str, rule: str) -> None:
-    if not re.fullmatch(pattern, str(value)):
-        raise ValueError(f"Invalid {name}={value!r}: must be {rule}.")
+def argv(
+    spec: LaunchSpec,
+    *,
+    rendezvous: Sequence[str] = (),
+    program: Sequence[str] = (),
+    output: Sequence[str] = ("--redirects", "0", "--tee", "0"),
+    before: Sequence[str] = (),
+    quote: Callable[[str], str] = str,
+) -> list[str]:
+    """Return the words of the command that runs `spec` on one node; no shell, no quotes.
+
+    Args:
+        rendezvous: words that say how nodes meet, instead of those made from `spec`.
+        program: words that run torchrun, instead of `python -m torch.distributed.run`.
+        output: torchrun's options for the output of the ranks.
+        before: a script and its first words, which get the job's own script or module with its
+            args.
+        quote: applied to all words but `rendezvous`, for a program that reads them.
+
+    Raises:
+        ValueError: several nodes have no endpoint or no id.
+    """
+    target = ["-m", str(spec.module)] if spec.script is None else [spec.script]
+    words = [_literal(word) for word in (*before, *target, *spec.args)]
+    # Without `--`, torchrun takes words of the script for abbreviations of its own options.
+    ranks = ["-m", "--", *words[1:]] if words[0] == "-m" else ["--", *words]
+    start = [*(program or [spec.python, "-m", "torch.distributed.run"])]
+    start += ["--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)]
+    end = ["--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1"]
+    end += ["--start-method", "spawn", "--event-log-handler", "null", "--role", "default"]
+    meeting = rendezvous or map(quote, _rendezvous(spec))
+    return [*map(quote, start), *meeting, *map(quote, (*end, *output, *ranks))]
+
+
+def _literal(word: str) -> str:
+    # torchrun fills in ${local_rank} in all words of the ranks, and makes one $ of two.
+    changed = Template(word).safe_substitute(local_rank="") != word
+    return word.replace("$", "$$") if changed else word
+
+
+def new_id(spec: LaunchSpec) -> str:
+    """Return the rendezvous id of `spec`, or a random one (which several nodes could not share) if
+    it has none."""
+    return spec.rdzv_id or f"{spec.name}-{secrets.token_hex(16)}"
+
+
+def meeting(endpoint: str, job: str) -> list[str]:
+    """Return the words by which the nodes of `job` meet at `endpoint`."""
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
+    return [*words, "--rdzv-conf", "join_timeout=600", "--node-rank", "0"]
+
+
+def _rendezvous(spec: LaunchSpec) -> list[str]:
+    if spec.max_nodes == 1:
+        return [*meeting(f"{_LOOPBACK}:0", new_id(spec)), "--local-addr", _LOOPBACK]
+    for name in ("rdzv_endpoint", "rdzv_id"):
+        if not getattr(spec, name):
+            rule = f"must be given for nnodes={spec.nnodes!r}, the same on all nodes"
+            raise ValueError(f"Invalid {name}={getattr(spec, name)!r}: {rule}.")
+    words = meeting(str(spec.rdzv_endpoint), new_id(spec))
+    return [*words, "--local-addr", spec.local_addr] if spec.local_addr else words
+
+
+def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
+    """Return the variables of torchrun and of the ranks of a job on any machine, and the threads
+    of a rank on a node with so many cores, at least 1.
+
+    `PYTHONHASHSEED=0`: TorchRec's resharding takes message tags from `hash()`.
+
+    After a restart, torch 2.13 gives the ranks the store of the ranks before them, with the
+    addresses of those in it, and gloo now and then connects to dead ranks. With
+    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`, rank 0 makes a new store each time.
+    """
+    found = {"PYTHONHASHSEED": "0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace)}
+    # A change in the number of nodes restarts ranks too.
+    if spec.max_restarts > 0 or ":" in spec.nnodes:
+        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number of ranks.
+    if cores and isinstance(spec.nproc_per_node, int):
+        found["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
+    return found
+
+
+def additions(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks get besides what they inherit: defaults for what is not set,
+    and `spec.env`.
+
+    `GLOO_SOCKET_IFNAME=lo` on one node: gloo listens where the host name resolves to, otherwise.
+    """
+    added = defaults(spec, len(os.sched_getaffinity(0)))
+    if spec.max_nodes == 1:
+        added["GLOO_SOCKET_IFNAME"] = "lo"
+    kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONHASHSEED"} & inherited.keys()
+    # A rank with `random` hashes, or an invalid seed, could not talk to the others.
+    if not inherited.get("PYTHONHASHSEED", "").isdecimal():
+        kept.discard("PYTHONHASHSEED")
+    return {name: value for name, value in added.items() if name not in kept} | dict(spec.env)

@@ -6,13 +6,25 @@ them, so that it can report a mix that does not load.
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
+from contextlib import suppress
 from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
 _TESTED: Final[dict[Any, tuple[int, int]]] = {(2, 12): (1, 7), (2, 13): (1, 8)}
 """Releases of TorchRec and FBGEMM by that of torch."""
+
+
+def installed() -> dict[str, str]:
+    """Return the version of every installed distribution that matters here, by name."""
+    found = {}
+    for name in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton"):
+        # Metadata only: importing a broken torch can end the process.
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def fitting(torch_version: str) -> str | None:

@@ -143,7 +143,7 @@ def another(kind: str) -> dict[str, Any]:
     elif kind == "one optimizer":
         parts["optimizer"] = job.optimizers[0]
     elif kind == "other optimizer":
-        parts["optimizer"] = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
+        parts["optimizer"] = [torch.optim.Adagrad(job.model.parameters(), lr=0.1)]
     elif kind == "class of optimizer":
         parts["optimizer"] = [torch.optim.SGD(job.model[0].parameters(), lr=0.1), job.optimizers[1]]
     elif kind == "dtype":
@@ -170,7 +170,7 @@ def another(kind: str) -> dict[str, Any]:
         ),
         (
             "other optimizer",
-            r"'0.weight' and '2.bias' had another 'lr' each, and are in one group now",
+            r"'0.weight' and '2.bias' had another '\w+' each, and are in one group now",
         ),
         (
             "class of optimizer",

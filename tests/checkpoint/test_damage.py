@@ -19,8 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from dist_sparse.checkpoint.checkpoints import summary
-from dist_sparse.checkpoint.folders import Folders, Marker
-from dist_sparse.checkpoint.storage import read_metadata
+from dist_sparse.checkpoint.storage import Folders
 from dist_sparse.files import sealed
 from tests.checkpoint.models import Job, flipped, same
 
@@ -126,7 +125,8 @@ def test_a_file_is_read_no_further_than_its_size(job: Job, tmp_path: Path) -> No
     size = path.stat().st_size
     os.truncate(path, 1 << 40)  # a hole: it would be read for minutes
     with pytest.raises(
-        ValueError, match=rf"{path} is damaged: COMMITTED lists {size} bytes, and it has more\."
+        ValueError,
+        match=rf"{path} is damaged: it does not hold the {size} bytes that COMMITTED lists\.",
     ):
         job.checkpoints.resume_latest(**job.parts)
 
@@ -267,6 +267,4 @@ def test_markers_that_say_something_else(
 def test_metadata_holds_no_path_of_this_machine(job: Job, tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (tmp_path / STEP / ".metadata").read_bytes()
     folders = Folders(tmp_path)
-    marker: Marker = folders.read(3)
-    found = read_metadata(folders.files, folders.path(3), marker.sizes)
-    assert "model.0.weight" in found.state_dict_metadata
+    assert "model.0.weight" in folders.metadata(folders.read(3)).state_dict_metadata

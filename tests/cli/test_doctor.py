@@ -12,26 +12,40 @@ from pathlib import Path
 import packaging
 import pytest
 
-from dist_sparse.cli import doctor, probes
-from dist_sparse.cli.doctor import Finding, examine, installed
+from dist_sparse.cli import doctor
+from dist_sparse.cli.doctor import TORCH, Diagnosis, Finding, probed
+from dist_sparse.torchrec.versions import installed
 
 GOOD = {
     "torch": "2.13.0",
     "torchrec": "1.8.0",
     "fbgemm-gpu-cpu": "1.8.0",
 }
+TORCH_HERE = {"gpus": 0, "cuda": None}
 READY = "Everything needed to train is here, on "
+
+
+def no_probes_but(monkeypatch: pytest.MonkeyPatch, **torch: object) -> None:
+    printed = json.dumps(TORCH_HERE | torch)
+    monkeypatch.setattr(doctor, "probed", lambda code: (None, printed))
 
 
 @pytest.fixture
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load nothing: for tests of installed versions and variables."""
-    monkeypatch.setattr(doctor, "fails", lambda code: None)
-    monkeypatch.setattr(doctor, "ask_torch", lambda: probes.Torch(version="2.13.0"))
+    no_probes_but(monkeypatch)
 
 
-def found(versions: dict[str, str] = GOOD, cuda: bool = False) -> dict[str, Finding]:
-    return {each.what: each for each in examine(versions, cuda=cuda).findings}
+def examine(versions: dict[str, str] | None = None) -> Diagnosis:
+    """The diagnosis of this machine, or of one with these distributions."""
+    with pytest.MonkeyPatch.context() as patch:
+        if versions is not None:
+            patch.setattr(doctor, "installed", lambda: versions)
+        return doctor.examine(lambda what: None)
+
+
+def found(versions: dict[str, str] = GOOD) -> dict[str, Finding]:
+    return {each.what: each for each in examine(versions).findings}
 
 
 def test_this_machine() -> None:
@@ -50,7 +64,7 @@ def test_this_machine() -> None:
 
 @pytest.mark.usefixtures("no_probes")
 def test_the_verdict_comes_first_and_one_command_installs_both() -> None:
-    text = examine({"torch": "2.13.0"}, cuda=False).text()
+    text = examine({"torch": "2.13.0"}).text()
     assert text.startswith("TorchRec models can't be trained here: torchrec, fbgemm.\n  torchrec")
     assert text.count("To fix:") == 1
 
@@ -97,7 +111,7 @@ def test_torch_fits_the_torchrec_that_is_here(
     versions: dict[str, str], torch: str, release: str | None
 ) -> None:
     """The commands install releases that fit together, in any order."""
-    fixes = [each.fix for each in examine(versions, cuda=False).broken]
+    fixes = [each.fix for each in examine(versions).broken]
     assert f'install --force-reinstall "torch=={torch}.*"' in fixes[0]
     assert set(re.findall(r'"torch==([\d.]+)\.\*', " ".join(fixes))) == {torch}
     assert set(re.findall(r"(?:torchrec|cpu)==([\d.]+)\.\*", " ".join(fixes))) == (
@@ -105,12 +119,14 @@ def test_torch_fits_the_torchrec_that_is_here(
     )
 
 
-@pytest.mark.usefixtures("no_probes")
-def test_a_gpu_needs_its_own_fbgemm() -> None:
-    each = found(GOOD, cuda=True)["fbgemm"]
+def test_a_gpu_needs_its_own_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_probes_but(monkeypatch)
+    assert "gloo" in found()
+    no_probes_but(monkeypatch, gpus=1)
+    each = found(GOOD)["fbgemm"]
     assert not each.ok and "no CUDA kernels" in each.says
     assert each.fix.endswith('--no-deps "fbgemm-gpu==1.8.*" "torchrec==1.8.*"')
-    assert "gloo" in found() and "gloo" not in found(cuda=True)
+    assert "gloo" not in found()
 
 
 @pytest.mark.parametrize("build", [None, "12.6"])
@@ -120,27 +136,29 @@ def test_a_driver_whose_gpu_torch_does_not_see(
     (tmp_path / "nvidia-smi").write_text("")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "fails", lambda code: None)
-    monkeypatch.setattr(doctor, "ask_torch", lambda: probes.Torch(version="2.13.0", cuda=build))
+    no_probes_but(monkeypatch, cuda=build)
     assert " ".join(examine(GOOD).text().split()) == (
         f"{READY}the CPU: there is a GPU's driver, but torch 2.13.0 sees no GPU."
     )
-    monkeypatch.setattr(doctor, "ask_torch", lambda: probes.Torch(gpus=2, cuda="12.6"))
+    no_probes_but(monkeypatch, gpus=2, cuda="12.6")
     gpus = GOOD | {"fbgemm-gpu": "1.8.0"}
     del gpus["fbgemm-gpu-cpu"]
     assert examine(gpus).text() == f"{READY}2 GPU(s), CUDA 12.6."
 
 
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probes.fails("pass") is None
-    assert probes.fails("import dist_sparse.torchrec.versions") is None, (
+    assert probed("print(2)") == (None, "2\n")
+    assert probed("import dist_sparse.torchrec.versions")[0] is None, (
         "finds the package without a PYTHONPATH"
     )
-    assert probes.fails("import os; os.abort()") == "the interpreter was killed by SIGABRT"
-    assert probes.fails("raise ImportError('undefined symbol')") == "ImportError: undefined symbol"
-    assert probes.fails("raise SystemExit(3)") == "ended with status 3"
-    monkeypatch.setattr(probes, "_SECONDS", 1.0)
-    assert probes.fails("import time; time.sleep(60)") == "did not end within 1 s"
+    for code, fault in {
+        "import os; os.abort()": "the interpreter was killed by SIGABRT",
+        "raise ImportError('undefined symbol')": "ImportError: undefined symbol",
+        "raise SystemExit(3)": "ended with status 3",
+    }.items():
+        assert probed(code) == (fault, "")
+    monkeypatch.setattr(doctor, "_SECONDS", 1.0)
+    assert probed("import time; time.sleep(60)") == ("did not end within 1 s", "")
 
 
 @pytest.mark.parametrize("name", ["json", "torch"])
@@ -153,8 +171,8 @@ def test_the_current_folder_is_not_imported_from(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}")
-    found = probes.ask_torch()
-    assert found.fault is None and found.version.startswith("2.")
+    fault, printed = probed(TORCH)
+    assert fault is None and json.loads(printed).keys() == {"gpus", "cuda"}
     assert not (tmp_path / "ran").exists()
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from dist_sparse import DataNormSparsifier, RunLog, describe, export, sparsify
-from dist_sparse.cli.doctor import examine
+from dist_sparse.cli import doctor
 from dist_sparse.cli.main import main
-from dist_sparse.cli.probes import Torch
 from dist_sparse.report import add_artifact
 from dist_sparse.text import table_lines
 
@@ -79,7 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plan model.py:no_such_function --budget 30%",
         "frontier model.py:measured --budget 30% --budget 20%",
         "launch no_such_script_in_this_folder.py",
-        "launch -m no.such.module",
+        "launch -m no-such-module",
         "no-such-command",
     ],
 )
@@ -100,10 +99,10 @@ def test_a_command(
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_here = Torch(version="2.12.0", gpus=0)
-    monkeypatch.setattr("dist_sparse.cli.doctor.ask_torch", lambda: torch_here)
-    monkeypatch.setattr("dist_sparse.cli.doctor.fails", lambda code: "failed: " + 20 * "word ")
-    found = examine({"torch": "2.12.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.7.0"})
+    monkeypatch.setattr(doctor, "probed", lambda code: ("failed: " + 20 * "word ", ""))
+    here = {"torch": "2.12.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.7.0"}
+    monkeypatch.setattr(doctor, "installed", lambda: here)
+    found = doctor.examine(lambda what: None)
     for line in found.text(verbose=True).splitlines():
         # Commands are pasted: a break would end them.
         assert len(line) <= 80 or "pip install" in line, line

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_sparse.launch.cli import main
+from dist_sparse.launch.__main__ import main
 from dist_sparse.launch.run import run
 from dist_sparse.launch.spec import LaunchSpec
 
@@ -98,26 +98,26 @@ def test_the_endpoint_may_come_from_a_variable(
     ("words", "message"),
     [
         ([], "required: SCRIPT"),
-        (["--nproc", "0", "a.py"], "Invalid --nproc='0'"),
-        (["--nproc", "-1", "a.py"], "launch: error: Invalid --nproc='-1'"),
-        (["--env", "A", "a.py"], "must be KEY=VALUE"),
-        (["--ranks", "0,x", "a.py"], "'0,x' must be local ranks"),
-        (["--nproc", "2", "--ranks", "0,2", "pyproject.toml"], "Invalid --ranks=2"),
-        (["--env", "a=1", "a.py"], "Invalid --env='a'"),
-        (["--name", "A", "a.py"], "Invalid --name='A'"),
+        (["--nproc", "0", "a.py"], "Invalid nproc_per_node='0'"),
+        (["--nproc", "-1", "a.py"], "launch: error: Invalid nproc_per_node='-1'"),
+        (["--env", "A", "a.py"], "--env: invalid key_value value: 'A'"),
+        (["--ranks", "0,x", "a.py"], "--ranks: invalid local_ranks value: '0,x'"),
+        (["--nproc", "2", "--ranks", "0,2", "pyproject.toml"], "Invalid rank=2"),
+        (["--env", "a=1", "a.py"], "Invalid env='a'"),
+        (["--name", "A", "a.py"], "Invalid name='A'"),
         (["--nnodes", "2", "a.py"], "--nnodes"),
-        (["-m", "no.such"], "Invalid MODULE='no.such': there is no module 'no' here."),
-        (["no-such.py"], "Invalid SCRIPT='no-such.py': there is no such file"),
-        (["torchrun", "--nnodes", "2", "-m", "this"], "Invalid --rdzv-endpoint=None"),
+        (["-m", "no-such"], "Invalid module='no-such': must be a dotted Python name"),
+        (["no-such.py"], "Invalid script='no-such.py': there is no such file"),
+        (["torchrun", "--nnodes", "2", "-m", "this"], "Invalid rdzv_endpoint=None"),
         (
             ["torchrun", "--nnodes", "2", "--rdzv-endpoint", "a:1", "-m", "this"],
-            "Invalid --rdzv-id=None",
+            "Invalid rdzv_id=None",
         ),
         (
             ["torchrun", "--rdzv-endpoint", "a:1", "--rdzv-host-env", "A", "-m", "a"],
             "not allowed with argument",
         ),
-        (["sbatch", "--time", "2h", "a.py"], "Invalid --time='2h'"),
+        (["sbatch", "--time", "2h", "a.py"], "Invalid time='2h'"),
         (["kubeflow", "--nnodes", "1:2", "a.py"], "a fixed number of nodes"),
     ],
     ids=str,
@@ -209,7 +209,7 @@ def test_only_the_main_thread_can_run_a_job() -> None:
 
 def test_the_launcher_needs_no_torch() -> None:
     """It starts quickly, and where torch is broken."""
-    code = "import dist_sparse.launch.cli, sys\n"
+    code = "import dist_sparse.launch.__main__, sys\n"
     code += "print(sorted({'torch', 'torchx', 'yaml', 'numpy'} & {*sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

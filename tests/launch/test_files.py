@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from dist_sparse.launch import kubeflow, sbatch
-from dist_sparse.launch.command import argv
-from dist_sparse.launch.spec import LaunchSpec
+from dist_sparse.launch.spec import LaunchSpec, argv
 
 from .jobs import finish, job, script
 
@@ -167,7 +166,9 @@ def test_a_script_called_like_a_word_of_the_meeting_is_quoted(name: str, tmp_pat
     )
     assert ast.literal_eval(done.stdout)[-1] == name
     own = "$(PET_NODE_RANK)"
-    command = kubeflow.manifest(LaunchSpec(script=own, nnodes="2"))["spec"]["trainer"]["command"]
+    command = json.loads(kubeflow.render(LaunchSpec(script=own, nnodes="2")))["spec"]["trainer"][
+        "command"
+    ]
     assert command.count(own) == 1 and command[-1] == f"${own}"
 
 
@@ -236,7 +237,7 @@ def test_a_trainjob_on_two_nodes_is_a_real_job(tmp_path: Path) -> None:
         env={"NOTE": "$(PET_NNODES) $$"},
         python=sys.executable,
     )
-    trainer = kubeflow.manifest(spec)["spec"]["trainer"]
+    trainer = json.loads(kubeflow.render(spec))["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -274,7 +275,7 @@ def test_a_trainjob_on_two_nodes_is_a_real_job(tmp_path: Path) -> None:
 )
 def test_what_is_no_trainjob_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        kubeflow.manifest(LaunchSpec(**{"script": "train.py", **change}))
+        kubeflow.render(LaunchSpec(**{"script": "train.py", **change}))
 
 
 def _clone() -> dict[str, str]:

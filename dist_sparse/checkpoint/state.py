@@ -1,0 +1,463 @@
+"""State of a training for a checkpoint: tensors for DCP, and JSON, by dotted keys.
+
+- Nested dicts of a ``state_dict()`` are split by path. A subtree without a tensor is one value;
+  empty ones are left out: a rank without a table has empty dicts where others have tensors.
+- State of optimizers (torch's, and TorchRec's keyed, fused and combined ones) is keyed by
+  parameter: tensors are ``optimizer.<parameter>.<name>``. Options of param groups (learning rates),
+  other values and the fused optimizers' count of steps are JSON, gathered from all ranks: not every
+  rank holds every parameter. A dense optimizer that has not stepped yet has no state: it gets the
+  saved one.
+- Row-wise Adagrad's sums have one name, whether its table is sharded or data-parallel; for other
+  column cuts see :func:`merging`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, pairwise, product
+from typing import Any, Final, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from dist_sparse.tables.chunked import ChunkedTensor
+
+Json = Any
+Tensors = dict[str, Tensor]
+Change = Callable[[], object]
+
+_PREFIX: Final = "optimizer."
+_UNCUT: Final = [0]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's warning at each attribute of a ShardedTensor, and DCP's in a process without
+    ranks. Filters belong to the process: only for the thread that trains."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        yield
+
+
+# Trees
+
+
+def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
+    """Return the tensors and the values of trees, by dotted key.
+
+    Args:
+        trees: nested dicts, by the key that they start with.
+
+    Raises:
+        ValueError: a value is none of JSON's, or two have the same key; names the key.
+    """
+    tensors: Tensors = {}
+    values: dict[str, Json] = {}
+    for key, tree in trees.items():
+        for path, leaf in _leaves(tree, key):
+            if path in tensors or path in values:
+                raise ValueError(f"The state has two entries of the key {path!r}.")
+            if isinstance(leaf, Tensor):
+                tensors[path] = leaf
+            else:
+                values[path] = as_json(path, leaf)
+    return tensors, values
+
+
+def filled(tree: Any, key: str, values: Mapping[str, Json]) -> Any:
+    """Return ``tree`` with the values of :func:`split` in the places of its own; its tensors are
+    the same objects."""
+    if _is_split(tree):
+        return {name: filled(item, f"{key}.{name}", values) for name, item in tree.items()}
+    # Tensors and empty trees were not saved as values, and stay.
+    return values.get(key, tree)
+
+
+def as_json(name: str, value: object) -> Json:
+    """Return ``value``, if it is what JSON gives back.
+
+    Raises:
+        ValueError: it is not; names it.
+    """
+    try:
+        # Tuples and keys of numbers change on the way, and NaN is no JSON.
+        same = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise ValueError(
+            f"Invalid {name}: must be what JSON gives back: dicts with strings as keys, lists (no"
+            " tuples), strings, finite numbers, True, False and None; nothing is pickled."
+        )
+    return value
+
+
+def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
+    if _is_split(tree):
+        for name, item in tree.items():
+            yield from _leaves(item, f"{key}.{name}")
+    elif not _is_empty(tree):
+        yield key, tree
+
+
+def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether it is a dict with a tensor somewhere in it."""
+    return isinstance(tree, Mapping) and any(
+        isinstance(item, Tensor) or _is_split(item) for item in tree.values()
+    )
+
+
+def _is_empty(tree: object) -> bool:
+    """Whether it is a container of nothing, or a dict of empty ones alone."""
+    if isinstance(tree, Mapping):
+        return all(map(_is_empty, tree.values()))
+    return isinstance(tree, (list, tuple)) and not tree
+
+
+# Optimizers
+
+
+class OptimizerState:
+    """State of optimizers on this rank, as live tensors and JSON. Local.
+
+    Args:
+        optimizer: one of torch or TorchRec, or a list of them; None is none.
+        model: whose names are the keys of the parameters that torch's optimizers step.
+
+    Attributes:
+        tensors: by key.
+
+    Raises:
+        ValueError: something is no such optimizer, or two step the same parameter.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        self.tensors: Tensors = {}
+        self._scalars: dict[str, dict[str, Json]] = {}
+        # First columns of the cuts of row-wise state, in order, by the key of its tensor.
+        self._cuts: dict[str, list[int]] = {}
+        # The optimizer that keeps a parameter's state itself, and the parameter, by its key.
+        self._owned: dict[str, tuple[Any, Any]] = {}
+        names = {id(param): name for name, param in model.named_parameters()}
+        for key, owner, param in _owned(() if optimizer is None else optimizer, "", names):
+            if key in self._owned:
+                raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
+            self._owned[key] = owner, param
+            self._note(key, param)
+        # A rank without a table has fused optimizers of no parameters, which are left out.
+        self._optimizers = list({id(owner): owner for owner, _ in self._owned.values()}.values())
+
+    def _state(self, key: str) -> dict[str, Any]:
+        """State of a parameter; empty before its optimizer has stepped."""
+        owner, param = self._owned[key]
+        found: dict[str, Any] = owner.state.get(param, {})
+        return found
+
+    def _note(self, key: str, param: Any) -> None:
+        state = self._state(key)
+        for name, value in state.items():
+            # Fused state is named <table>.<name>.
+            path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
+            # The fused Adagrad has no count of steps: as a value it may be missing on either side.
+            is_adagrad_step = name == "step" and "sum" in state
+            if name == "sum" and _is_row_wise(value, param):
+                # As FBGEMM names and stores it.
+                path = f"{_PREFIX}{key}.momentum1"
+                self.tensors[path], self._cuts[path] = value.view(-1), _UNCUT
+            elif isinstance(value, Tensor) and not is_adagrad_step:
+                self.tensors[path] = value
+                if cuts := _column_cuts(value, param):
+                    self._cuts[path] = cuts
+            else:
+                self._scalars.setdefault(key, {})[name] = _plain(path, value)
+
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Any], list[str]]]:
+        """Yield the optimizers with each of their param groups that has parameters on this rank,
+        and the keys of those."""
+        # Groups hold parameters, and the checkpoint needs their keys.
+        key_of = {id(param): key for key, (_, param) in self._owned.items()}
+        for owner in self._optimizers:
+            for group in owner.param_groups:
+                if keys := sorted(key_of[id(param)] for param in group["params"]):
+                    yield owner, group, keys
+
+    def described(self) -> Json:
+        """Return options and values of this rank; :func:`gathered` puts them together."""
+        options: dict[str, Json] = {}
+        for _, group, keys in self._groups():
+            names = group.keys() - {"params", "param_names"}
+            found = {name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names}
+            options |= dict.fromkeys(keys, found)
+        found = {"options": options, "values": self._scalars, "cuts": self._cuts}
+        counts = {key: _fused_steps(owner) for key, (owner, _) in self._owned.items()}
+        return {**found, "fused_steps": counts}
+
+    def prepare_load(
+        self, tensors: Mapping[str, Any], saved: Json, merge: bool
+    ) -> tuple[Tensors, list[Change], list[str]]:
+        """Return the tensors to load into, functions that set everything else, and the keys of
+        row-wise state that they merge. Nothing is changed before they are called.
+
+        Args:
+            tensors: what DCP's metadata says of each saved tensor, by key.
+            saved: from :func:`gathered`.
+            merge: whether row-wise state of a table that was cut into other columns is merged;
+                it is refused otherwise.
+
+        Raises:
+            ValueError: a parameter was not stepped when the checkpoint was saved, or by another
+                class of optimizer, or row-wise state is refused.
+        """
+        merged, changes = self._merged(tensors, saved["cuts"], merge)
+        fresh = self._fresh(tensors)
+        changes += [partial(self._put, *_key_and_name(path), new) for path, new in fresh.items()]
+        for key in self._owned.keys() & saved["values"].keys():
+            held = self._state(key)
+            for name, value in saved["values"][key].items():
+                # A parameter without any state gets all of it.
+                if name in held or not held:
+                    changes.append(partial(self._put, key, name, value))
+        options = {key: found for found, keys in saved["groups"] for key in keys}
+        for owner, group, keys in self._groups():
+            _refuse_other_options(owner, group, keys, options)
+            first = options[keys[0]]
+            names = group.keys() & first.keys()
+            changes += [partial(_set, group, name, first[name]) for name in names]
+        for owner in self._optimizers:
+            if _fused_steps(owner) is not None and saved["fused_steps"] is not None:
+                # They live in the kernel and not in any state.
+                changes.append(partial(owner.set_optimizer_step, saved["fused_steps"]))
+        return self.tensors | fresh | merged, changes, list(merged)
+
+    def _merged(
+        self, tensors: Mapping[str, Any], cuts: Json, merge: bool
+    ) -> tuple[Tensors, list[Change]]:
+        """What to load of row-wise state that was saved with other cuts, and how to merge it."""
+        targets: Tensors = {}
+        changes: list[Change] = []
+        for path in sorted(self._cuts.keys() & tensors.keys()):
+            # It fits its saved size where the number of cuts is equal, and would be wrong still.
+            before, now = cuts.get(path, _UNCUT), self._cuts[path]
+            if before == now:
+                continue
+            if not merge:
+                raise ValueError(
+                    f"{path!r} has a number for each row of a column shard: it was saved with"
+                    f" cuts at columns {before}, and they are at {now} now. Cut the table as"
+                    " before, or pass row_wise_state='merge'."
+                )
+            _, param = self._owned[_key_and_name(path)[0]]
+            targets[path], change = merging(self.tensors[path], param.shape, before, now)
+            changes.append(change)
+        return targets, changes
+
+    def _fresh(self, tensors: Mapping[str, Any]) -> Tensors:
+        """Tensors to load into, of parameters that have no state yet and had some when it was
+        saved."""
+        found: Tensors = {}
+        for path, saved in tensors.items():
+            key, _ = _key_and_name(path)
+            if not path.startswith(_PREFIX) or key not in self._owned or self._state(key):
+                continue
+            owner, param = self._owned[key]
+            dtype = saved.properties.dtype
+            if saved.size == param.shape:
+                # Has the strides of the parameter, as in torch.
+                found[path] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                continue
+            # Counts of steps stay on the CPU, unless a kernel reads them.
+            options = owner.param_groups[0]
+            read_there = bool(saved.size) or options.get("capturable") or options.get("fused")
+            device = param.device if read_there else "cpu"
+            found[path] = torch.zeros(saved.size, dtype=dtype, device=device)
+        return found
+
+    def _put(self, key: str, name: str, value: object) -> None:
+        owner, param = self._owned[key]
+        _set(owner.state[param], name, value)
+
+
+def gathered(described: Sequence[Json]) -> Json:
+    """Return the :meth:`OptimizerState.described` of all ranks as one."""
+    whole: Json = {"options": {}, "values": {}, "cuts": {}, "fused_steps": {}}
+    for each, name in product(described, whole):
+        whole[name] |= each[name]
+    # In order, so that the file depends on no sharding.
+    groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
+    steps = [count for count in whole["fused_steps"].values() if count is not None]
+    return {**whole, "groups": groups, "fused_steps": max(steps, default=None)}
+
+
+def _owned(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the key of each parameter, the optimizer that keeps its state itself, and the
+    parameter."""
+    if isinstance(optimizer, (list, tuple)):
+        for each in optimizer:
+            yield from _owned(each, prefix, names)
+    elif hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
+        for key, part in optimizer.optimizers:
+            yield from _owned(part, f"{prefix}{key}." if key else prefix, names)
+    elif isinstance(getattr(optimizer, "params", None), Mapping):  # any other KeyedOptimizer
+        for key, param in optimizer.params.items():
+            yield f"{prefix}{key}", optimizer, param
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if id(param) not in names:
+                raise ValueError(
+                    f"Invalid optimizer: {type(optimizer).__name__} steps a parameter of shape"
+                    f" {tuple(param.shape)}, which is none of the model's."
+                )
+            yield names[id(param)], optimizer, param
+    else:
+        raise ValueError(
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or"
+            " TorchRec, or a list of them."
+        )
+
+
+def _key_and_name(path: str) -> tuple[str, str]:
+    """The key of the parameter, and the name of its state, in the key of a tensor."""
+    key, _, name = path.removeprefix(_PREFIX).rpartition(".")
+    return key, name
+
+
+def _fused_steps(optimizer: Any) -> int | None:
+    """Steps of a fused optimizer, which FBGEMM counts for Adam's bias correction; None of
+    others."""
+    count = getattr(getattr(optimizer, "_emb_module", None), "iter", None)
+    return None if count is None else int(count)
+
+
+def _refuse_other_options(
+    optimizer: object, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
+) -> None:
+    """Refuse saved options that a param group can't have."""
+    if unsaved := sorted(set(keys) - saved.keys()):
+        raise ValueError(
+            f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
+        )
+    first = saved[keys[0]]
+    for key in keys:
+        for name in sorted(group.keys() & first.keys() & saved[key].keys()):
+            if not _alike(saved[key][name], first[name]):
+                raise ValueError(
+                    f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group now."
+                )
+        # Fused optimizers have a learning rate alone.
+        is_fused = group.keys() <= {"params", "lr"}
+        lost = sorted(saved[key].keys() - group.keys())
+        # Learning rate schedulers add options such as initial_lr and max_momentum.
+        lost = [name for name in lost if not name.endswith(("_lr", "_momentum"))]
+        if lost and not is_fused:
+            raise ValueError(
+                f"{key!r} was saved with the option {lost[0]!r}, which"
+                f" {type(optimizer).__name__} does not have: it was stepped by another"
+                " class of optimizer."
+            )
+
+
+def _alike(ours: Json, theirs: Json) -> bool:
+    """Whether options are equal; FBGEMM has learning rates in float32."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    return bool(ours == theirs)
+
+
+def _set(held: dict[str, Any], name: str, value: Any) -> None:
+    """Give an option or a value its saved one, in the type that it has."""
+    now = held.get(name)
+    if isinstance(now, Tensor):
+        # A learning rate may be a tensor, which captured graphs hold.
+        now.fill_(value)
+    else:
+        held[name] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _plain(what: str, value: Any) -> Json:
+    if isinstance(value, Tensor):
+        value = value.item()
+    elif isinstance(value, tuple):
+        value = list(value)
+    return as_json(what, value)
+
+
+# Row-wise state
+
+
+def _is_row_wise(value: Tensor, param: Tensor) -> bool:
+    """Whether the sums of a table that is not sharded are one number a row."""
+    # A table of one column has sums of its own shape in any Adagrad.
+    return value.shape == (*param.shape[:1], 1) != param.shape and value.is_contiguous()
+
+
+def _column_cuts(value: Tensor, param: Any) -> list[int]:
+    """The first columns of the cuts of a table, if it is sharded and ``value`` has a number for
+    each row of each cut; empty otherwise."""
+    if value.dim() != 1 or not hasattr(param, "local_shards"):
+        return []
+    shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
+    cuts = sorted({shard.shard_offsets[1] for shard in shards})
+    # TorchRec has state of one number for each shard, too.
+    return cuts if value.size(0) == len(cuts) * param.size(0) else []
+
+
+def merging(
+    state: Any, shape: Sequence[int], before: Sequence[int], now: Sequence[int]
+) -> tuple[ChunkedTensor, Change]:
+    """Return what this rank has to load of row-wise optimizer state that was saved with other
+    column cuts, and a function that merges it into the state here.
+
+    State of one number a row, such as row-wise Adagrad's, depends on the cuts: each column cut sums
+    its own gradients. TorchRec keeps it as a vector of ``cuts x rows`` numbers. Between other cuts
+    it can't be equal, and is **merged**: a cut takes the mean of the saved cuts that it overlaps,
+    weighted by the columns that they share, in float64 and in ascending order. That is what an
+    uncut row-wise Adagrad would have summed from the same gradients; a cut that is split hands its
+    sum to both parts.
+
+    Args:
+        state: row-wise state of one table: sharded, or whole.
+        shape: of the table: rows, columns.
+        before: first column of each saved cut, ascending.
+        now: first column of each cut of ``state``, ascending.
+    """
+    rows, width = shape
+    saved, cuts = (list(pairwise([*firsts, width])) for firsts in (before, now))
+    # What this rank holds, live, by offset.
+    pieces = [(0, state)]
+    if hasattr(state, "local_shards"):
+        pieces = [(each.metadata.shard_offsets[0], each.tensor) for each in state.local_shards()]
+    wants: list[tuple[tuple[int], tuple[int]]] = []
+    # Numbers of this rank; the columns that they share with saved ones, by place in ``wants``.
+    merges: list[tuple[Tensor, dict[int, int]]] = []
+    for offset, numbers in pieces:
+        # A rank without a part of the table has an empty shard.
+        if not numbers.numel():
+            continue
+        # Offsets count numbers of rows, cut after cut.
+        cut, row = divmod(offset, rows)
+        shares = {}
+        for number, (first, last) in enumerate(saved):
+            columns = min(cuts[cut][1], last) - max(cuts[cut][0], first)
+            if columns > 0:
+                shares[len(wants)] = columns
+                wants.append(((number * rows + row,), (numbers.numel(),)))
+        merges.append((numbers, shares))
+    # The state as it was saved, of which this rank loads what its cuts overlap.
+    target = ChunkedTensor([len(saved) * rows], state.dtype, (), wants)
+
+    def merge() -> None:
+        assert target.loaded is not None
+        for numbers, shares in merges:
+            # In ascending order of columns, so that all ranks get the same bits.
+            total = torch.zeros(numbers.shape, dtype=torch.float64)
+            for want, columns in shares.items():
+                total += columns * target.loaded[want].double()
+            numbers.copy_(total / sum(shares.values()))
+
+    return target, merge

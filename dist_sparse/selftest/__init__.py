@@ -1,1 +1,0 @@
-"""``dist-sparse selftest``: what the package does on this machine's devices."""
