@@ -26,8 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dist_sparse.checks import integer
-from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
+from dist_sparse.checks import hex_of, integer, sealed, sync_folder, unsealed
 
 # Bytes of a file, and their CRC32.
 Entry = tuple[int, int]

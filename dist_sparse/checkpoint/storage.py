@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.tensor import DTensor
 
 from dist_sparse.checkpoint.folders import Entry, naming_errors, read_crc
-from dist_sparse.facts import cut
+from dist_sparse.groups import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
 METADATA: Final = ".metadata"

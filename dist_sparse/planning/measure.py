@@ -18,11 +18,11 @@ from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import dense_bytes, shape_of
 from dist_sparse.planning.choices import Attempt
 from dist_sparse.planning.trials import serving
-from dist_sparse.progress import progress
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
+from dist_sparse.text import progress
 
 _FILE: Final = "trials.jsonl"
 

@@ -28,7 +28,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dist_sparse.files import hex_of, sync_folder
+from dist_sparse.checks import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits
 from dist_sparse.serving.delta import Delta
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table, layout_of, size_of

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from dist_sparse.checks import integer
-from dist_sparse.files import sealed, unsealed
+from dist_sparse.checks import integer, sealed, unsealed
 from dist_sparse.serving.manifest import TABLES, Layout, Manifest, Table
 from dist_sparse.serving.rows import PER_ROW
 from dist_sparse.text import count, percent, size

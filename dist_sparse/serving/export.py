@@ -24,7 +24,6 @@ from dist_sparse.checks import choice
 from dist_sparse.codes.quantize import CodedTraining
 from dist_sparse.compaction.kept_rows import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import check_new
 from dist_sparse.serving.check import compare_rows, open_chain
 from dist_sparse.serving.codes import LARGEST, encode
@@ -45,6 +44,7 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
+from dist_sparse.text import Bar, progress
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]

@@ -18,7 +18,7 @@ from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
 from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.rotation.outputs import bases_of_outputs
+from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
 from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dist_sparse.checks import hex_of
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.files import hex_of
 from dist_sparse.serving.artifact import ArtifactWriter, Opened, added, bytes_of, memory_of
 from dist_sparse.serving.check import Chain, MappedTable
 from dist_sparse.serving.delta import Delta, TableDelta

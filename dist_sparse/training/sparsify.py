@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,14 +39,12 @@ from dist_sparse.training.arguments import (
     OptimizerState,
     Schedule,
     SparsifyArgs,
+    by_table,
     final_levels,
     left_dense,
-    table_floors,
 )
-from dist_sparse.training.following import Following
-from dist_sparse.training.guard import Guard, Mode
-from dist_sparse.training.loading import prepare_load, save
-from dist_sparse.training.unwrapped import Unwrapped
+from dist_sparse.training.following import Following, Unwrapped
+from dist_sparse.training.guard import Guard, Mode, prepare_load, save
 
 
 class SparseTraining:
@@ -511,9 +509,13 @@ def sparsify(
             block=block,
             norm=norm,
             score=score,
+            include=include,
+            exclude=exclude,
+            dense=dense,
             schedule=schedule,
             optimizer_state=optimizer_state,
             min_rows=min_rows,
+            auto_step=auto_step,
             rotate=rotate,
             decay=decay,
         )
@@ -522,13 +524,20 @@ def sparsify(
         located = source.locate()
         # One walk for all that asks for modules below.
         modules = dict(model.named_modules())
-        unpruned = left_dense(
-            model, modules.values(), located, plan, checks.name_list("include", include)
+        unpruned = left_dense(model, modules.values(), located, plan)
+        floors = by_table("floor", plan.floor, located, unpruned)
+        finals = final_levels(plan, located, unpruned, floors)
+        facts.update(plan.facts([data.name for data in located]))
+        # At level 0, which the schedule raises.
+        sparsifier = ImportanceSparsifier(
+            sparsity_level=0.0,
+            sparse_block_shape=plan.block,
+            norm=plan.norm,
+            score=plan.score or "norm_accumulator",
+            decay=plan.decay,
+            scope=plan.scope,
+            floors=floors,
         )
-        final = final_levels(plan, located, unpruned)
-        facts.update(plan.facts([data.name for data in located]), auto_step=bool(auto_step))
-        facts.update(_globs(include=include, exclude=exclude, dense=dense))
-        sparsifier = _sparsifier(plan, table_floors(plan, located, unpruned))
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     # Names become globs here: a table may be called "a[0]".
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
@@ -536,14 +545,9 @@ def sparsify(
     # Nothing moves tables before this call returns: what was located is not looked up again.
     pruned = {data.name: data for data in located if data.name not in unpruned}
     walked = Walked(pruned, {model: modules})
-    scheduler = _scheduler(plan, sparsifier, final)
+    scheduler = _scheduler(plan, sparsifier, finals)
     training = SparseTraining(
-        sparsifier,
-        scheduler,
-        enforcer,
-        source=source,
-        left_dense=unpruned,
-        asks_first=plan.auto,
+        sparsifier, scheduler, enforcer, source=source, left_dense=unpruned, asks_first=plan.auto
     )
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -553,7 +557,8 @@ def sparsify(
             if plan.score is not None:
                 # A requested score must be known of every table; the default falls back.
                 sparsifier.check_known(walked.located)
-            sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
+            # Tables that no glob of level= matches stay at 0.
+            sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
             unknown = sparsifier.unknown_tables(walked.located)
         # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
         if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
@@ -567,12 +572,12 @@ def sparsify(
         enforcer.detach()  # where the training was not attached yet
         raise
     if together.rank == 0:
-        _warn_of_emptied(_levels_by_table(final, sparsifier.data_groups))
+        _warn_of_emptied(finals)
     return training
 
 
-def _warn_of_emptied(levels: Mapping[str, Level]) -> None:
-    if emptied := [name for name, level in levels.items() if level == 1]:
+def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
+    if emptied := [name for name, level in finals.items() if level == 1]:
         warnings.warn(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
@@ -581,23 +586,14 @@ def _warn_of_emptied(levels: Mapping[str, Level]) -> None:
         )
 
 
-def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSparsifier:
-    """Return a sparsifier at level 0, which the schedule raises."""
-    return ImportanceSparsifier(
-        sparsity_level=0.0,
-        sparse_block_shape=plan.block,
-        norm=plan.norm or "L2",
-        score=plan.score or "norm_accumulator",
-        decay=1.0 if plan.decay is None else plan.decay,
-        scope=plan.scope,
-        floors=floors,
-    )
-
-
 def _scheduler(
-    args: SparsifyArgs, sparsifier: ImportanceSparsifier, final: Level | Mapping[str, Level]
+    args: SparsifyArgs, sparsifier: ImportanceSparsifier, finals: Mapping[str, Level]
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
+    final: Any = {glob.escape(name): level for name, level in finals.items()}
+    # One number, where all tables have it, keeps the repr, the state and the facts short.
+    if list(set(finals.values())) == [args.level]:
+        final = args.level
     window = {"begin": args.begin, "end": args.end, "every": args.every}
     made: Callable[..., ReadyDataScheduler] = args.schedule
     try:
@@ -607,19 +603,3 @@ def _scheduler(
         # rank alone.
         group_over(world_ranks()).agree("sparsify()", {}, fault)
         raise
-
-
-def _levels_by_table(final: Level | Mapping[str, Level], names: Iterable[str]) -> dict[str, Level]:
-    if not isinstance(final, Mapping):
-        return dict.fromkeys(names, final)
-    # Tables that no glob of level= matches stay at 0.
-    return {name: final.get(glob.escape(name), 0.0) for name in names}
-
-
-def _globs(**given: Any) -> dict[str, Any]:
-    """Return arguments as ranks compare them: a set of strings has another order on each rank."""
-    found = dict(given)
-    for argument, globs in given.items():
-        if globs is not None and not isinstance(globs, bool):
-            found[argument] = sorted(checks.name_list(argument, globs))
-    return found

@@ -237,7 +237,8 @@ def test_what_is_kept_is_the_removed_weights_and_is_released() -> None:
     [
         ({"metric": float("nan")}, "Invalid metric=nan: must be a finite number"),
         ({"metric": float("inf")}, "Invalid metric=inf"),
-        ({"metric": torch.tensor(0.5)}, "Invalid metric=tensor"),
+        ({"metric": torch.tensor(float("nan"))}, "Invalid metric=nan"),
+        ({"metric": torch.ones(2)}, "Invalid metric=tensor"),
         (
             {"metric": 0.5, "tolerance": -1.0},
             "Invalid tolerance=-1.0: must be a finite number >= 0",
@@ -251,6 +252,14 @@ def test_bad_arguments(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         sparse.guard(**arguments)
     assert vars(sparse)["_guard"].saved() is None and not sparse.validations
+    sparse.detach()
+
+
+@pytest.mark.parametrize("metric", [torch.tensor(0.75), torch.tensor([0.75], dtype=torch.float64)])
+def test_a_metric_of_torch_is_a_number(metric: Tensor) -> None:
+    _, _, sparse = made()
+    assert sparse.guard(metric)
+    assert [type(each.metric) for each in sparse.validations] == [float]
     sparse.detach()
 
 
