@@ -132,6 +132,12 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{''.join(hints)}")
 
 
+def refuse(rules: Mapping[str, object]) -> None:
+    """Raise a ValueError with the first text whose value is true, if one is."""
+    for text in filter(rules.get, rules):
+        raise ValueError(text)
+
+
 def parse_block(text: str) -> tuple[int | str, int | str]:
     """Return ``"1x4"``, ``"1,4"``, ``"row"``, ``"2xrow"``, ``"col"`` or ``"colx4"`` as a sparse
     block shape; case does not matter.

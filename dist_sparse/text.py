@@ -8,13 +8,10 @@ are in powers of 1024. Names come from models and logs: control characters in th
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from itertools import chain, zip_longest
 from typing import Final
 
@@ -251,24 +248,3 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-# Progress of long work, for people who watch it.
-
-
-Bar = Callable[[float], object]
-"""Counts what is done."""
-
-
-@contextmanager
-def progress(what: str, total: int, unit: str, *, shown: bool) -> Iterator[Bar]:
-    """Yield a function that counts what is done on a bar of tqdm's: on a terminal alone, and if
-    tqdm is installed."""
-    if importlib.util.find_spec("tqdm") is None:
-        yield lambda done: None
-        return
-    # To tqdm, None means: on a terminal alone.
-    hidden = None if shown else True
-    bars = importlib.import_module("tqdm")
-    with bars.tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, disable=hidden) as bar:
-        yield bar.update

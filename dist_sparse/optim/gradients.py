@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_sparse.checks import refuse
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.tensors import is_sharded, steps_in_backward
 
@@ -41,18 +42,18 @@ class Claim(NamedTuple):
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
+    several = not _of_one_loss(claims)
     reasons = {
         "with sharded tables, which need one backward per forward": wiring.hooked,
         "in DDP, which averages the gradients of one backward per forward": wiring.replicating,
     }
     for reason in filter(reasons.get, reasons):
-        if not _of_one_loss(claims):
-            raise ValueError(
-                f"Several OptimSchedulers share a model {reason}. So their losses must be one and"
-                " the same tensor, with the same accum_grad and use_amp. Or pass each of them a"
-                " loss of its own name from a forward of its own. Delete those that are no longer"
-                " stepped."
-            )
+        text = (
+            f"Several OptimSchedulers share a model {reason}. So their losses must be one and the"
+            " same tensor, with the same accum_grad and use_amp. Or pass each of them a loss of its"
+            " own name from a forward of its own. Delete those that are no longer stepped."
+        )
+        refuse({text: several})
 
 
 def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer, name_list, number
+from dist_sparse.checks import integer, name_list, number, plain, refuse
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.optim.gradients import (
     Claim,
@@ -308,12 +308,8 @@ class OptimScheduler(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        parts = [
-            f"optimizer={type(self.optimizer).__name__}",
-            f"optim_loss={self.optim_loss}",
-            f"updated_modules={self.updated_modules}",
-            self.extra_repr_fn(),
-        ]
+        shown = f"optim_loss={self.optim_loss}, updated_modules={self.updated_modules}"
+        parts = [f"optimizer={type(self.optimizer).__name__}", shown, self.extra_repr_fn()]
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
     @property
@@ -334,16 +330,15 @@ class OptimScheduler(abc.ABC):
     def _refuse_for_fused(self, scaled: bool) -> None:
         """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
         to be scaled or accumulated."""
-        refused = {
-            "use_amp=True with float16": scaled,
-            f"accum_grad={self.accum_grad}": self.accum_grad > 1,
+        why = (
+            "the model has fused tables, which are updated inside every backward, before gradients"
+            " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
+        )
+        rules = {
+            f"Invalid use_amp=True with float16: {why}": scaled,
+            f"Invalid accum_grad={self.accum_grad}: {why}": self.accum_grad > 1,
         }
-        for argument in filter(refused.get, refused):
-            raise ValueError(
-                f"Invalid {argument}: the model has fused tables, which are updated inside every"
-                " backward, before gradients can be scaled or accumulated. Use"
-                " amp_dtype=torch.bfloat16, or larger batches."
-            )
+        refuse(rules)
 
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
@@ -410,8 +405,7 @@ class OptimScheduler(abc.ABC):
         """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
-        others = [peer for peer in self._overlapping() if peer is not self]
-        if any(peer._accumulated for peer in others):
+        if any(peer._accumulated for peer in self._overlapping() if peer is not self):
             raise ValueError(
                 "Another OptimScheduler has accumulated gradients in parameters that this one "
                 "updates too. Finish its real step first, or delete the one that is no longer "
@@ -475,11 +469,9 @@ class OptimScheduler(abc.ABC):
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
         """Return the learning rate of a step, checked."""
-        lr: Any = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
-        if isinstance(lr, Tensor):
-            lr = lr.item()
+        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
         # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", lr, least=0)
+        lr = number("learning rate", plain(asked), least=0)
         return float(number("learning rate times ft_factor", lr * self.ft_factor))
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:

@@ -22,7 +22,6 @@ from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.text import progress
 
 _FILE: Final = "trials.jsonl"
 
@@ -96,10 +95,8 @@ class Measurements:
         new = {_key(attempt): attempt for attempt in attempts if _key(attempt) not in self._done}
         # In this order each model is trained once.
         in_order = sorted(new.values(), key=lambda attempt: attempt.trained or 0.0)
-        with progress("frontier", len(new), "trials", shown=self._world.rank == 0) as bar:
-            for attempt in in_order:
-                self._measure(attempt)
-                bar(1)
+        for attempt in in_order:
+            self._measure(attempt)
         return [Measured(attempt=attempt, **self._done[_key(attempt)]) for attempt in attempts]
 
     def _measure(self, attempt: Attempt) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.checks import refuse
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, world_ranks
@@ -200,15 +201,15 @@ def _refuse_unfit(
     sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
+    for name in chain.from_iterable(groups):
+        # Any other block would remove rotated elements, which mean nothing alone.
+        block = sparsifier.data_groups[name].get("sparse_block_shape")
+        if not isinstance(block, (tuple, list)) or block[0] != COL:
+            raise ValueError(
+                f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
+                " (COL, n), can be."
+            )
     for group in groups:
-        for name in group:
-            # Any other block would remove rotated elements, which mean nothing alone.
-            block = sparsifier.data_groups[name].get("sparse_block_shape")
-            if not isinstance(block, (tuple, list)) or block[0] != COL:
-                raise ValueError(
-                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
-                    " (COL, n), can be."
-                )
         check_group([located[name] for name in group])
 
 
@@ -220,17 +221,21 @@ def check_group(group: Sequence[ShardedData]) -> None:
     """
     first = group[0]
     for data in group:
-        if data.shape[1] != first.shape[1] or data.ranks != first.ranks:
-            raise ValueError(
-                f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
-                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks};"
-                " both must be equal."
-            )
-        if data.copied and not data.has_whole_rows:
-            raise ValueError(
-                f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
-                " parallelism trains copies of them; shard it by rows or by table."
-            )
+        unequal = (
+            f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
+            f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
+            " must be equal."
+        )
+        copied = (
+            f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
+            " parallelism trains copies of them; shard it by rows or by table."
+        )
+        both = data.shape[1], data.ranks
+        rules = {
+            unequal: both != (first.shape[1], first.ranks),
+            copied: data.copied and not data.has_whole_rows,
+        }
+        refuse(rules)
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
@@ -274,7 +279,7 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
     """
     # Of TorchRec's: <path of the collection>.embedding_bags.<table>
     path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
-    torchrec, refusals = torchrec_port(), {"it is in no model given to add_model()": True}
+    torchrec = torchrec_port()
     # A table is in one of them; the others have no module at its path.
     for modules in map(modules_by_path, models):
         module, outputs = modules.get(".".join(path)), None
@@ -287,11 +292,12 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         refusals = _refusals(modules, module, modules.get(".".join(path[:-3])), data)
         if not turned:
             refusals |= _refusals_to_meet_others(modules, module, data)
-        if not any(refusals.values()):
-            return Lookup(modules[""], module, outputs)
-        break
-    reason = next(filter(refusals.get, refusals))
-    raise ValueError(f"Table {data.name!r} can't be rotated: {reason}.")
+        where = f"Table {data.name!r} can't be rotated"
+        refuse({f"{where}: {reason}.": holds for reason, holds in refusals.items()})
+        return Lookup(modules[""], module, outputs)
+    raise ValueError(
+        f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
+    )
 
 
 def _refusals(

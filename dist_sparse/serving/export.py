@@ -44,7 +44,6 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import Bar, progress
 from dist_sparse.training.sparsify import SparseTraining
 
 Consume = Callable[[Iterator[Tensor]], object]
@@ -284,13 +283,10 @@ def _write(
     """
     writer: Any = None
     text = None
-    rows = sum(table.stored for table in manifest.tables.values())
     with ExitStack() as stack:
         with world.agreeing("export()"):
             if world.rank == 0:
                 writer = stack.enter_context(writing())
-        shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
-        bar = stack.enter_context(shown)
         for name, source in sources.items():
             table, whole = manifest.tables[name], source.whole()
             if table.scale == "column":
@@ -298,7 +294,7 @@ def _write(
                 spread = ColumnSpread(table.dim)
                 _stream(world, source, partial(_count, spread, name, table.dtype))
                 whole["scales"] = spread.scales()
-            _stream(world, source, partial(_write_table, writer, name, table, source, whole, bar))
+            _stream(world, source, partial(_write_table, writer, name, table, source, whole))
         with world.agreeing("export()"):
             if writer is not None:
                 text = writer.finish().to_text()
@@ -335,7 +331,6 @@ def _write_table(
     table: Table,
     source: ServedTable,
     whole: Mapping[str, Tensor],
-    bar: Bar,
     chunks: Iterator[Tensor],
 ) -> None:
     writer.start(name, whole)
@@ -350,6 +345,5 @@ def _write_table(
             parts["scale_bias"] = stored.scale_bias.cpu()
         writer.add(name, ids[first : first + len(rows)], parts)
         first += len(rows)
-        bar(len(rows))
     if first != len(ids):
         raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")

@@ -131,16 +131,15 @@ class SparsifyArgs:
         self.decay = 1.0 if self.decay is None else self.decay
 
     def _refuse_conflicts(self) -> None:
-        one = f"level={self.level!r}, budget={self.budget!r}: exactly one must be given"
-        counts = f"decay={self.decay} with score={self.score!r}: 'frequency' alone counts lookups"
-        turned = "scope='global' with rotate: rotated columns are removed by position"
+        given = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
+        decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
+        turned = "Invalid scope='global' with rotate: rotated columns are removed by position."
         rules = {
-            one: (self.level is None) == (self.budget is None),
-            counts: self.decay is not None and self.score != "frequency",
+            given: (self.level is None) == (self.budget is None),
+            f"{decay} lookups.": self.decay is not None and self.score != "frequency",
             turned: self.scope == "global" and self.rotate is not None,
         }
-        for rule in filter(rules.get, rules):
-            raise ValueError(f"Invalid {rule}.")
+        checks.refuse(rules)
 
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
@@ -233,13 +232,13 @@ def left_dense(
     groups = [] if rotate in (None, "table") else rotation_groups(rotate, names)
     rotated = set(chain.from_iterable(groups))
     reasons = _reasons(model, modules, located, args)
-    if refused := {name: reason for name, reason in reasons.items() if name in rotated}:
-        raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
+    refused = {name: reason for name, reason in reasons.items() if name in rotated}
     if groups:
         others = [name for name in names if name not in rotated]
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
-    if len(reasons) == len(located):
-        raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
+    turned = f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}."
+    dense = f"Nothing can be pruned, every table is left dense: {_listed(reasons)}."
+    checks.refuse({turned: refused, dense: len(reasons) == len(located)})
     return reasons
 
 
@@ -441,17 +440,14 @@ def budget_levels(
     total = sum(map(_dense_bytes, located))
     dense = total - sum(_dense_bytes(table.data) for table in pruned)
     room = budget if isinstance(budget, int) else round(budget * total)
-    if room >= total:
-        raise ValueError(
-            f"Invalid budget of {room} bytes: all tables take {total}, so that nothing would be"
-            " removed."
-        )
     least = dense + sum(t.served_bytes(t.most_removed) for t in pruned)
-    if room < least:
-        raise ValueError(
-            f"Invalid budget of {room} bytes: {least} are the least. Tables that are left dense"
-            f" take {dense} of them, and of each other table its floor or one block stays."
-        )
+    most = f"all tables take {total}, so that nothing would be removed."
+    few = (
+        f"{least} are the least. Tables that are left dense take {dense} of them, and of each other"
+        " table its floor or one block stays."
+    )
+    of = f"Invalid budget of {room} bytes"
+    checks.refuse({f"{of}: {most}": room >= total, f"{of}: {few}": room < least})
 
     def fits(step: int) -> bool:
         return dense + sum(t.served_bytes(t.removed_at(step, together)) for t in pruned) <= room
@@ -486,17 +482,19 @@ class _PrunedTable:
     group: int
 
     def __post_init__(self) -> None:
-        name, shape, block = self.data.name, self.data.shape, self.block
-        if shape[0] % block[0] or shape[1] % block[1]:
-            raise ValueError(
-                f"Table {name!r}: a budget needs blocks that divide {shape}; {block} do not."
-            )
+        shape, block = self.data.shape, self.block
+        divide = f"blocks that divide {shape}; {block} do not."
         # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
-        if block[1] < shape[1] and not self.group:
-            raise ValueError(
-                f"Table {name!r}: a budget needs whole rows, or columns that are rotated; blocks"
-                f" of {block} are served as zeros, and save no bytes. Give a level instead."
-            )
+        save = (
+            f"whole rows, or columns that are rotated; blocks of {block} are served as zeros, and"
+            " save no bytes. Give a level instead."
+        )
+        rules = {
+            divide: shape[0] % block[0] or shape[1] % block[1],
+            save: block[1] < shape[1] and not self.group,
+        }
+        needs = f"Table {self.data.name!r}: a budget needs"
+        checks.refuse({f"{needs} {text}": holds for text, holds in rules.items()})
 
     @cached_property
     def blocks(self) -> int:

@@ -14,6 +14,7 @@ Below it is the state of a whole training, which has the guard's.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.ready import (
     CurveDataScheduler,
     LambdaDataScheduler,
@@ -105,7 +106,8 @@ class Guard:
         self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, asks_first: bool
     ) -> None:
         self._sparsifier, self._scheduler = sparsifier, scheduler
-        self._last = LastUpdate()
+        # On one rank: all ranks have one schedule.
+        self._warns = asks_first and rank_in(world_ranks()) == 0
         self.put(GuardState(active=asks_first, waiting=asks_first))
 
     def put(self, state: GuardState) -> None:
@@ -128,6 +130,14 @@ class Guard:
         state, sparsifier = self.state, self._sparsifier
         if not state.active:
             return
+        if self._warns and state.mode is None and state.owed and sparsifier.enable_mask_update:
+            self._warns = False
+            warnings.warn(
+                'level="auto" has pruned nothing so far: no mask update happens before the first'
+                " validation. Call guard(metric) with the metric of each.",
+                UserWarning,
+                stacklevel=4,
+            )
         due = sparsifier.enable_mask_update or state.owed
         state.owed = due and state.waiting
         sparsifier.enable_mask_update = due and not state.waiting
@@ -155,7 +165,7 @@ class Guard:
             metric = metric.item()
         value = checks.number("metric", metric)
         state, masks, scored = self.state, self._sparsifier.masks, self._sparsifier
-        rules = {
+        rules: dict[str, object] = {
             f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in MODES,
             f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
             not in (None, mode),
@@ -170,8 +180,7 @@ class Guard:
             " metric is the reference, and nothing was kept of earlier updates. Validate before"
             " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
         }
-        for rule in filter(rules.get, rules):
-            raise ValueError(rule)
+        checks.refuse(rules)
         self._last.check(masks.tables.locate())
         return float(value)
 
@@ -315,18 +324,20 @@ def _parsed(
         raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
     kind = f"The state of the {type(scheduler).__name__}"
     _check_keys(kind, schedule, set(scheduler.state_dict()))
-    if (param := schedule["schedule_param"]) != scheduler.schedule_param:
-        raise ValueError(
-            f"Invalid state: its schedule is one of {param!r}, not of the sparsity level."
-        )
     score = checks.choice("score", parts["score"], SCORES)
-    # Counting is attached at construction: a state can't switch it on.
-    if (score == "frequency") != sparsifier.counts_lookups:
-        raise ValueError(f"The state is scored by {score!r}: pass score={score!r} to sparsify().")
-    if not isinstance(floors, dict):
-        raise ValueError(
-            f"Invalid floors={floors!r} in the state: must be numbers in [0, 1] by table."
-        )
+    param = schedule["schedule_param"]
+    rules = {
+        f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
+        != scheduler.schedule_param,
+        # Counting is attached at construction: a state can't switch it on.
+        f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
+            (score == "frequency") != sparsifier.counts_lookups
+        ),
+        f"Invalid floors={floors!r} in the state: must be numbers in [0, 1] by table.": (
+            not isinstance(floors, dict)
+        ),
+    }
+    checks.refuse(rules)
     if lost := sorted(set(floors) - set(sparsifier.data_groups)):
         raise ValueError(f"Invalid floors in the state: the tables {lost} are not registered.")
     settings = {

@@ -306,8 +306,10 @@ class SparseTraining:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._detached() and error is None:
-            self.warn_of_early_end()
+        if error is None:
+            self.detach()
+        else:
+            self._detached()
 
     def __repr__(self) -> str:
         parts = [
