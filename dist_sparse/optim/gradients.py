@@ -135,7 +135,10 @@ def update_weights(
     if all(parameter.grad is None for parameter in parameters):
         return 0.0, False
     try:
-        _coalesce_sparse(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                # Unique entries, so that they have a norm.
+                parameter.grad = parameter.grad.coalesce()
         # The scale is divided out before the norm, which is compared with grad_clip.
         scaler.unscale_(optimizer)
         norm = gradient_norm(parameters, norm_type)
@@ -153,13 +156,6 @@ def update_weights(
     finally:
         optimizer.zero_grad()
     return float(norm), finite
-
-
-def _coalesce_sparse(parameters: Sequence[nn.Parameter]) -> None:
-    """Make the entries of sparse gradients unique, so that they have a norm."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
 
 
 def _back_off(scaler: torch.amp.GradScaler) -> None:

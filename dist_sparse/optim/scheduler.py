@@ -40,8 +40,6 @@ from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
-Clock = Callable[[list[str]], AbstractContextManager[Any]]
-
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
 """The OptimSchedulers of each model by id, in the order of construction, the same on every rank."""
 
@@ -126,12 +124,6 @@ class OptimScheduler(abc.ABC):
         self.accum_grad = _interval("accum_grad", accum_grad)
         if not isinstance(optim_loss, str | None):
             raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None.")
-        if amp_dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
-        if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
-            raise ValueError(
-                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
-            )
         self.model, self.distributed = model, distributed
         self.optim_loss, self.use_amp = optim_loss, use_amp
         self._loss_name = optim_loss or "loss"
@@ -148,10 +140,8 @@ class OptimScheduler(abc.ABC):
         scaled = self._autocast == torch.float16
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
-        self._refuse_missing_averaging()
+        self._refuse_unfit(amp_dtype)
         self._owned = parameters_of(self._wiring, self.updated_modules)
-        if self._wiring.fused:
-            self._refuse_for_fused(scaled)
         self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
         # One that is disabled leaves losses and gradients as they are, and always steps.
@@ -207,7 +197,7 @@ class OptimScheduler(abc.ABC):
     def step(
         self,
         losses: Mapping[str, Tensor],
-        time_func: Clock | None,
+        time_func: Callable[[list[str]], AbstractContextManager[Any]] | None,
         optim_name: str,
         step_num: int,
         epoch_num: int,
@@ -317,26 +307,30 @@ class OptimScheduler(abc.ABC):
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _refuse_missing_averaging(self) -> None:
-        """Raise a ValueError if no module averages the gradients of a ``distributed`` model."""
+    def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
+        """Raise a ValueError if arguments fit neither each other nor the model."""
+        scheduled = self.data_scheduler and self.data_scheduler.data_sparsifier
         # A single process without micro-steps has no averaging to run or to delay.
-        matters = world_ranks() is not None or self.accum_grad > 1
-        if self.distributed and matters and not self._wiring.replicating:
-            raise ValueError(
-                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients "
-                "over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
-            )
-
-    def _refuse_for_fused(self, scaled: bool) -> None:
-        """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
-        to be scaled or accumulated."""
+        averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
+        # No rank ever holds the gradients of fused tables.
+        fused, scaled = self._wiring.fused, self._autocast == torch.float16
         why = (
             "the model has fused tables, which are updated inside every backward, before gradients"
             " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
         )
         rules = {
-            f"Invalid use_amp=True with float16: {why}": scaled,
-            f"Invalid accum_grad={self.accum_grad}: {why}": self.accum_grad > 1,
+            f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (
+                amp_dtype not in (torch.float16, torch.bfloat16)
+            ),
+            "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
+                scheduled is not None and scheduled is not self.data_sparsifier
+            ),
+            f"Invalid distributed=True: {type(self.model).__name__} does not average gradients over"
+            " ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (
+                averages and not self._wiring.replicating
+            ),
+            f"Invalid use_amp=True with float16: {why}": fused and scaled,
+            f"Invalid accum_grad={self.accum_grad}: {why}": fused and self.accum_grad > 1,
         }
         refuse(rules)
 
@@ -351,16 +345,16 @@ class OptimScheduler(abc.ABC):
             peer._drop_gradients()
 
     def _refuse_beside(self, peer: OptimScheduler) -> None:
-        for name, part in self._sparsity.items():
-            if part is getattr(peer, name):
-                raise ValueError(
-                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
-                )
-        if len({self._autocast, peer._autocast} - {None}) > 1:
-            raise ValueError(
-                f"Invalid amp_dtype={self._autocast}: another OptimScheduler "
-                f"of the model has {peer._autocast}, and they share its forward."
+        rules: dict[str, object] = {
+            f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
+            f" {peer._autocast}, and they share its forward.": (
+                len({self._autocast, peer._autocast} - {None}) > 1
             )
+        }
+        for name, part in self._sparsity.items():
+            text = f"Invalid {name}: another OptimScheduler of the model steps it at each update."
+            rules[text] = part is getattr(peer, name)
+        refuse(rules)
 
     def _real_step(self, step_num: int) -> int:
         """Return the number of the real step, from 1, to which a micro-step belongs."""

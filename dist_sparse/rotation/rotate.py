@@ -23,8 +23,6 @@ from dist_sparse.tables.shards import COL, ShardedData
 # `"table"`: each table by itself. Otherwise groups of names.
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
 
-Located = Mapping[str, ShardedData]
-
 
 def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     """Rotate tables before each mask update from now on, without changing the model's output.
@@ -198,7 +196,9 @@ def rotation_groups(
 
 
 def _refuse_unfit(
-    sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
+    sparsifier: BaseDataSparsifier,
+    located: Mapping[str, ShardedData],
+    groups: Sequence[Sequence[str]],
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
     for name in chain.from_iterable(groups):
@@ -289,34 +289,29 @@ def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) ->
         if module is None:
             continue
         # A processor holds the collection that holds the table.
-        refusals = _refusals(modules, module, modules.get(".".join(path[:-3])), data)
+        around = modules.get(".".join(path[:-3]))
+        processed = torchrec and around and torchrec.processes_features(around)
+        holders = _holders(modules, data)
+        refusals: dict[str, object] = {
+            f"{type(around).__name__} reads its collection without calling it": processed,
+            "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
+            "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
+            f"the modules {holders} share its weight": len(holders) > 1,
+        }
         if not turned:
-            refusals |= _refusals_to_meet_others(modules, module, data)
+            reader = _reader(modules, module)
+            refusals |= {
+                'its output is rotated back, as rotate="table" does, so that dot products do not'
+                " read its rows": _BASIS + data.name in modules[""]._buffers,
+                f"{reader} reads it, but only dot products may read tables that are rotated"
+                ' together; use rotate="table", which rotates outputs back': reader,
+            }
         where = f"Table {data.name!r} can't be rotated"
         refuse({f"{where}: {reason}.": holds for reason, holds in refusals.items()})
         return Lookup(modules[""], module, outputs)
     raise ValueError(
         f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
     )
-
-
-def _refusals(
-    modules: Mapping[str, nn.Module],
-    module: nn.Module,
-    around: nn.Module | None,
-    data: ShardedData,
-) -> dict[str, bool]:
-    """Return why the output of a table may not be a sum of its rows, or not the only reader of the
-    weight, and whether that is so."""
-    torchrec = torchrec_port()
-    processed = torchrec is not None and around is not None and torchrec.processes_features(around)
-    holders = _holders(modules, data)
-    return {
-        f"{type(around).__name__} reads its collection without calling it": processed,
-        "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
-        "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
-        f"the modules {holders} share its weight": len(holders) > 1,
-    }
 
 
 def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
@@ -331,20 +326,6 @@ def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
         if not places.isdisjoint(held):
             found.append(path or type(module).__name__)
     return found
-
-
-def _refusals_to_meet_others(
-    modules: Mapping[str, nn.Module], module: nn.Module, data: ShardedData
-) -> dict[str, bool]:
-    """Return which readers other than a dot product a table may have that is rotated together with
-    others, and whether it has them."""
-    reader = _reader(modules, module)
-    return {
-        'its output is rotated back, as rotate="table" does, so that dot products do not read its'
-        " rows": _BASIS + data.name in modules[""]._buffers,
-        f"{reader} reads it, but only dot products may read tables that are rotated together; use"
-        ' rotate="table", which rotates outputs back': bool(reader),
-    }
 
 
 def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:

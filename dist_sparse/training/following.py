@@ -1,85 +1,22 @@
-"""Hooks on optimizer steps and forwards: ``auto_step``, and a training loop that trains other
-tables than were sparsified."""
+"""What a training follows: innermost optimizers, unsharded collections, and replicas that nothing
+keeps equal."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines, leaves
 from dist_sparse.groups import Replica, cut, group_over, ranks_text, world_ranks
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
-
-
-class Following:
-    """Follows the steps of the last optimizer, and the forwards of unsharded collections, until
-    :meth:`stop`.
-
-    Args:
-        modules: of the model whose tables are registered, by path.
-        names: of the registered tables.
-        optimizers: of the model.
-        step: the training's step, called after each step of the last optimizer if ``auto_step``.
-
-    Raises:
-        ValueError: ``auto_step`` without an optimizer.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        names: Iterable[str],
-        optimizers: Sequence[Any],
-        step: Callable[[], None],
-        auto_step: bool,
-    ) -> None:
-        self._handles: list[RemovableHandle] = []
-        if auto_step:
-            followed = [*chain.from_iterable(map(steppers, optimizers))]
-            if not followed:
-                raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
-            # It refers to the training, which so lives as long as the optimizer even if the caller
-            # drops it.
-            hook = Hook(lambda *_: step())
-            self._handles.append(followed[-1].register_step_post_hook(hook))
-        # One forward of any of them shows that this model trains.
-        self._unseen = dict(_unsharded_collections(modules, names))
-        for module in self._unseen.values():
-            self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
-
-    def stepped(self) -> None:
-        """Note that the training's step() is called.
-
-        Raises:
-            RuntimeError: no forward has used the tables.
-        """
-        # DistributedModelParallel and deepcopy leave the registered modules without forwards.
-        if self._unseen:
-            raise RuntimeError(
-                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"
-                " model was wrapped or copied afterwards, so that other tables train. Call"
-                " sparsify() on the DistributedModelParallel."
-            )
-
-    def stop(self) -> None:
-        """Stop following."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._unseen = [], {}
-
-    def _seen(self, *_: Any) -> None:
-        self._unseen = {}
 
 
 def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -93,7 +30,7 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield optimizer
 
 
-def _unsharded_collections(
+def unsharded_collections(
     modules: Mapping[str, nn.Module], names: Iterable[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield TorchRec's unsharded collections of registered tables, by path.
@@ -107,9 +44,8 @@ def _unsharded_collections(
     registered = {name.rpartition("/")[2] for name in names}
     for path, module in modules.items():
         collection = torchrec.collection(module)
-        if collection is None or collection.is_sharded:
-            continue
-        if any(table.name in registered for table in collection.tables):
+        tables = [] if collection is None or collection.is_sharded else collection.tables
+        if not registered.isdisjoint(table.name for table in tables):
             yield path or type(module).__name__, module
 
 
@@ -196,7 +132,6 @@ class Unwrapped:
             f"The tables {shown} are in no DistributedDataParallel and no DistributedModelParallel,"
             f" in a world of {self._world.size} ranks. {rule} To train replicas, wrap the model and"
             " call sparsify() on the wrapper, not on the module inside it.",
-            UserWarning,
             stacklevel=4,
         )
 

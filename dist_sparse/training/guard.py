@@ -135,7 +135,6 @@ class Guard:
             warnings.warn(
                 'level="auto" has pruned nothing so far: no mask update happens before the first'
                 " validation. Call guard(metric) with the metric of each.",
-                UserWarning,
                 stacklevel=4,
             )
         due = sparsifier.enable_mask_update or state.owed

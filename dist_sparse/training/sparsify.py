@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
+from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
@@ -43,7 +45,7 @@ from dist_sparse.training.arguments import (
     final_levels,
     left_dense,
 )
-from dist_sparse.training.following import Following, Unwrapped
+from dist_sparse.training.following import Unwrapped, steppers, unsharded_collections
 from dist_sparse.training.guard import Guard, Mode, prepare_load, save
 
 
@@ -103,7 +105,9 @@ class SparseTraining:
         self._guard = Guard(sparsifier, scheduler, asks_first)
         # Set by _attach() and _watch_unwrapped(), which sparsify() calls in order.
         self._auto_step = False
-        self._following: Following | None = None
+        self._attached = False
+        self._handles: list[RemovableHandle] = []
+        self._unseen: dict[str, nn.Module] = {}
         self._unwrapped: Unwrapped | None = None
         self._world_rank = rank_in(world_ranks())
         # Once, on one rank: all ranks have one schedule.
@@ -203,7 +207,7 @@ class SparseTraining:
             0.5
             >>> sparse.detach()
         """
-        if self._following is None:
+        if not self._attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
         with group_over(world_ranks()).agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
@@ -218,7 +222,6 @@ class SparseTraining:
                 f"The metric fell after the mask update at step {undone}, which can't be undone:"
                 " weights or a state from before its validation were loaded. The level stays; no"
                 " update follows. Save states after guard().",
-                UserWarning,
                 stacklevel=2,
             )
         self.validations.append(
@@ -291,7 +294,6 @@ class SparseTraining:
                 " masks freeze then. Load its masks alone, by"
                 " sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for"
                 " good.",
-                UserWarning,
                 stacklevel=2,
             )
 
@@ -343,19 +345,34 @@ class SparseTraining:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
         collections."""
         self.enforcer.attach_to(walked, optimizers)
-        self._auto_step = auto_step
+        self._attached, self._auto_step = True, auto_step
+        followed = [*chain.from_iterable(map(steppers, optimizers))]
+        if auto_step and not followed:
+            raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
+        if auto_step:
+            # It refers to this object, which so lives as long as the optimizer even if the caller
+            # drops it.
+            hook = Hook(lambda *_: self._step())
+            self._handles.append(followed[-1].register_step_post_hook(hook))
         (modules,) = walked.modules.values()
-        self._following = Following(
-            modules, self.sparsifier.data_groups, optimizers, self._step, auto_step
-        )
+        unseen = self._unseen = dict(unsharded_collections(modules, self.sparsifier.data_groups))
+        for module in unseen.values():
+            # One forward of any of them shows that this model trains.
+            seen = Hook(lambda *_: unseen.clear())
+            self._handles.append(module.register_forward_pre_hook(seen))
 
     def _watch_unwrapped(self, walked: Walked) -> None:
         """Compare replicas that nothing keeps equal. Collective over the world if there are any."""
         self._unwrapped = Unwrapped(self.sparsifier, walked.located)
 
     def _step(self) -> None:
-        if self._following is not None:
-            self._following.stepped()
+        # DistributedModelParallel and deepcopy leave the registered modules without forwards.
+        if self._unseen:
+            raise RuntimeError(
+                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"
+                " model was wrapped or copied afterwards, so that other tables train. Call"
+                " sparsify() on the DistributedModelParallel."
+            )
         self._guard.before_step()
         # The flag is the schedule's: true if the next sparsifier.step() updates masks.
         if self._unwrapped is not None and self.sparsifier.enable_mask_update:
@@ -366,12 +383,13 @@ class SparseTraining:
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
-        if self._following is None:
-            return False
-        self._following.stop()
-        self._following = None
-        self.enforcer.detach()
-        return True
+        attached, self._attached = self._attached, False
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._unseen = [], {}
+        if attached:
+            self.enforcer.detach()
+        return attached
 
     def warn_of_early_end(self) -> None:
         """Warn, once, if the last mask update of the schedule has not happened. Local."""
@@ -380,7 +398,6 @@ class SparseTraining:
             warnings.warn(
                 f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule,"
                 f" before end={self.scheduler.end}: the final level has not been reached.",
-                UserWarning,
                 stacklevel=3,
             )
 
@@ -583,7 +600,6 @@ def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
         warnings.warn(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
-            UserWarning,
             stacklevel=3,
         )
 
