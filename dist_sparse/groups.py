@@ -165,8 +165,7 @@ def rank_in(ranks: tuple[int, ...] | None) -> int:
 
 def _bound_device() -> torch.device | None:
     """Return the ``device_id`` that the world was initialized with, if any."""
-    world = dist.group.WORLD if dist.is_available() else None
-    return getattr(world, "bound_device_id", None)
+    return getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_available() else None
 
 
 class Group:

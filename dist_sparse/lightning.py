@@ -49,9 +49,6 @@ __all__ = ["SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
 
-_SELECTING: Final = ("include", "exclude", "dense")
-"""Arguments that select tables."""
-
 _REFUSED: Final = {
     "FSDPStrategy": "it flattens or splits parameters on its own",
     "ModelParallelStrategy": "it splits parameters into DTensors on its own",
@@ -134,7 +131,8 @@ class SparsifyCallback(Callback):
     def state_key(self) -> str:
         """Key of the state in checkpoints: callbacks for different tables of one model have their
         own."""
-        chosen = {key: self._plan[key] for key in _SELECTING if self._plan.get(key) is not None}
+        selecting = {key: self._plan.get(key) for key in ("include", "exclude", "dense")}
+        chosen = {key: value for key, value in selecting.items() if value is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

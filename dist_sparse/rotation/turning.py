@@ -34,20 +34,20 @@ def gram_matrices(
             much, and 1 more, so that a table without lookups has a matrix too. None weighs all
             alike.
     """
-    found = [torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64) for data in tables]
-    for data, gram in zip(tables, found, strict=True):
+    found = {}
+    for data in tables:
+        gram = found[data.name] = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
         # Each row is read by one rank: the owner of its first element.
-        firsts = [
-            filter(lambda rect: rect.col == 0, data.owned(rank)) for rank in range(group.size)
-        ]
-        readers = [[*map(_rows_of, rects)] for rects in firsts]
+        readers = []
+        for rank in range(group.size):
+            readers.append([_rows_of(rect) for rect in data.owned(rank) if rect.col == 0])
         for span, rows in _whole_rows(data, group, readers):
             exact = weighted = rows.double()
             if lookups is not None:
                 weighted = exact * _weights(data, lookups[data.name], span)
             gram += (exact.T @ weighted).cpu()
-    _add_up_(found, group)
-    return {data.name: gram for data, gram in zip(tables, found, strict=True)}
+    _add_up_([*found.values()], group)
+    return found
 
 
 def share_(matrices: Sequence[Tensor], group: Group) -> None:

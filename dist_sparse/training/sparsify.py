@@ -148,9 +148,9 @@ class SparseTraining:
         """The tables of which this rank does not hold all rows and columns. Local."""
         partial = []
         for data in self._source.locate():
-            held = {shard.rect for shard in data.shards}
             # The source may hold tables that were left dense.
-            if data.name in self.sparsifier.data_groups and held != set(data.rects):
+            is_pruned = data.name in self.sparsifier.data_groups
+            if is_pruned and dict(data.shards).keys() != set(data.rects):
                 partial.append(data.name)
         return partial
 
@@ -314,8 +314,14 @@ class SparseTraining:
             self._detached()
 
     def __repr__(self) -> str:
+        step, end = self.scheduler.last_epoch, self.scheduler.end
+        of = f" of {end}"
+        if end is None:
+            of = ""
+        elif step > end:
+            of = f", schedule ended at {end}"
         parts = [
-            self._step_text(),
+            f"step {step}{of}",
             f"{self._level_text()}by {self.sparsifier.scored_by}",
             "over all tables" if self.sparsifier.scope == "global" else "",
             number_of(len(self.sparsifier.data_groups), "table"),
@@ -323,12 +329,6 @@ class SparseTraining:
             "attached" if self.enforcer.attached else "detached",
         ]
         return f"SparseTraining({', '.join(filter(None, parts))})"
-
-    def _step_text(self) -> str:
-        step, end = self.scheduler.last_epoch, self.scheduler.end
-        if end is None:
-            return f"step {step}"
-        return f"step {step} of {end}" if step <= end else f"step {step}, schedule ended at {end}"
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
