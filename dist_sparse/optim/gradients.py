@@ -219,20 +219,19 @@ def wiring_of(model: nn.Module) -> Wiring:
     # Wrappers (DDP, DMP, compile) are no part of paths.
     modules = modules_by_path(model)
     flat = any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
-    if flat or any(map(is_sharded, model.parameters())):
-        raise ValueError(
-            "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
-            " DistributedDataParallel or DistributedModelParallel."
-        )
+    has_shards = flat or any(map(is_sharded, model.parameters()))
     plans = map(_plan_of, modules.values())
     tables = [*chain.from_iterable(plan.items() for plan in plans)]
     # Data-parallel tables have a dense kernel, and are whole on every rank.
     placed = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
-    if unfused := [name for name, table in placed if table.compute_kernel == "dense"]:
-        raise ValueError(
-            f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers"
-            " no gradients of shards. Give them a fused optimizer, or make them data-parallel."
-        )
+    unfused = [name for name, table in placed if table.compute_kernel == "dense"]
+    rules = {
+        "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
+        " DistributedDataParallel or DistributedModelParallel.": has_shards,
+        f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers no"
+        " gradients of shards. Give them a fused optimizer, or make them data-parallel.": unfused,
+    }
+    refuse(rules)
     return Wiring(
         modules=modules,
         # A TorchRec kernel holds several tables in one tensor, which hooks split.
@@ -255,28 +254,26 @@ def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parame
         _refuse_paths(names, wiring.modules)
         root, where = nn.ModuleList(wiring.modules[name] for name in names), list(names)
     parameters = [p for p in root.parameters() if not steps_in_backward(p)]
-    if not parameters:
-        raise ValueError(
-            f"The modules {where} have no parameters, or only fused tables, which their own"
-            " optimizer updates inside the backward."
-        )
+    empty = (
+        f"The modules {where} have no parameters, or only fused tables, which their own optimizer"
+        " updates inside the backward."
+    )
+    refuse({empty: not parameters})
     return parameters
 
 
 def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     refused = f"Invalid updated_modules={list(names)}:"
     unknown = sorted(set(names) - (known.keys() - {""}))
-    if unknown or not names:
-        children = list(dict(known[""].named_children()))
-        raise ValueError(f"{refused} {unknown} are not modules; there are {children}.")
+    children = list(dict(known[""].named_children()))
+    no_modules = f"{refused} {unknown} are not modules; there are {children}."
+    refuse({no_modules: unknown or not names})
     for path in filter(lambda path: _plan_of(known[path]), known):
         # The model itself may be a collection: everything is inside "", so its prefix is empty.
         prefix = f"{path}.".lstrip(".")
-        if inside := [name for name in names if name.startswith(prefix)]:
-            raise ValueError(
-                f"{refused} {inside} are parts of a sharded collection, whose tables share"
-                f" kernels: name the collection, {path!r}."
-            )
+        inside = [name for name in names if name.startswith(prefix)]
+        kernels = "are parts of a sharded collection, whose tables share kernels"
+        refuse({f"{refused} {inside} {kernels}: name the collection, {path!r}.": inside})
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:

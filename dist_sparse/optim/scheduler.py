@@ -512,14 +512,14 @@ def _checked(
         ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
             reason.
     """
-    if missing := [name for name in ("optimizer", *sparsity) if name not in saved]:
-        raise ValueError(f"The state lacks {missing}; it has {sorted(saved)}.")
-    unknown = saved.keys() & {"data_sparsifier", "data_scheduler"} - sparsity.keys()
-    if unknown:
-        raise ValueError(
-            f"The state has {sorted(unknown, reverse=True)}, which this OptimScheduler was"
-            " constructed without."
-        )
+    missing = [name for name in ("optimizer", *sparsity) if name not in saved]
+    extra = {"data_sparsifier", "data_scheduler"} - sparsity.keys()
+    unknown = sorted(saved.keys() & extra, reverse=True)
+    rules: dict[str, object] = {
+        f"The state lacks {missing}; it has {sorted(saved)}.": missing,
+        f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
+    }
+    refuse(rules)
     # A load replaces the groups and the state of the copy; the original's are not touched.
     loaded = copy.copy(optimizer)
     loaded.load_state_dict(saved["optimizer"])

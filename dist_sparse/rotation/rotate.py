@@ -185,13 +185,15 @@ def rotation_groups(
     wrong = f"Invalid {argument}={rotate!r}:"
     groups = rotate if isinstance(rotate, (list, tuple)) else [()]
     # A lone name would be a group of letters.
-    if not all(isinstance(group, (list, tuple)) and group for group in groups):
-        raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
-    named = [*chain.from_iterable(groups)]
-    if unknown := [name for name in named if name not in known]:
-        raise ValueError(f"{wrong} {unknown} are none of the tables {known}.")
-    if len(set(named)) < len(named):
-        raise ValueError(f"{wrong} each name must be in one group only.")
+    fits = all(isinstance(group, (list, tuple)) and group for group in groups)
+    named = [*chain.from_iterable(groups)] if fits else []
+    unknown = [name for name in named if name not in known]
+    rules = {
+        f'{wrong} must be "table", or groups of names such as [["user", "item"]].': not fits,
+        f"{wrong} {unknown} are none of the tables {known}.": unknown,
+        f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
+    }
+    refuse(rules)
     return list(map(list, groups))
 
 

@@ -4,7 +4,7 @@ keeps equal."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dist_sparse.enforcer.optimizers import combines, leaves
-from dist_sparse.groups import Replica, cut, group_over, ranks_text, world_ranks
+from dist_sparse.groups import Group, Replica, cut, group_over, ranks_text, world_ranks
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import torchrec_port
@@ -57,83 +57,74 @@ def unsharded_collections(
 # of their own, which are never compared. Either way the first rank warns once.
 
 
-class Unwrapped:
-    """The registered tables that no DistributedDataParallel or DistributedModelParallel holds.
-
-    Makes nothing and sends nothing in a world of one, or if there is no such table. Otherwise its
-    construction is collective over the world.
+def replicas_of(located: Mapping[str, ShardedData]) -> list[str]:
+    """Return the registered tables that no DistributedDataParallel or DistributedModelParallel
+    holds, if they are equal on all ranks, by name; warn of them in either case. Collective over the
+    world if there are any, alike on all ranks, as ``add_model()`` has checked.
 
     Args:
-        sparsifier: registered alike on all ranks, as ``add_model()`` has checked.
-        located: its tables, as they are stored now.
+        located: the registered tables, as they are stored now.
     """
+    world = group_over(world_ranks())
+    names = [name for name, data in located.items() if data.ranks is None]
+    # One rank has no replicas, and does not communicate.
+    if world.size == 1 or not names:
+        return []
+    # Reported, not raised: ranks may train models of their own on purpose.
+    drifted = world.agree("sparsify()", {}, None, _hashes(world, names, located))
+    if world.rank == 0:
+        _warn(world, names, drifted)
+    return [] if drifted else names
 
-    def __init__(
-        self, sparsifier: ImportanceSparsifier, located: Mapping[str, ShardedData]
-    ) -> None:
-        self._sparsifier = sparsifier
-        self._world = group_over(world_ranks())
-        self._names: list[str] = []
-        # One rank has no replicas, and does not communicate.
-        if self._world.size == 1:
-            return
-        self._names = [name for name, data in located.items() if data.ranks is None]
-        if self._names:
-            # Reported, not raised: ranks may train models of their own on purpose.
-            drifted = self._world.agree("sparsify()", {}, None, self._replicas(located))
-            self._warn(drifted)
-            if drifted:
-                self._names = []
 
-    def compare(self) -> None:
-        """Compare the replicas of all ranks before a mask update. Collective over the world if
-        there are any.
+def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> None:
+    """Compare the replicas of all ranks before a mask update. Collective over the world.
 
-        Raises:
-            ValueError: weights or configurations differ; on every rank.
-        """
-        if not self._names:
-            return
-        with self._world.agreeing("step()") as facts:
-            # Replicas by now: a difference is an error.
-            facts.on_drift = _refuse
-            # Removed weights that a batch has written differ until they are masked.
-            self._sparsifier.masks.hooks.settle()
-            self._sparsifier.note(facts, [])
-            for name in self._names:
-                facts[f"the config of table {name!r}"] = self._sparsifier.data_groups.get(name)
-            facts.replicas |= self._replicas(self._sparsifier.masks.tables.locate())
+    Raises:
+        ValueError: weights or configurations differ; on every rank.
+    """
+    world = group_over(world_ranks())
+    with world.agreeing("step()") as facts:
+        # Replicas by now: a difference is an error.
+        facts.on_drift = _refuse
+        # Removed weights that a batch has written differ until they are masked.
+        sparsifier.masks.hooks.settle()
+        sparsifier.note(facts, [])
+        for name in names:
+            facts[f"the config of table {name!r}"] = sparsifier.data_groups.get(name)
+        facts.replicas |= _hashes(world, names, sparsifier.masks.tables.locate())
 
-    def _replicas(self, located: Mapping[str, ShardedData]) -> dict[str, Replica]:
-        """Hashes of the tables as if each rank held one replica of them. Local."""
-        ranks, size = self._world.ranks, self._world.size
-        # Tables may have been squashed since. Located alone, a table is in a world of one: every
-        # rank holds its one tile.
-        tables = [located[name] for name in self._names if name in located]
-        held = [replace(data, ranks=ranks, tiling=data.tiling * size) for data in tables]
-        return shared_weights(held, self._world.rank)
 
-    def _warn(self, drifted: Mapping[str, list[int]]) -> None:
-        if self._world.rank != 0:
-            return
-        if drifted:
-            place, ranks = next(iter(drifted.items()))
-            rule = (
-                f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
-                "each rank trains and prunes a model of its own, with masks of its own."
-            )
-        else:
-            rule = (
-                "They are equal on all ranks, so they are taken for replicas: mask updates raise an"
-                " error once they have drifted apart."
-            )
-        shown = cut(", ".join(self._names), 100)
-        warnings.warn(
-            f"The tables {shown} are in no DistributedDataParallel and no DistributedModelParallel,"
-            f" in a world of {self._world.size} ranks. {rule} To train replicas, wrap the model and"
-            " call sparsify() on the wrapper, not on the module inside it.",
-            stacklevel=4,
+def _hashes(
+    world: Group, names: Sequence[str], located: Mapping[str, ShardedData]
+) -> dict[str, Replica]:
+    """Hashes of tables as if each rank held one replica of them. Local."""
+    # Tables may have been squashed since. Located alone, a table is in a world of one: every rank
+    # holds its one tile.
+    tables = [located[name] for name in names if name in located]
+    held = [replace(data, ranks=world.ranks, tiling=data.tiling * world.size) for data in tables]
+    return shared_weights(held, world.rank)
+
+
+def _warn(world: Group, names: Sequence[str], drifted: Mapping[str, list[int]]) -> None:
+    if drifted:
+        place, ranks = next(iter(drifted.items()))
+        rule = (
+            f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
+            "each rank trains and prunes a model of its own, with masks of its own."
         )
+    else:
+        rule = (
+            "They are equal on all ranks, so they are taken for replicas: mask updates raise an"
+            " error once they have drifted apart."
+        )
+    shown = cut(", ".join(names), 100)
+    warnings.warn(
+        f"The tables {shown} are in no DistributedDataParallel and no DistributedModelParallel,"
+        f" in a world of {world.size} ranks. {rule} To train replicas, wrap the model and"
+        " call sparsify() on the wrapper, not on the module inside it.",
+        stacklevel=4,
+    )
 
 
 def _refuse(drifted: Mapping[str, list[int]]) -> None:

@@ -45,7 +45,12 @@ from dist_sparse.training.arguments import (
     final_levels,
     left_dense,
 )
-from dist_sparse.training.following import Unwrapped, steppers, unsharded_collections
+from dist_sparse.training.following import (
+    compare_replicas,
+    replicas_of,
+    steppers,
+    unsharded_collections,
+)
 from dist_sparse.training.guard import Guard, Mode, prepare_load, save
 
 
@@ -103,12 +108,12 @@ class SparseTraining:
         self.validations: list[GuardCheck] = []
         self._source = source
         self._guard = Guard(sparsifier, scheduler, asks_first)
-        # Set by _attach() and _watch_unwrapped(), which sparsify() calls in order.
+        # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
         self._attached = False
         self._handles: list[RemovableHandle] = []
         self._unseen: dict[str, nn.Module] = {}
-        self._unwrapped: Unwrapped | None = None
+        self._replicas: list[str] = []
         self._world_rank = rank_in(world_ranks())
         # Once, on one rank: all ranks have one schedule.
         self._warns = self._world_rank == 0
@@ -361,10 +366,6 @@ class SparseTraining:
             seen = Hook(lambda *_: unseen.clear())
             self._handles.append(module.register_forward_pre_hook(seen))
 
-    def _watch_unwrapped(self, walked: Walked) -> None:
-        """Compare replicas that nothing keeps equal. Collective over the world if there are any."""
-        self._unwrapped = Unwrapped(self.sparsifier, walked.located)
-
     def _step(self) -> None:
         # DistributedModelParallel and deepcopy leave the registered modules without forwards.
         if self._unseen:
@@ -375,8 +376,8 @@ class SparseTraining:
             )
         self._guard.before_step()
         # The flag is the schedule's: true if the next sparsifier.step() updates masks.
-        if self._unwrapped is not None and self.sparsifier.enable_mask_update:
-            self._unwrapped.compare()
+        if self._replicas and self.sparsifier.enable_mask_update:
+            compare_replicas(self.sparsifier, self._replicas)
         self.sparsifier.step()
         self._guard.after_step()
         self.scheduler.step()
@@ -585,7 +586,7 @@ def sparsify(
         if rotate is not None:
             # After attach(): rotations read which optimizers step the tables.
             rotate_tables(sparsifier, rotate)
-        training._watch_unwrapped(walked)
+        training._replicas = replicas_of(walked.located)
     except BaseException:
         training._detached()
         enforcer.detach()  # where the training was not attached yet
