@@ -499,14 +499,13 @@ def _balance(replicas: Mapping[str, Replica]) -> int:
 
 def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the keys that are not equal on all ranks, in the order of messages."""
-    known: list[str] = []
-    missing: list[str] = []
+    found: list[tuple[bool, str]] = []
     for key in sorted(set().union(*digests)):
         values = {each.get(key) for each in digests}
         if len(values) > 1:
-            # Some rank has not come to this fact yet: a consequence of something else.
-            (missing if None in values else known).append(key)
-    return known + missing
+            # Last the facts that some rank has not come to yet: a consequence of something else.
+            found.append((None in values, key))
+    return [key for _, key in sorted(found)]
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:

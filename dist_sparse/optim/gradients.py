@@ -298,7 +298,7 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             (``"torchrec.optim.RowWiseAdagrad"``), which is imported, or the class itself.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or it is LBFGS.
     """
     found: Any = query
     if isinstance(query, str):
@@ -307,6 +307,11 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except (ImportError, TypeError) as error:
             raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
+    closure = (
+        f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward several"
+        " times; here one backward runs, before the step."
+    )
+    refuse({closure: found is torch.optim.LBFGS})
     abstract = torch.optim.Optimizer
     if isinstance(found, type) and issubclass(found, abstract) and found is not abstract:
         return found

@@ -140,8 +140,8 @@ class OptimScheduler(abc.ABC):
         scaled = self._autocast == torch.float16
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
-        self._refuse_unfit(amp_dtype)
         self._owned = parameters_of(self._wiring, self.updated_modules)
+        self._refuse_unfit(amp_dtype)
         self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
         # One that is disabled leaves losses and gradients as they are, and always steps.

@@ -119,12 +119,6 @@ class Guard:
         """Return the state as JSON-able values; None of a guard that was never used."""
         return asdict(self.state) if self.state.active else None
 
-    @property
-    def best(self) -> float:
-        """The best metric that held, once there was a validation."""
-        assert self.state.best is not None
-        return self.state.best
-
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
         state, sparsifier = self.state, self._sparsifier

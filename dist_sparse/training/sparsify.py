@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
@@ -159,7 +159,7 @@ class SparseTraining:
                 partial.append(data.name)
         return partial
 
-    def guard(self, metric: float, tolerance: float = 0.001, mode: Mode = "max") -> bool:
+    def guard(self, metric: float | Tensor, tolerance: float = 0.001, mode: Mode = "max") -> bool:
         """Judge the last mask update by a validation: call it with the metric of each. Collective.
 
         The first call must come before the first mask update that removes weights: its metric is
@@ -180,7 +180,7 @@ class SparseTraining:
         ends.
 
         Args:
-            metric: a finite number, the same on every rank: reduce it first.
+            metric: a finite number or a tensor of one, the same on every rank: reduce it first.
             tolerance: the metric may be worse than the best one by so much, at least 0.
             mode: ``"max"`` if larger is better, ``"min"`` if smaller is; the same in all calls.
 
@@ -221,6 +221,8 @@ class SparseTraining:
             can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
             facts.update(guard=self._guard.saved(), can_undo=can_undo)
         holds = self._guard.judge(value, most, mode)
+        best = self._guard.state.best
+        assert best is not None, "judge() has set it"
         undone = self._guard.state.undone if undone_before is None else None
         if undone is not None and not can_undo and self._world_rank == 0:
             warnings.warn(
@@ -233,7 +235,7 @@ class SparseTraining:
             GuardCheck(
                 step=max(self.scheduler.last_epoch - 1, 0),
                 metric=value,
-                best=self._guard.best,
+                best=best,
                 holds=holds,
                 undone=undone,
                 # Collective; the ranks agree on what was undone.
@@ -449,7 +451,8 @@ def sparsify(
             up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
             with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
             that is looked up later comes back at the next mask update, at 0. ``"auto"`` raises the
-            level step by step until :meth:`SparseTraining.guard` undoes a step.
+            level step by step until :meth:`SparseTraining.guard` undoes a step; no mask update
+            happens before its first call.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them as text, ``"20%"``. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same

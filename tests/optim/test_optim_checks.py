@@ -78,6 +78,7 @@ def test_optimizers_of_other_packages() -> None:
         (3, "dotted path"),
         (None, "dotted path"),
         (nn.Linear, "dotted path"),
+        ("LBFGS", "needs a closure"),
     ],
 )
 def test_unknown_optimizers_are_refused(query: Any, said: str) -> None:
