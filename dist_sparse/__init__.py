@@ -34,6 +34,7 @@ Names are loaded when they are first used: ``import dist_sparse`` does not need 
 """
 
 from importlib import import_module
+from pkgutil import iter_modules
 
 _MODULE_OF = {
     "COL": "tables.shards",
@@ -63,12 +64,12 @@ _MOVED = {
     "BaseDataSparsifier": "sparsifiers.base",
     "ConstantDataScheduler": "schedulers.ready",
     "CosineDataScheduler": "schedulers.ready",
-    "ExponentDecayLr": "optim.schedules",
+    "ExponentDecayLr": "optim.scheduler",
     "ExponentialDataScheduler": "schedulers.ready",
     "FollowingTables": "slots.tables",
     "LambdaDataScheduler": "schedulers.ready",
     "LinearDataScheduler": "schedulers.ready",
-    "Noamlr": "optim.schedules",
+    "Noamlr": "optim.scheduler",
     "OneShotDataScheduler": "schedulers.ready",
     "OptimScheduler": "optim.scheduler",
     "ScoreSparsifier": "sparsifiers.score",
@@ -77,25 +78,7 @@ _MOVED = {
 """Names that can be imported from here, and are listed by their own modules. ``slots`` needs
 TorchRec."""
 
-_PACKAGES = (
-    "checkpoint",
-    "codes",
-    "compat",
-    "enforcer",
-    "extend",
-    "groups",
-    "lightning",
-    "masking",
-    "optim",
-    "planning",
-    "report",
-    "schedulers",
-    "compaction",
-    "serving",
-    "sparsifiers",
-    "tables",
-    "training",
-)
+_SUBMODULES = {module.name for module in iter_modules(__path__)}
 
 __all__ = sorted(_MODULE_OF)
 
@@ -103,11 +86,10 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> object:
     if name == "__version__":
         found: object = import_module("importlib.metadata").version("dist_sparse")
-    elif name in _PACKAGES:
-        found = import_module(f"{__name__}.{name}")
-    elif name in _MODULE_OF or name in _MOVED:
-        module = _MODULE_OF.get(name) or _MOVED[name]
+    elif module := _MODULE_OF.get(name) or _MOVED.get(name):
         found = getattr(import_module(f"{__name__}.{module}"), name)
+    elif name in _SUBMODULES:
+        found = import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
@@ -115,4 +97,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES, "__version__"])
+    return sorted([*__all__, *_SUBMODULES, "__version__"])

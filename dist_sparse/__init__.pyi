@@ -23,9 +23,9 @@ from dist_sparse.codes.quantize import quantize as quantize
 from dist_sparse.compaction.compact import compact as compact
 from dist_sparse.compaction.compact import expand as expand
 from dist_sparse.enforcer.enforcer import MaskEnforcer as MaskEnforcer
+from dist_sparse.optim.scheduler import ExponentDecayLr as ExponentDecayLr
+from dist_sparse.optim.scheduler import Noamlr as Noamlr
 from dist_sparse.optim.scheduler import OptimScheduler as OptimScheduler
-from dist_sparse.optim.schedules import ExponentDecayLr as ExponentDecayLr
-from dist_sparse.optim.schedules import Noamlr as Noamlr
 from dist_sparse.planning.frontier import frontier as frontier
 from dist_sparse.planning.plan import plan as plan
 from dist_sparse.records import TableStats as TableStats

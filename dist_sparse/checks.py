@@ -1,4 +1,5 @@
-"""Plain values: checks of arguments, one rule each, and JSON that ranks compare and states hold.
+"""Plain values: checks of arguments, one rule each, and JSON that ranks compare, states hold and
+files seal.
 
 NumPy scalars are accepted, bools are not numbers. Every error reads
 ``Invalid {name}={value!r}: must be ...``.
@@ -7,14 +8,16 @@ NumPy scalars are accepted, bools are not numbers. Every error reads
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import math
 import numbers
+import os
 import re
 import reprlib
+import zlib
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, Final
 
 Json = Any
@@ -42,9 +45,9 @@ def integer(
         ValueError: it is no integer (a bool or an integral float is none), or out of bounds.
     """
     found = _finite(value)
-    if isinstance(found, int) and least <= found <= most:
-        return found
-    raise _out_of_bounds(name, value, of, "an int", least, most)
+    if not isinstance(found, int):
+        found = math.nan
+    return int(_bounded(found, name, value, of, "an int", least, most))
 
 
 def number(
@@ -65,10 +68,7 @@ def number(
     Raises:
         ValueError: it is no real number, not finite as a float, or out of bounds.
     """
-    found = _finite(value)
-    if least <= found <= most:
-        return found
-    raise _out_of_bounds(name, value, of, "a finite number", least, most)
+    return _bounded(_finite(value), name, value, of, "a finite number", least, most)
 
 
 def level(name: str, value: object) -> float:
@@ -91,21 +91,9 @@ def scheduled_level(name: str, value: object) -> Any:
     Raises:
         ValueError: it is neither.
     """
-    if value == UNTOUCHED:
-        return UNTOUCHED
-    if not isinstance(value, str):
-        return level(name, value)
-    known = f"must be a number in [0, 1], or {UNTOUCHED!r}"
-    raise ValueError(f"Invalid {name}={value!r}: {known}.{_meant_by(value)}")
-
-
-def _meant_by(text: str) -> str:
-    """Return a question that has the level which ``text`` is close to; "" without one."""
-    number = re.fullmatch(r"(\d*\.?\d+) ?(%?)", text, re.ASCII)
-    if number is not None:
-        share = float(number[1]) / (100 if number[2] else 1)
-        return f" Did you mean {share:g}?" if share <= 1 else ""
-    return f" Did you mean {UNTOUCHED!r}?" if _close(text.lower(), [UNTOUCHED]) else ""
+    if isinstance(value, str):
+        return choice(name, value, [UNTOUCHED], " or a number in [0, 1]")
+    return level(name, value)
 
 
 def name_list(name: str, value: object) -> tuple[str, ...]:
@@ -139,10 +127,15 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
     text = value.lower() if isinstance(value, str) else ""
     if text in spelled:
         return spelled[text]
-    close = _close(text, spelled)
-    hint = f" Did you mean {spelled[close[0]]!r}?" if close else ""
+    hints = [f" Did you mean {spelled[each]!r}?" for each in get_close_matches(text, spelled, n=1)]
     listed = ", ".join(map(repr, spelled.values()))
-    raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{hint}")
+    raise ValueError(f"Invalid {name}={value!r}: must be one of {listed}{more}.{''.join(hints)}")
+
+
+def refuse(rules: Mapping[str, object]) -> None:
+    """Raise a ValueError with the first text whose value is true, if one is."""
+    for text in filter(rules.get, rules):
+        raise ValueError(text)
 
 
 def parse_block(text: str) -> tuple[int | str, int | str]:
@@ -170,10 +163,6 @@ def parse_block(text: str) -> tuple[int | str, int | str]:
     return "COL" if rows == "col" else int(rows), "ROW" if columns == "row" else int(columns)
 
 
-def _close(text: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(text, known, n=1)
-
-
 def _finite(value: object) -> float:
     """Return a real number as an int if it is one, else as a float; NaN, which is in no bounds, if
     it is no real number, or not finite as a float."""
@@ -185,14 +174,16 @@ def _finite(value: object) -> float:
     return math.nan
 
 
-def _out_of_bounds(
-    name: str, value: object, of: str | None, kind: str, least: float, most: float
-) -> ValueError:
+def _bounded(
+    found: float, name: str, value: object, of: str | None, kind: str, least: float, most: float
+) -> float:
+    if least <= found <= most:
+        return found
     table = "" if of is None else f" of {of!r}"
     bounds = "" if least == -math.inf else f" >= {least}"
     if most < math.inf:
         bounds = f" in [{least}, {most}]"
-    return ValueError(f"Invalid {name}={value!r}{table}: must be {kind}{bounds}.")
+    raise ValueError(f"Invalid {name}={value!r}{table}: must be {kind}{bounds}.")
 
 
 # JSON.
@@ -219,16 +210,15 @@ def encode(value: Json) -> bytes:
 
 
 def _text(value: Json) -> str:
+    def plain_or_name(other: Any) -> Json:
+        found = plain(other)
+        return f"<{type(other).__name__}>" if found is other else found
+
     try:
-        return json.dumps(value, default=_plain_or_name, sort_keys=True)
+        return json.dumps(value, default=plain_or_name, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         # Keys of several types, a container that holds itself, an int of 5,000 digits.
         return json.dumps(f"<{type(value).__name__}>")
-
-
-def _plain_or_name(value: Any) -> Json:
-    found = plain(value)
-    return f"<{type(value).__name__}>" if found is value else found
 
 
 def digest(value: Json) -> int:
@@ -275,3 +265,59 @@ def _with_tuples(value: Json) -> Json:
     if isinstance(value, dict):
         return {key: _with_tuples(item) for key, item in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+# Files that are whole or refused: JSON that holds its own CRC32, and folders brought to disk.
+
+# Around the last entry of a sealed text: the CRC32 of the text without that entry.
+_END: Final = "\n}"
+_CRC: Final = ',\n "crc32": "'
+_CLOSED: Final = f'"{_END}\n'
+
+
+def hex_of(crc: int) -> str:
+    """Return a checksum as files hold it: of a CRC32 8 hexadecimal digits."""
+    return f"{crc:08x}"
+
+
+def sealed(entries: Mapping[str, Any]) -> str:
+    """Return ``entries`` as JSON that ends with the CRC32 of the text without it.
+
+    Raises:
+        ValueError, TypeError: a value is none of JSON's.
+    """
+    text = json.dumps(entries, indent=1, allow_nan=False)
+    return f"{text.removesuffix(_END)}{_CRC}{hex_of(zlib.crc32(text.encode()))}{_CLOSED}"
+
+
+def unsealed(text: str, form: str, version: int) -> dict[str, Any]:
+    """Return what was passed to :func:`sealed`, in which ``format`` and ``version`` are the given
+    ones.
+
+    Raises:
+        ValueError: the text is not exactly that.
+    """
+    body, _, crc = text.rpartition(_CRC)
+    if crc != f"{hex_of(zlib.crc32((body + _END).encode()))}{_CLOSED}":
+        raise ValueError("its CRC32 does not fit: it is damaged, was edited, or is another file")
+    try:
+        entries = json.loads(body + _END)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    found = entries.get("format") if isinstance(entries, dict) else None
+    if found != form:
+        raise ValueError(f"it does not say that its format is {form!r}, but {found!r}")
+    if entries.get("version") != version:
+        raise ValueError(
+            f"version {entries.get('version')!r} is not {version}, the one that this release reads"
+        )
+    return dict(entries)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Bring the entries of a folder to disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

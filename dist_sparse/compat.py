@@ -1,5 +1,5 @@
 """SpeeChain's learning rates under their original names, for scripts that move from there."""
 
-from dist_sparse.optim.schedules import ExponentDecayLr, Noamlr
+from dist_sparse.optim.scheduler import ExponentDecayLr, Noamlr
 
 __all__ = ["ExponentDecayLr", "Noamlr"]

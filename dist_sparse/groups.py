@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, groupby
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,14 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse.checks import digest, encode, number
-from dist_sparse.facts import (
-    MOST_SHOWN,
-    cut,
-    explain_actions,
-    explain_errors,
-    explain_facts,
-    ranks_text,
-)
 
 # For users; what else is here, the package itself calls.
 __all__ = ["Traffic", "reset_traffic", "set_timeout", "traffic"]
@@ -171,8 +165,7 @@ def rank_in(ranks: tuple[int, ...] | None) -> int:
 
 def _bound_device() -> torch.device | None:
     """Return the ``device_id`` that the world was initialized with, if any."""
-    world = dist.group.WORLD if dist.is_available() else None
-    return getattr(world, "bound_device_id", None)
+    return getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_available() else None
 
 
 class Group:
@@ -340,7 +333,7 @@ class Group:
             return explain_actions(self.ranks, reports)
         differing = _differing([report["facts"] for report in reports])
         # The same on every rank, as all have the same reports.
-        shown = differing[:MOST_SHOWN]
+        shown = differing[:_MOST_SHOWN]
         values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
         return explain_facts(self.ranks, action, shown, values, len(differing))
 
@@ -506,14 +499,13 @@ def _balance(replicas: Mapping[str, Replica]) -> int:
 
 def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the keys that are not equal on all ranks, in the order of messages."""
-    known: list[str] = []
-    missing: list[str] = []
+    found: list[tuple[bool, str]] = []
     for key in sorted(set().union(*digests)):
         values = {each.get(key) for each in digests}
         if len(values) > 1:
-            # Some rank has not come to this fact yet: a consequence of something else.
-            (missing if None in values else known).append(key)
-    return known + missing
+            # Last the facts that some rank has not come to yet: a consequence of something else.
+            found.append((None in values, key))
+    return [key for _, key in sorted(found)]
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
@@ -528,3 +520,107 @@ def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict
             elif value != first.get(name):
                 drifted.setdefault(name, []).append(rank)
     return drifted
+
+
+# Messages about ranks that fail or differ. Their length does not grow with the number of ranks.
+
+
+# Faults in a message; the rest are counted.
+_MOST_SHOWN: Final = 3
+_LONGEST_ERROR: Final = 1000
+_LONGEST_VALUE: Final = 120
+
+
+def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
+    """Return which ranks failed, and how: equal errors of several ranks once."""
+    by_text = _ranks_by(ranks, [report["error"] for report in reports])
+    # Of ranks without an error.
+    by_text.pop(None, None)
+    # Several errors share the room of one.
+    room = _LONGEST_ERROR // min(len(by_text), 2)
+    texts = [*by_text.items()]
+    shown = [f"{ranks_text(at)}: {cut(text, room)}" for text, at in texts[:_MOST_SHOWN]]
+    if len(texts) > _MOST_SHOWN:
+        others = chain.from_iterable(at for _, at in texts[_MOST_SHOWN:])
+        shown.append(f"{ranks_text(sorted(others))}: other errors")
+    action = reports[0]["action"]
+    return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
+
+
+def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
+    """Return which ranks are about to do something else than the lowest one."""
+    (first, _), *others = _ranks_by(ranks, [report["action"] for report in reports]).items()
+    faults = []
+    for action, at in others[:_MOST_SHOWN]:
+        faults.append(f"{ranks_text(at)} at {action!r} while rank {ranks[0]} is at {first!r}")
+    return f"The ranks disagree at {first!r}, nothing was changed. " + "; ".join(faults)
+
+
+def explain_facts(
+    ranks: Sequence[int],
+    action: str,
+    keys: Sequence[str],
+    values: Sequence[Mapping[str, Json]],
+    count: int,
+) -> str:
+    """Return for each differing key both values, from where they differ, against the lowest rank's.
+
+    Args:
+        ranks: global ranks.
+        action: what they were about to do.
+        keys: the first of ``count`` keys that differ.
+        values: for each rank, its values of those keys that it has.
+    """
+    shown = []
+    for key in keys:
+        differences = [_difference(key, theirs, values[0]) for theirs in values]
+        (_, *others) = _ranks_by(ranks, differences).items()
+        for (path, other, mine), at in others:
+            shown.append(f"{path} is {other} on {ranks_text(at)} and {mine} on rank {ranks[0]}")
+    # A key may differ in two ways between ranks.
+    most = 2 * _MOST_SHOWN
+    if len(shown) > most or count > len(keys):
+        shown[most:] = ["..."]
+    return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown)
+
+
+def _ranks_by(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
+    """Return the ranks that have each value, in the order of the values."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
+    """Return the path to an entry of two mappings, or to the first one in it that differs, and both
+    texts, from shortly before the first difference."""
+    one, other = ours.get(key, "nothing"), theirs.get(key, "nothing")
+    if isinstance(one, dict) and isinstance(other, dict):
+        for inner in sorted({*one, *other}):
+            if str(one.get(inner)) != str(other.get(inner)):
+                path, first, second = _difference(inner, one, other)
+                return f"{key}: {path}", first, second
+    texts = [str(one), str(other)]
+    # Both are shown from the same place, where the beginning says nothing.
+    same = len(os.path.commonprefix(texts)) - 20  # noqa: RUF071  # of any texts
+    if same > 0 and max(map(len, texts)) > _LONGEST_VALUE:
+        texts = [f"...{text[same:]}" for text in texts]
+    return key, cut(texts[0], _LONGEST_VALUE + 3), cut(texts[1], _LONGEST_VALUE + 3)
+
+
+def cut(text: str, longest: int = _LONGEST_ERROR) -> str:
+    """Return the beginning of ``text``."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-3, 7``, cut after a few."""
+    texts = []
+    # Ranks that follow each other have one distance from their places.
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        first, *_, last = [rank for _, rank in run] * 2
+        texts.append(f"{first}-{last}" if first < last else str(first))
+    if len(texts) > 8:
+        texts = [*texts[:8], f"... ({len(ranks)} in all)"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

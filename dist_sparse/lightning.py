@@ -11,7 +11,6 @@ the same code under two names, and a Trainer of the one refuses callbacks of the
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import logging
@@ -23,7 +22,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer.hooks import Hook
-from dist_sparse.rotation.outputs import expect_bases
+from dist_sparse.rotation.rotate import expect_bases
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.training.arguments import SparsifyArgs
 from dist_sparse.training.sparsify import SparseTraining, sparsify
@@ -51,9 +50,6 @@ else:
 __all__ = ["SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
-
-_SELECTING: Final = ("include", "exclude", "dense")
-"""Arguments that select tables."""
 
 _REFUSED: Final = {
     "FSDPStrategy": "it flattens or splits parameters on its own",
@@ -125,8 +121,7 @@ class SparsifyCallback(Callback):
         bound.apply_defaults()
         self._plan: dict[str, Any] = {**plan}
         # Invalid arguments are refused here, before anything is loaded or trained.
-        names = [field.name for field in dataclasses.fields(SparsifyArgs) if field.init]
-        SparsifyArgs(**{name: bound.arguments[name] for name in names})
+        SparsifyArgs(**bound.kwargs)
         self.training: SparseTraining | None = None
         self._logs = log
         self._hooks: list[RemovableHandle] = []
@@ -138,7 +133,8 @@ class SparsifyCallback(Callback):
     def state_key(self) -> str:
         """Key of the state in checkpoints: callbacks for different tables of one model have their
         own."""
-        chosen = {key: self._plan[key] for key in _SELECTING if self._plan.get(key) is not None}
+        selecting = {key: self._plan.get(key) for key in ("include", "exclude", "dense")}
+        chosen = {key: value for key, value in selecting.items() if value is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -291,7 +287,7 @@ class SparsifyCallback(Callback):
 def _refuse(trainer: Any, pl_module: Any) -> None:
     strategy = type(trainer.strategy)
     # By name: importing them would need their packages.
-    for name in [kind.__name__ for kind in strategy.__mro__ if kind.__name__ in _REFUSED]:
+    for name in _REFUSED.keys() & {kind.__name__ for kind in strategy.__mro__}:
         raise ValueError(
             f"Invalid strategy {strategy.__name__}: SparsifyCallback does not support it, because"
             f' {_REFUSED[name]}. Use a single device or "ddp".'

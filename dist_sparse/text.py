@@ -8,10 +8,13 @@ are in powers of 1024. Names come from models and logs: control characters in th
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Final
 
@@ -69,13 +72,13 @@ def table_lines(
     """
     cells = [list(map(printable, row)) for row in (*rows, *([total] if total else []))]
     columns = [*zip(head, *cells, strict=True)]
-    room = _terminal()
-    parts = [_Part(columns, range(len(columns)), right, room)]
-    if parts[0].width > room:
-        parts = [_Part(columns, [0], right, room), *_indented(columns, right, room - 2)]
-    blocks = [_stacked(parts, place) for place in range(1 + len(cells))]
-    rule = "  ".join("-" * width for width in parts[0].widths)
-    if len(parts) > 1:
+    first, *others = _parts(columns, right, _terminal())
+    blocks = []
+    for place in range(1 + len(cells)):
+        below = chain(*(part.lines(place) for part in others))
+        blocks.append([*first.lines(place), *(f"  {line}" for line in below)])
+    rule = "  ".join("-" * width for width in first.widths)
+    if others:
         rule = "-" * max(map(len, chain(*blocks)))
     blocks.insert(1, [rule])
     if total:
@@ -101,7 +104,7 @@ class _Part:
         room: int,
     ) -> None:
         self.columns = [columns[place] for place in places]
-        self.right = [place in right for place in places]
+        self.sides = [">" if place in right else "<" for place in places]
         self.widths = [max(map(len, column)) for column in self.columns]
         # The first column names its row, and numbers have a blank before their unit.
         whole = [place == 0 or place in right for place in places]
@@ -118,16 +121,13 @@ class _Part:
         """Return the lines of one row; row 0 is the head."""
         cells = []
         for column, width in zip(self.columns, self.widths, strict=True):
-            cell = column[row]
-            fits = len(cell) <= width
-            cells.append([cell] if fits else textwrap.wrap(cell, width, break_on_hyphens=False))
-        return [self._line(line) for line in zip_longest(*cells, fillvalue="")]
-
-    def _line(self, cells: Sequence[str]) -> str:
-        padded = []
-        for cell, width, right in zip(cells, self.widths, self.right, strict=True):
-            padded.append(cell.rjust(width) if right else cell.ljust(width))
-        return "  ".join(padded).rstrip()
+            # A cell that fits is not wrapped: that would collapse its blanks.
+            lines = [column[row]]
+            if len(column[row]) > width:
+                lines = textwrap.wrap(column[row], width, break_on_hyphens=False)
+            cells.append(lines)
+        form = "  ".join(map("{{:{}{}}}".format, self.sides, self.widths))
+        return [form.format(*line).rstrip() for line in zip_longest(*cells, fillvalue="")]
 
 
 def _narrowest(column: Sequence[str], whole: bool) -> int:
@@ -139,26 +139,22 @@ def _narrowest(column: Sequence[str], whole: bool) -> int:
     return max(map(len, words), default=0)
 
 
-def _indented(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[_Part]:
-    """Return all columns but the first in parts that fit, each as large as possible."""
-    parts: list[_Part] = []
-    places: list[int] = []
-    for place in range(1, len(columns)):
-        places.append(place)
-        part = _Part(columns, places, right, room)
-        if part.width > room and len(places) > 1:
-            places = [place]
-            part = _Part(columns, places, right, room)
-        parts[len(parts) - (len(places) > 1) :] = [part]
-    return parts
-
-
-def _stacked(parts: Sequence[_Part], row: int) -> list[str]:
-    first, *others = parts
-    lines = first.lines(row)
-    for part in others:
-        lines += [f"  {line}" for line in part.lines(row)]
-    return lines
+def _parts(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[_Part]:
+    """Return all columns in one part if it fits; otherwise the first alone, and the others,
+    indented, in parts that are each as large as possible."""
+    whole = _Part(columns, range(len(columns)), right, room)
+    if whole.width <= room:
+        return [whole]
+    groups: list[list[int]] = [[1]]
+    for place in range(2, len(columns)):
+        if _Part(columns, [*groups[-1], place], right, room - 2).width <= room - 2:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return [
+        _Part(columns, [0], right, room),
+        *(_Part(columns, places, right, room - 2) for places in groups),
+    ]
 
 
 def _terminal() -> int:
@@ -255,3 +251,24 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# Progress of long work, for people who watch it.
+
+
+Bar = Callable[[float], object]
+"""Counts what is done."""
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str, *, shown: bool) -> Iterator[Bar]:
+    """Yield a function that counts what is done on a bar of tqdm's: on a terminal alone, and if
+    tqdm is installed."""
+    if importlib.util.find_spec("tqdm") is None:
+        yield lambda done: None
+        return
+    # To tqdm, None means: on a terminal alone.
+    hidden = None if shown else True
+    bars = importlib.import_module("tqdm")
+    with bars.tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, disable=hidden) as bar:
+        yield bar.update

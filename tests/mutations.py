@@ -100,7 +100,7 @@ MUTATIONS = [
     # -- optim
     # -----------------------------------------------------------------------------------------------------------
     M("optim/gradients.py", "(norm + 1e-6), max=1.0)", "(norm + 1e-6))", "tests/optim/test_optim_gradients.py"),
-    M("optim/schedules.py", "self.init_lr * min(real_step", "self.init_lr * max(real_step", "tests/conformance/test_optim_scheduler.py tests/optim"),
+    M("optim/scheduler.py", "self.init_lr * min(real_step", "self.init_lr * max(real_step", "tests/conformance/test_optim_scheduler.py tests/optim"),
     M("optim/gradients.py", "scaler.get_scale() * scaler.get_backoff_factor()", "scaler.get_scale()", "tests/dist/test_optim_scheduler.py -k finite"),
     M("optim/gradients.py", "None if p.grad is None else p.grad.clone() for p in parameters", "p.grad for p in parameters", "tests/optim/test_optim_peers.py"),
     M("optim/gradients.py", "        for parameter, grad in kept.items():\n            parameter.grad = grad\n", "        pass\n", "tests/optim/test_optim_peers.py tests/dist/test_optim_scheduler.py -k foreign"),
@@ -108,14 +108,14 @@ MUTATIONS = [
     M("optim/gradients.py", "scale = min(roots)", "scale = max(roots)", "tests/optim/test_optim_peers.py -k overruled"),
     M("optim/gradients.py", "torch.zeros_like(parameter) if unused else None", "None", "tests/dist/test_optim_scheduler.py -k unused"),
     M("optim/scheduler.py", "if not any(peer._overlaps(known) for known in sharing):", "if peer is not self:", "tests/optim"),
-    M("optim/scheduler.py", "if any(peer._accumulated for peer in others):", "if False:", "tests/optim/test_optim_peers.py -k common"),
+    M("optim/scheduler.py", "if any(peer._accumulated for peer in self._overlapping() if peer is not self):", "if False:", "tests/optim/test_optim_peers.py -k common"),
     M("optim/gradients.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
     # -- training
     # --------------------------------------------------------------------------------------------------------
-    M("training/loading.py", "            _check_steps(levels, saved, scheduler)\n", "", "tests/training"),
-    M("training/loading.py", "            _check_next_updates(sparsifier, levels, saved.schedule.get(\"final\"))\n", "", "tests/training"),
-    M("training/loading.py", "        _put(sparsifier, settings)\n        yield", "        yield", "tests/training"),
-    M("training/unwrapped.py", "            if drifted:\n                self._names = []\n", "", "tests/dist/test_unwrapped.py"),
+    M("training/guard.py", "                _check_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
+    M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\"))\n", "", "tests/training"),
+    M("training/guard.py", "        _put(sparsifier, made_with)\n", "        pass\n", "tests/training"),
+    M("training/following.py", "return [] if drifted else names", "return names", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report
     # ----------------------------------------------------------------------------------------------------------

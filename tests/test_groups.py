@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from dist_sparse import groups
-from dist_sparse.facts import explain_actions, explain_errors, explain_facts
-from dist_sparse.groups import Group, Parcels, agreeing, group_over, set_timeout, traffic
+from dist_sparse.groups import (
+    Group,
+    Parcels,
+    agreeing,
+    explain_actions,
+    explain_errors,
+    explain_facts,
+    group_over,
+    set_timeout,
+    traffic,
+)
 
 ALONE = Group(None, None)
 WORLD = range(512)
@@ -123,7 +132,7 @@ def test_512_different_mistakes_are_cut() -> None:
 
 def test_other_actions_are_grouped() -> None:
     reports = [{"action": "audit()" if rank in (3, 5, 6) else "step()"} for rank in WORLD]
-    assert "ranks 3, 5-6 are at 'audit()' while rank 0 is at 'step()'" in explain_actions(
+    assert "ranks 3, 5-6 at 'audit()' while rank 0 is at 'step()'" in explain_actions(
         WORLD, reports
     )
 

@@ -42,9 +42,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from dist_sparse.checks import integer
-from dist_sparse.facts import cut
-from dist_sparse.files import hex_of, sealed, sync_folder, unsealed
+from dist_sparse.checks import hex_of, integer, sealed, sync_folder, unsealed
+from dist_sparse.groups import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
 # Bytes of a file, and their CRC32.

@@ -35,7 +35,7 @@ from dist_sparse.compaction.sites import Kept, Site, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import TableStats
-from dist_sparse.rotation.outputs import move_bases
+from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import collection_of

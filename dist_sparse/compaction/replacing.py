@@ -24,7 +24,7 @@ from dist_sparse.compaction.moving import Stepped, Steppers, move_collection
 from dist_sparse.compaction.sites import CollectionSite, Kept, Site, dmp_port, replace_modules
 from dist_sparse.compaction.tables import CompactCollection, cut
 from dist_sparse.groups import Group
-from dist_sparse.rotation.outputs import is_turned
+from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.tables.protocols import Replacement, TorchRecPort
 
 Planner: TypeAlias = Callable[[nn.Module], Any]
@@ -91,7 +91,7 @@ def refuse_sites(
         reasons = (
             (True, site.refusal(model, narrowed)),
             (
-                is_turned(site.module) and not narrowed,
+                bool(bases_of_outputs(site.module)) and not narrowed,
                 f"is rotated, and its output is turned back by a hook: it can't be {action}ed.",
             ),
             # What their ids share would be lost, and an id that is removed now would share it too.

@@ -38,7 +38,7 @@ from dist_sparse.enforcer.optimizers import (
     reset_state,
     same_storage,
 )
-from dist_sparse.facts import cut
+from dist_sparse.groups import cut
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -1,6 +1,5 @@
 """OptimScheduler: optimizer, accumulation, AMP, clipping, learning rate, sparsity in one step."""
 
-from dist_sparse.optim.scheduler import OptimScheduler
-from dist_sparse.optim.schedules import ExponentDecayLr, Noamlr
+from dist_sparse.optim.scheduler import ExponentDecayLr, Noamlr, OptimScheduler
 
 __all__ = ["ExponentDecayLr", "Noamlr", "OptimScheduler"]

@@ -10,20 +10,23 @@ TorchRec don't support. Gradients are equal on all ranks, and so are their norms
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.optim.parameters import Wiring
+from dist_sparse.checks import refuse
+from dist_sparse.tables.modules import modules_by_path, torchrec_port
+from dist_sparse.tables.tensors import is_sharded, steps_in_backward
 
 Gradients = dict[nn.Parameter, Tensor | None]
 """The gradients of all parameters of an optimizer."""
-
-NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
-"""Leaves losses and gradients as they are, and always steps."""
 
 
 class Claim(NamedTuple):
@@ -39,19 +42,18 @@ class Claim(NamedTuple):
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
-    if _of_one_loss(claims):
-        return
-    if wiring.hooked:
-        reason = "with sharded tables, which need one backward per forward"
-    elif wiring.replicating:
-        reason = "in DDP, which averages the gradients of one backward per forward"
-    else:
-        return
-    raise ValueError(
-        f"Several OptimSchedulers share a model {reason}. So their losses must be one and the same"
-        " tensor, with the same accum_grad and use_amp. Or pass each of them a loss of its own name"
-        " from a forward of its own. Delete those that are no longer stepped."
-    )
+    several = not _of_one_loss(claims)
+    reasons = {
+        "with sharded tables, which need one backward per forward": wiring.hooked,
+        "in DDP, which averages the gradients of one backward per forward": wiring.replicating,
+    }
+    for reason in filter(reasons.get, reasons):
+        text = (
+            f"Several OptimSchedulers share a model {reason}. So their losses must be one and the"
+            " same tensor, with the same accum_grad and use_amp. Or pass each of them a loss of its"
+            " own name from a forward of its own. Delete those that are no longer stepped."
+        )
+        refuse({text: several})
 
 
 def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
@@ -64,12 +66,15 @@ def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
     # Each group needs one backward.
     groups = [claims] if _of_one_loss(claims) else [[claim] for claim in claims]
     inner = set(wiring.modules[""].parameters())
+    # With find_unused_parameters, DDP wants a gradient wherever a micro-step used the parameter.
+    unused = any(getattr(ddp, "find_unused_parameters", False) for ddp in wiring.replicating)
     unchanged = inner.difference(claims[0].parameters)
     taken: list[Gradients] = []
     for group in groups:
         foreign = inner.difference(*(claim.parameters for claim in group))
         with _restored(unchanged):
-            _hide(wiring, foreign)
+            for parameter in foreign:
+                parameter.grad = torch.zeros_like(parameter) if unused else None
             taken += _by_one_backward(group, keep_graph=group is not groups[-1])
         # Now the first claim's gradients are taken, too.
         unchanged = inner
@@ -93,13 +98,6 @@ def _restored(parameters: set[nn.Parameter]) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _hide(wiring: Wiring, foreign: set[nn.Parameter]) -> None:
-    # With find_unused_parameters, DDP wants a gradient wherever a micro-step used the parameter.
-    unused = any(getattr(ddp, "find_unused_parameters", False) for ddp in wiring.replicating)
-    for parameter in foreign:
-        parameter.grad = torch.zeros_like(parameter) if unused else None
-
-
 def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradients]:
     """Add the gradients of one loss to ``.grad``, each at the scale of its own scaler."""
     roots = {
@@ -114,11 +112,10 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
     for claim in apart:
         _multiply(claim.parameters, claim.scaler.get_scale() / scale)
-    return [_gradients(claim.parameters) for claim in claims]
-
-
-def _gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
-    return {parameter: parameter.grad for parameter in parameters}
+    taken: list[Gradients] = []
+    for claim in claims:
+        taken.append({parameter: parameter.grad for parameter in claim.parameters})
+    return taken
 
 
 def update_weights(
@@ -138,7 +135,10 @@ def update_weights(
     if all(parameter.grad is None for parameter in parameters):
         return 0.0, False
     try:
-        _coalesce_sparse(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                # Unique entries, so that they have a norm.
+                parameter.grad = parameter.grad.coalesce()
         # The scale is divided out before the norm, which is compared with grad_clip.
         scaler.unscale_(optimizer)
         norm = gradient_norm(parameters, norm_type)
@@ -156,13 +156,6 @@ def update_weights(
     finally:
         optimizer.zero_grad()
     return float(norm), finite
-
-
-def _coalesce_sparse(parameters: Sequence[nn.Parameter]) -> None:
-    """Make the entries of sparse gradients unique, so that they have a norm."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
 
 
 def _back_off(scaler: torch.amp.GradScaler) -> None:
@@ -197,3 +190,132 @@ def _multiply(parameters: Sequence[nn.Parameter], factor: float) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+
+
+# How gradients reach the parameters of a model, the parameters that an OptimScheduler updates,
+# and the class of its optimizer.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """How gradients reach the parameters of a model."""
+
+    # By path from the user's own module, which is ""; without wrappers.
+    modules: Mapping[str, nn.Module]
+    # Whether it has sharded collections: gradients need a backward through the whole graph.
+    hooked: bool
+    # Whether it has tables whose optimizer runs inside the backward.
+    fused: bool
+    # The modules that average gradients over ranks, each with no_sync().
+    replicating: list[Any]
+
+
+def wiring_of(model: nn.Module) -> Wiring:
+    """Return how gradients reach the parameters of ``model``, wrapped or not.
+
+    Raises:
+        ValueError: it has FSDP modules, DTensors, or sharded tables without a fused optimizer.
+    """
+    # Wrappers (DDP, DMP, compile) are no part of paths.
+    modules = modules_by_path(model)
+    flat = any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
+    has_shards = flat or any(map(is_sharded, model.parameters()))
+    plans = map(_plan_of, modules.values())
+    tables = [*chain.from_iterable(plan.items() for plan in plans)]
+    # Data-parallel tables have a dense kernel, and are whole on every rank.
+    placed = [(name, table) for name, table in tables if table.sharding_type != "data_parallel"]
+    unfused = [name for name, table in placed if table.compute_kernel == "dense"]
+    rules = {
+        "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
+        " DistributedDataParallel or DistributedModelParallel.": has_shards,
+        f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers no"
+        " gradients of shards. Give them a fused optimizer, or make them data-parallel.": unfused,
+    }
+    refuse(rules)
+    return Wiring(
+        modules=modules,
+        # A TorchRec kernel holds several tables in one tensor, which hooks split.
+        hooked=bool(tables),
+        fused=bool(placed),
+        replicating=[model] if hasattr(model, "no_sync") else _ddp_modules(model),
+    )
+
+
+def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parameter]:
+    """Return the parameters of the modules at these paths, or of the whole model for None, without
+    those that are updated inside the backward.
+
+    Raises:
+        ValueError: there is no such module, it is a part of a sharded collection, or no parameters
+            are left.
+    """
+    root, where = wiring.modules[""], [type(wiring.modules[""]).__name__]
+    if names is not None:
+        _refuse_paths(names, wiring.modules)
+        root, where = nn.ModuleList(wiring.modules[name] for name in names), list(names)
+    parameters = [p for p in root.parameters() if not steps_in_backward(p)]
+    empty = (
+        f"The modules {where} have no parameters, or only fused tables, which their own optimizer"
+        " updates inside the backward."
+    )
+    refuse({empty: not parameters})
+    return parameters
+
+
+def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
+    refused = f"Invalid updated_modules={list(names)}:"
+    unknown = sorted(set(names) - (known.keys() - {""}))
+    children = list(dict(known[""].named_children()))
+    no_modules = f"{refused} {unknown} are not modules; there are {children}."
+    refuse({no_modules: unknown or not names})
+    for path in filter(lambda path: _plan_of(known[path]), known):
+        # The model itself may be a collection: everything is inside "", so its prefix is empty.
+        prefix = f"{path}.".lstrip(".")
+        inside = [name for name in names if name.startswith(prefix)]
+        kernels = "are parts of a sharded collection, whose tables share kernels"
+        refuse({f"{refused} {inside} {kernels}: name the collection, {path!r}.": inside})
+
+
+def _ddp_modules(model: nn.Module) -> list[Any]:
+    parts: list[nn.Module] = list(model.modules())
+    if torchrec := torchrec_port():
+        # TorchRec keeps the DDP modules of data-parallel tables outside of the module tree.
+        parts += chain.from_iterable(map(torchrec.lookups, model.modules()))
+    # Each once.
+    return [part for part in dict.fromkeys(parts) if isinstance(part, DistributedDataParallel)]
+
+
+def _plan_of(module: nn.Module) -> Mapping[str, Any]:
+    """Return the sharding plan of a sharded collection by table, the same on all ranks."""
+    return getattr(module, "module_sharding_plan", None) or {}
+
+
+def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the optimizer class that a configuration names.
+
+    Args:
+        query: a name in ``torch.optim`` (``"AdamW"``), a dotted path
+            (``"torchrec.optim.RowWiseAdagrad"``), which is imported, or the class itself.
+
+    Raises:
+        ValueError: there is none of that name, or it is LBFGS.
+    """
+    found: Any = query
+    if isinstance(query, str):
+        path, _, name = query.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(path or "torch.optim"), name, None)
+        except (ImportError, TypeError) as error:
+            raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
+    closure = (
+        f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward several"
+        " times; here one backward runs, before the step."
+    )
+    refuse({closure: found is torch.optim.LBFGS})
+    abstract = torch.optim.Optimizer
+    if isinstance(found, type) and issubclass(found, abstract) and found is not abstract:
+        return found
+    raise ValueError(
+        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as SGD, Adagrad or"
+        " AdamW) or the dotted path of an optimizer."
+    )

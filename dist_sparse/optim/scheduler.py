@@ -13,31 +13,32 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer, name_list, number
+from dist_sparse.checks import integer, name_list, number, plain, refuse
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.optim.gradients import (
-    NO_SCALER,
     Claim,
     Gradients,
     check_claims,
+    optimizer_class,
+    parameters_of,
     take_gradients,
     update_weights,
+    wiring_of,
 )
-from dist_sparse.optim.parameters import optimizer_class, parameters_of, wiring_of
-from dist_sparse.optim.states import check_state, misfits, prepare_schedule
 from dist_sparse.schedulers.base import BaseDataScheduler
+from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-
-Clock = Callable[[list[str]], AbstractContextManager[Any]]
 
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
 """The OptimSchedulers of each model by id, in the order of construction, the same on every rank."""
@@ -119,15 +120,10 @@ class OptimScheduler(abc.ABC):
         amp_dtype: torch.dtype = torch.float16,
         **sche_conf: Any,
     ) -> None:
-        self._set_intervals(step_per_update, accum_grad)
+        self.step_per_update = _interval("step_per_update", step_per_update)
+        self.accum_grad = _interval("accum_grad", accum_grad)
         if not isinstance(optim_loss, str | None):
             raise AssertionError(f"Invalid {optim_loss=}: must be the name of a loss, or None.")
-        if amp_dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
-        if data_scheduler is not None and data_scheduler.data_sparsifier is not data_sparsifier:
-            raise ValueError(
-                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
-            )
         self.model, self.distributed = model, distributed
         self.optim_loss, self.use_amp = optim_loss, use_amp
         self._loss_name = optim_loss or "loss"
@@ -144,14 +140,13 @@ class OptimScheduler(abc.ABC):
         scaled = self._autocast == torch.float16
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
-        self._refuse_missing_averaging()
         self._owned = parameters_of(self._wiring, self.updated_modules)
-        if self._wiring.fused:
-            self._refuse_for_fused(scaled)
+        self._refuse_unfit(amp_dtype)
         self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
-        self.scaler = torch.amp.GradScaler(self._device) if scaled else None
-        self._scaler = self.scaler or NO_SCALER
+        # One that is disabled leaves losses and gradients as they are, and always steps.
+        self._scaler = torch.amp.GradScaler(self._device, enabled=scaled)
+        self.scaler = self._scaler if scaled else None
         self.sche_init(**sche_conf)
         # A loss and its gradients, which step() has yet to use.
         self._taken: tuple[Tensor | None, Gradients] = None, {}
@@ -202,7 +197,7 @@ class OptimScheduler(abc.ABC):
     def step(
         self,
         losses: Mapping[str, Tensor],
-        time_func: Clock | None,
+        time_func: Callable[[list[str]], AbstractContextManager[Any]] | None,
         optim_name: str,
         step_num: int,
         epoch_num: int,
@@ -270,15 +265,27 @@ class OptimScheduler(abc.ABC):
         """
         # Without a sparsifier a load is local, like torch's own.
         group = group_over(world_ranks() if self._sparsity else None)
-        with group.agreeing("load_state_dict() of an OptimScheduler") as facts, misfits():
-            facts.update(check_state(state_dict, self.optimizer, self.scaler, self._sparsity))
+        with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
+            try:
+                facts.update(_checked(state_dict, self.optimizer, self.scaler, self._sparsity))
+            except Exception as fault:
+                if isinstance(fault, ValueError):
+                    raise
+                # torch has an error for each way in which a state can't fit.
+                text = f"The state does not fit: {type(fault).__name__}: {fault}."
+                raise ValueError(text) from fault
         # Nothing may change until all parts are checked on all ranks. The sparsifier's load checks
         # before it changes anything, so the schedule is checked before it and committed after it:
         # from there on nothing can fail.
-        commit = prepare_schedule(self.data_scheduler, state_dict)
+        commit: Callable[[], object] | None = None
+        if isinstance(self.data_scheduler, ReadyDataScheduler):
+            _, commit = self.data_scheduler.prepare_load(state_dict["data_scheduler"])
+        elif self.data_scheduler is not None:
+            commit = partial(self.data_scheduler.load_state_dict, state_dict["data_scheduler"])
         if self.data_sparsifier is not None:
             self.data_sparsifier.load_state_dict(state_dict["data_sparsifier"])
-        commit()
+        if commit is not None:
+            commit()
         self.optimizer.load_state_dict(state_dict["optimizer"])
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -291,12 +298,8 @@ class OptimScheduler(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        parts = [
-            f"optimizer={type(self.optimizer).__name__}",
-            f"optim_loss={self.optim_loss}",
-            f"updated_modules={self.updated_modules}",
-            self.extra_repr_fn(),
-        ]
+        shown = f"optim_loss={self.optim_loss}, updated_modules={self.updated_modules}"
+        parts = [f"optimizer={type(self.optimizer).__name__}", shown, self.extra_repr_fn()]
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
     @property
@@ -304,37 +307,32 @@ class OptimScheduler(abc.ABC):
         parts = {"data_sparsifier": self.data_sparsifier, "data_scheduler": self.data_scheduler}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _set_intervals(self, step_per_update: object, accum_grad: object) -> None:
-        try:
-            self.step_per_update = integer("step_per_update", step_per_update, least=1)
-            self.accum_grad = integer("accum_grad", accum_grad, least=1)
-        except ValueError as error:
-            # SpeeChain's callers expect it of intervals.
-            raise AssertionError(str(error)) from None
-
-    def _refuse_missing_averaging(self) -> None:
-        """Raise a ValueError if no module averages the gradients of a ``distributed`` model."""
+    def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
+        """Raise a ValueError if arguments fit neither each other nor the model."""
+        scheduled = self.data_scheduler and self.data_scheduler.data_sparsifier
         # A single process without micro-steps has no averaging to run or to delay.
-        matters = world_ranks() is not None or self.accum_grad > 1
-        if self.distributed and matters and not self._wiring.replicating:
-            raise ValueError(
-                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients "
-                "over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
-            )
-
-    def _refuse_for_fused(self, scaled: bool) -> None:
-        """Raise a ValueError if the gradients of fused tables, which no rank ever holds, would have
-        to be scaled or accumulated."""
-        refused = {
-            "use_amp=True with float16": scaled,
-            f"accum_grad={self.accum_grad}": self.accum_grad > 1,
+        averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
+        # No rank ever holds the gradients of fused tables.
+        fused, scaled = self._wiring.fused, self._autocast == torch.float16
+        why = (
+            "the model has fused tables, which are updated inside every backward, before gradients"
+            " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
+        )
+        rules = {
+            f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (
+                amp_dtype not in (torch.float16, torch.bfloat16)
+            ),
+            "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
+                scheduled is not None and scheduled is not self.data_sparsifier
+            ),
+            f"Invalid distributed=True: {type(self.model).__name__} does not average gradients over"
+            " ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (
+                averages and not self._wiring.replicating
+            ),
+            f"Invalid use_amp=True with float16: {why}": fused and scaled,
+            f"Invalid accum_grad={self.accum_grad}: {why}": fused and self.accum_grad > 1,
         }
-        for argument in filter(refused.get, refused):
-            raise ValueError(
-                f"Invalid {argument}: the model has fused tables, which are updated inside every"
-                " backward, before gradients can be scaled or accumulated. Use"
-                " amp_dtype=torch.bfloat16, or larger batches."
-            )
+        refuse(rules)
 
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
@@ -347,16 +345,16 @@ class OptimScheduler(abc.ABC):
             peer._drop_gradients()
 
     def _refuse_beside(self, peer: OptimScheduler) -> None:
-        for name, part in self._sparsity.items():
-            if part is getattr(peer, name):
-                raise ValueError(
-                    f"Invalid {name}: another OptimScheduler of the model steps it at each update."
-                )
-        if len({self._autocast, peer._autocast} - {None}) > 1:
-            raise ValueError(
-                f"Invalid amp_dtype={self._autocast}: another OptimScheduler "
-                f"of the model has {peer._autocast}, and they share its forward."
+        rules: dict[str, object] = {
+            f"Invalid amp_dtype={self._autocast}: another OptimScheduler of the model has"
+            f" {peer._autocast}, and they share its forward.": (
+                len({self._autocast, peer._autocast} - {None}) > 1
             )
+        }
+        for name, part in self._sparsity.items():
+            text = f"Invalid {name}: another OptimScheduler of the model steps it at each update."
+            rules[text] = part is getattr(peer, name)
+        refuse(rules)
 
     def _real_step(self, step_num: int) -> int:
         """Return the number of the real step, from 1, to which a micro-step belongs."""
@@ -401,8 +399,7 @@ class OptimScheduler(abc.ABC):
         """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
-        others = [peer for peer in self._overlapping() if peer is not self]
-        if any(peer._accumulated for peer in others):
+        if any(peer._accumulated for peer in self._overlapping() if peer is not self):
             raise ValueError(
                 "Another OptimScheduler has accumulated gradients in parameters that this one "
                 "updates too. Finish its real step first, or delete the one that is no longer "
@@ -466,11 +463,9 @@ class OptimScheduler(abc.ABC):
 
     def _lr(self, step_num: int, epoch_num: int) -> float:
         """Return the learning rate of a step, checked."""
-        lr: Any = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
-        if isinstance(lr, Tensor):
-            lr = lr.item()
+        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
         # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", lr, least=0)
+        lr = number("learning rate", plain(asked), least=0)
         return float(number("learning rate times ft_factor", lr * self.ft_factor))
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
@@ -485,9 +480,164 @@ class OptimScheduler(abc.ABC):
         return stack
 
 
+def _interval(name: str, value: object) -> int:
+    try:
+        return integer(name, value, least=1)
+    except ValueError as error:
+        # SpeeChain's callers expect it of intervals.
+        raise AssertionError(str(error)) from None
+
+
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity."""
     found = value if value == math.inf else number(name, value)
     if found <= 0:
         raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
     return float(found)
+
+
+# The state of an OptimScheduler: checked before anything changes.
+
+
+def _checked(
+    saved: Any,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    sparsity: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Load a state into copies of the parts, which share tensors but no other state; return the
+    facts that must be equal on all ranks. Local.
+
+    Raises:
+        ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
+            reason.
+    """
+    missing = [name for name in ("optimizer", *sparsity) if name not in saved]
+    extra = {"data_sparsifier", "data_scheduler"} - sparsity.keys()
+    unknown = sorted(saved.keys() & extra, reverse=True)
+    rules: dict[str, object] = {
+        f"The state lacks {missing}; it has {sorted(saved)}.": missing,
+        f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
+    }
+    refuse(rules)
+    # A load replaces the groups and the state of the copy; the original's are not touched.
+    loaded = copy.copy(optimizer)
+    loaded.load_state_dict(saved["optimizer"])
+    # States of other packages have any names and shapes.
+    if type(optimizer).__module__.startswith("torch.optim."):
+        _refuse_other_optimizer(optimizer, loaded)
+    facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
+    # A run without AMP has saved None or {}.
+    if scaler is not None and saved.get("scaler"):
+        # A scaler of any device reads the state; this one is never used.
+        read = torch.amp.GradScaler("cpu")
+        read.load_state_dict(saved["scaler"])
+        facts["scale of the scaler"] = number("scale", _positive("scale", read.get_scale()))
+    schedule = sparsity.get("data_scheduler")
+    if not isinstance(schedule, ReadyDataScheduler | None):
+        # A user's class can't prepare a load: it is tried on a copy.
+        copy.copy(schedule).load_state_dict(saved["data_scheduler"])
+    return facts
+
+
+def _refuse_other_optimizer(
+    optimizer: torch.optim.Optimizer, loaded: torch.optim.Optimizer
+) -> None:
+    for ours, group in zip(optimizer.param_groups, loaded.param_groups, strict=True):
+        # Learning rate schedulers add others.
+        if missing := sorted(loaded.defaults.keys() & ours.keys() - group.keys()):
+            raise ValueError(
+                f"The state is of another class than {type(loaded).__name__}: its groups lack"
+                f" {missing}."
+            )
+        for parameter in group["params"]:
+            state = loaded.state.get(parameter, {})
+            # Adafactor's two variances are a row and a column, and step counts scalars.
+            for name in sorted(state.keys() - {"row_var", "col_var"}):
+                shape = getattr(state[name], "shape", torch.Size())
+                if shape not in (parameter.shape, torch.Size()):
+                    raise ValueError(
+                        f"The state is of other parameters: {name} has the shape {tuple(shape)},"
+                        f" the parameter {tuple(parameter.shape)}."
+                    )
+
+
+# Learning rate schedules of SpeeChain: Noam and exponential decay.
+
+
+class Noamlr(OptimScheduler):
+    """Linear warm-up, then decay with the inverse square root of the real step.
+
+    ``lr(t) = top * min(t ** -0.5, t * warmup_steps ** -1.5)``, where ``top`` is
+    ``d_model ** -0.5``, or without ``d_model`` ``optim_conf["lr"] * warmup_steps ** 0.5``, so that
+    the peak at ``t = warmup_steps`` is the optimizer's own learning rate. Source: Vaswani et al.,
+    Attention Is All You Need, 2017, equation 3.
+
+    Args:
+        d_model: width of the transformer; None takes the peak from the optimizer.
+        warmup_steps: real steps until the peak, >= 1.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from dist_sparse.optim import Noamlr
+        >>> model = nn.Linear(2, 1)
+        >>> scheduler = Noamlr("Adam", {"lr": 0.01}, model, use_amp=False, warmup_steps=100)
+        >>> [round(scheduler.update_lr(real_step, 1), 4) for real_step in (1, 50, 100, 400)]
+        [0.0001, 0.005, 0.01, 0.005]
+    """
+
+    def sche_init(self, d_model: int | None = None, warmup_steps: int = 4000) -> None:
+        """Set up the schedule; see the class.
+
+        Raises:
+            ValueError: ``warmup_steps`` or ``d_model`` is not a finite number >= 1.
+        """
+        self.warmup_steps = number("warmup_steps", warmup_steps, least=1)
+        self.d_model = None if d_model is None else number("d_model", d_model, least=1)
+        if self.d_model is None:
+            self.init_lr = float(self.get_lr() * self.warmup_steps**0.5)
+        else:
+            self.init_lr = float(self.d_model**-0.5)
+
+    def update_lr(self, real_step: int, epoch_num: int) -> float:
+        """Return the learning rate of a real step, counted from 1."""
+        return float(self.init_lr * min(real_step**-0.5, real_step * self.warmup_steps**-1.5))
+
+    def extra_repr_fn(self) -> str:
+        """Return the schedule's arguments, for ``repr``."""
+        return f"d_model={self.d_model}, warmup_steps={self.warmup_steps}"
+
+
+class ExponentDecayLr(OptimScheduler):
+    """Exponential decay by epochs: ``lr = optim_conf["lr"] * decay_factor ** (epoch_num - 1)``.
+
+    Args:
+        decay_factor: factor between the learning rates of consecutive epochs, > 0.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from dist_sparse.optim import ExponentDecayLr
+        >>> model = nn.Linear(2, 1)
+        >>> scheduler = ExponentDecayLr("SGD", {"lr": 0.8}, model, use_amp=False, decay_factor=0.5)
+        >>> [scheduler.update_lr(real_step=1, epoch_num=epoch) for epoch in (1, 2, 3)]
+        [0.8, 0.4, 0.2]
+    """
+
+    def sche_init(self, decay_factor: float = 0.999) -> None:
+        """Set up the schedule; see the class.
+
+        Raises:
+            ValueError: ``decay_factor`` is not a finite number > 0.
+        """
+        self.decay_factor = number("decay_factor", _positive("decay_factor", decay_factor))
+        self.base_lr = self.get_lr()
+
+    def update_lr(self, real_step: int, epoch_num: int) -> float:
+        """Return the learning rate of an epoch, counted from 1."""
+        return float(self.base_lr * self.decay_factor ** (epoch_num - 1))
+
+    def extra_repr_fn(self) -> str:
+        """Return the schedule's argument, for ``repr``."""
+        return f"decay_factor={self.decay_factor}"

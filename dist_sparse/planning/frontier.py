@@ -35,14 +35,13 @@ from dist_sparse.planning.candidates import (
 )
 from dist_sparse.planning.plan import untouched_rows
 from dist_sparse.planning.trials import check_candidate, serving
-from dist_sparse.progress import progress
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.encodings import BITS
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
-from dist_sparse.text import percent, table_lines
+from dist_sparse.text import percent, progress, table_lines
 from dist_sparse.training.arguments import protected
 
 BUDGETS = (0.5, 0.2, 0.1, 0.05)

@@ -41,7 +41,7 @@ from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count, number_of, percent, printable, size, table_lines
-from dist_sparse.training.budget import parse_budget
+from dist_sparse.training.arguments import parse_budget
 
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 

@@ -24,10 +24,8 @@ from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
-from dist_sparse.rotation.bases import bases_of
-from dist_sparse.rotation.lookups import find_lookup
-from dist_sparse.rotation.rotate import check_group
-from dist_sparse.rotation.turning import change_rows_, cut_by_columns, gram_matrices, share_, turn_
+from dist_sparse.rotation.rotate import check_group, find_lookup
+from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, share_, turn_
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import check_range, lookups_of
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
@@ -125,7 +123,7 @@ def check_candidate(
         if not candidate.alone.get(name, True):
             find_lookup([model], data, turned=False)
         # Rows are scored and rounded whole, and each copy has rows of its own.
-        if data.copied and cut_by_columns(data):
+        if data.copied and not data.has_whole_rows:
             raise ValueError(
                 f"Table {name!r} can't be tried: its columns are on several ranks, and 2-D"
                 " parallelism trains copies of them; shard it by rows or by table."
@@ -158,15 +156,15 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
         over = group_over(located[group[0]].ranks)
         bases = bases_of(gram_matrices([located[name] for name in group], over))
         # As in rotate(): all ranks use the bytes of the first.
-        share_(bases, over)
-        for name, basis in zip(group, bases, strict=True):
+        share_([*bases.values()], over)
+        for name, basis in bases.items():
             turn_(located[name], basis, over)
             width = candidate.shape(shape_of(located[name]))[1]
             # A shard may begin to the right of the columns that stay.
             for rect, weight in located[name].shards:
                 weight.data[:, max(width - rect.col, 0) :] = 0
         if len(group) == 1:
-            turned_back[group[0]] = bases[0]
+            turned_back |= bases
     return turned_back
 
 

@@ -3,25 +3,25 @@ possible."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, dropwhile, islice
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.checks import refuse
 from dist_sparse.enforcer.enforcer import MaskEnforcer
+from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.rotation.bases import bases_of
-from dist_sparse.rotation.lookups import find_lookup
-from dist_sparse.rotation.outputs import follow, turn_back
-from dist_sparse.rotation.turning import cut_by_columns, gram_matrices, share_, turn_
+from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.shards import COL, ShardedData
 
 # `"table"`: each table by itself. Otherwise groups of names.
 Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
-
-Located = Mapping[str, ShardedData]
 
 
 def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
@@ -85,11 +85,11 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         alone = {group[0] for group in groups if len(group) == 1}
         lookups = {name: find_lookup(models, located[name], name in alone) for name in names}
     # All ranks have agreed: from here on the model changes.
-    turned = {}
-    for name in filter(alone.__contains__, names):
-        turn_back(*lookups[name], located[name])
-        turned[name] = lookups[name].root
-    sparsifier.masks.rotation = _Rotation(sparsifier, groups, turned)
+    turned = {name: lookups[name] for name in names if name in alone}
+    for name, lookup in turned.items():
+        _turn_back(lookup, located[name])
+    roots = {name: lookup.root for name, lookup in turned.items()}
+    sparsifier.masks.rotation = _Rotation(sparsifier, groups, roots)
 
 
 class _Rotation:
@@ -120,7 +120,7 @@ class _Rotation:
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed, names = self._sparsifier.masks.tables, self.names
+        packed, groups, names = self._sparsifier.masks.tables, self.groups, self.names
         with packed.agreeing("step()"):
             located = packed.locate()
         # Masks follow their shards first: the rotation reads them.
@@ -130,43 +130,32 @@ class _Rotation:
             # A removed weight that is not zero would be spread over the other columns.
             enforcer.settle()
             enforcer.check_rotation(names)
-            _refuse_unfit(self._sparsifier, located, self.groups)
+            _refuse_unfit(self._sparsifier, located, groups)
         # Each table in the group of ranks that holds it, in one order on all of them.
         chosen, by_ranks = set(names), []
         for ranks, held in packed.groups.items():
             tables = [located[name] for name in sorted(chosen.intersection(held))]
             by_ranks.append((group_over(ranks), tables))
-        counts = self._lookups_of if self._sparsifier.counts_lookups else None
+        counts = None
+        if self._sparsifier.counts_lookups:
+            counts = {name: [*packed.table(name).counts.values()] for name in names}
         grams: dict[str, Tensor] = {}
         for group, tables in by_ranks:
-            found = gram_matrices(tables, group, counts)
-            grams |= {data.name: gram for data, gram in zip(tables, found, strict=True)}
+            grams |= gram_matrices(tables, group, counts)
         with packed.agreeing("step()"):
             # From the same matrices on every rank.
-            bases = self._bases(grams)
+            bases: dict[str, Tensor] = {}
+            for together in groups:
+                bases |= bases_of({name: grams[name] for name in together})
         for group, tables in by_ranks:
             # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
             share_([bases[data.name] for data in tables], group)
             for data in tables:
                 turn_(data, bases[data.name], group)
         for name in filter(self._turned.__contains__, names):
-            follow(self._turned[name], name, bases[name])
+            kept = self._turned[name].get_buffer(_BASIS + name)
+            kept.copy_(kept.cpu().double() @ bases[name])
         enforcer.after_rotation(names)
-
-    def _lookups_of(self, name: str) -> list[Tensor]:
-        return [*self._sparsifier.masks.tables.table(name).counts.values()]
-
-    def _bases(self, grams: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the basis of each table, from its Gram matrix."""
-        for name, gram in grams.items():
-            if not gram.isfinite().all():
-                raise ValueError(
-                    f"Table {name!r} can't be rotated: weights are not finite. No mask was changed."
-                )
-        bases: dict[str, Tensor] = {}
-        for group in self.groups:
-            bases.update(zip(group, bases_of([grams[name] for name in group]), strict=True))
-        return bases
 
 
 def rotation_groups(
@@ -196,29 +185,33 @@ def rotation_groups(
     wrong = f"Invalid {argument}={rotate!r}:"
     groups = rotate if isinstance(rotate, (list, tuple)) else [()]
     # A lone name would be a group of letters.
-    if not all(isinstance(group, (list, tuple)) and group for group in groups):
-        raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
-    named = [*chain.from_iterable(groups)]
-    if unknown := [name for name in named if name not in known]:
-        raise ValueError(f"{wrong} {unknown} are none of the tables {known}.")
-    if len(set(named)) < len(named):
-        raise ValueError(f"{wrong} each name must be in one group only.")
+    fits = all(isinstance(group, (list, tuple)) and group for group in groups)
+    named = [*chain.from_iterable(groups)] if fits else []
+    unknown = [name for name in named if name not in known]
+    rules = {
+        f'{wrong} must be "table", or groups of names such as [["user", "item"]].': not fits,
+        f"{wrong} {unknown} are none of the tables {known}.": unknown,
+        f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
+    }
+    refuse(rules)
     return list(map(list, groups))
 
 
 def _refuse_unfit(
-    sparsifier: BaseDataSparsifier, located: Located, groups: Sequence[Sequence[str]]
+    sparsifier: BaseDataSparsifier,
+    located: Mapping[str, ShardedData],
+    groups: Sequence[Sequence[str]],
 ) -> None:
     """Refuse tables that can't be rotated, or not together."""
+    for name in chain.from_iterable(groups):
+        # Any other block would remove rotated elements, which mean nothing alone.
+        block = sparsifier.data_groups[name].get("sparse_block_shape")
+        if not isinstance(block, (tuple, list)) or block[0] != COL:
+            raise ValueError(
+                f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
+                " (COL, n), can be."
+            )
     for group in groups:
-        for name in group:
-            # Any other block would remove rotated elements, which mean nothing alone.
-            block = sparsifier.data_groups[name].get("sparse_block_shape")
-            if not isinstance(block, (tuple, list)) or block[0] != COL:
-                raise ValueError(
-                    f"Table {name!r} can't be rotated: its blocks are {block}; only whole columns,"
-                    " (COL, n), can be."
-                )
         check_group([located[name] for name in group])
 
 
@@ -230,17 +223,21 @@ def check_group(group: Sequence[ShardedData]) -> None:
     """
     first = group[0]
     for data in group:
-        if data.shape[1] != first.shape[1] or data.ranks != first.ranks:
-            raise ValueError(
-                f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
-                f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks};"
-                " both must be equal."
-            )
-        if data.copied and cut_by_columns(data):
-            raise ValueError(
-                f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
-                " parallelism trains copies of them; shard it by rows or by table."
-            )
+        unequal = (
+            f"Tables {first.name!r} and {data.name!r} can't be rotated together: widths"
+            f" {first.shape[1]} and {data.shape[1]}, ranks {first.ranks} and {data.ranks}; both"
+            " must be equal."
+        )
+        copied = (
+            f"Table {data.name!r} can't be rotated: its columns are on several ranks, and 2-D"
+            " parallelism trains copies of them; shard it by rows or by table."
+        )
+        both = data.shape[1], data.ranks
+        rules = {
+            unequal: both != (first.shape[1], first.ranks),
+            copied: data.copied and not data.has_whole_rows,
+        }
+        refuse(rules)
 
 
 def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
@@ -250,3 +247,214 @@ def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
             " their optimizers."
         )
     return sparsifier.masks.enforcer
+
+
+# Find the module that looks a table up, and its declared consumers.
+
+
+# What may be between tables that are rotated together and their dot products.
+_HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+
+
+class Lookup(NamedTuple):
+    """The module that looks a table up.
+
+    Args:
+        root: the model without wrappers.
+        outputs: of a collection, the table of each output; None for other modules.
+    """
+
+    root: nn.Module
+    module: nn.Module
+    outputs: dict[str, str] | None
+
+
+def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) -> Lookup:
+    """Return the module that looks a table up, in one of ``models``.
+
+    Args:
+        turned: its output will be turned back; otherwise only dot products may read it.
+
+    Raises:
+        ValueError: there is nothing, its output is not a sum of rows, another module reads the
+            weight too, or something else than dot products reads the output.
+    """
+    # Of TorchRec's: <path of the collection>.embedding_bags.<table>
+    path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
+    torchrec = torchrec_port()
+    # A table is in one of them; the others have no module at its path.
+    for modules in map(modules_by_path, models):
+        module, outputs = modules.get(".".join(path)), None
+        above = modules.get(".".join(path[:-2])) if path[1:] else None
+        if torchrec and above and (collection := torchrec.collection(above)):
+            module, outputs = above, collection.outputs()
+        if module is None:
+            continue
+        # A processor holds the collection that holds the table.
+        around = modules.get(".".join(path[:-3]))
+        processed = torchrec and around and torchrec.processes_features(around)
+        holders = _holders(modules, data)
+        refusals: dict[str, object] = {
+            f"{type(around).__name__} reads its collection without calling it": processed,
+            "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
+            "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
+            f"the modules {holders} share its weight": len(holders) > 1,
+        }
+        if not turned:
+            reader = _reader(modules, module)
+            refusals |= {
+                'its output is rotated back, as rotate="table" does, so that dot products do not'
+                " read its rows": _BASIS + data.name in modules[""]._buffers,
+                f"{reader} reads it, but only dot products may read tables that are rotated"
+                ' together; use rotate="table", which rotates outputs back': reader,
+            }
+        where = f"Table {data.name!r} can't be rotated"
+        refuse({f"{where}: {reason}.": holds for reason, holds in refusals.items()})
+        return Lookup(modules[""], module, outputs)
+    raise ValueError(
+        f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
+    )
+
+
+def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
+    """Return the modules that hold the weight of a replicated table, by path."""
+    if data.sharding != "replicated":
+        return []
+    # By address: a tied weight is one storage in two parameters, or one parameter.
+    places = {shard.tensor.data_ptr() for shard in data.shards}
+    found = []
+    for path, module in modules.items():
+        held = map(Tensor.data_ptr, module.parameters(recurse=False))
+        if not places.isdisjoint(held):
+            found.append(path or type(module).__name__)
+    return found
+
+
+def _reader(modules: Mapping[str, nn.Module], table: nn.Module) -> str:
+    """Return the layer or nonlinearity to which an ``nn.Sequential`` passes the output of
+    ``table``; "" for none."""
+    for path, module in modules.items():
+        behind = dropwhile(lambda part: part[1] is not table, _parts(module, path))
+        for name, part in islice(behind, 1, None):
+            if not type(part).__module__.startswith("torch.nn."):
+                break  # the user's own, which may be the dot products
+            if not isinstance(part, _HARMLESS):
+                return f"{type(part).__name__} {name!r}"
+    return ""
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that an ``nn.Sequential`` calls in turn, and the parts of nested ones, by
+    path; of another module itself."""
+    if type(module) is not nn.Sequential:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _parts(child, f"{path}.{name}".lstrip("."))
+
+
+# Outputs of rotated tables, turned back: what a model reads is as if they had never been rotated.
+#
+# The basis of a table is a buffer of the model, so that it is saved and loaded with the weights
+# that it belongs to. It is not below TorchRec's collections, which can only be resharded if their
+# state is tables alone, and no module, which a ``nn.Sequential`` would call. Forward hooks on the
+# modules that look tables up apply it; a copy of the model has its own bases and hooks.
+
+
+_BASIS = "rotation_of_"
+
+
+def _turn_back(lookup: Lookup, data: ShardedData) -> None:
+    """Have a module's output for a table turned back from now on, unless it is."""
+    root, module, outputs = lookup
+    if _BASIS + data.name not in root._buffers:
+        device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
+        # A basis of 16 bits would lose more than the table has.
+        exact = torch.float64 if data.dtype == torch.float64 else torch.float32
+        root.register_buffer(
+            _BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device)
+        )
+    hook = _hook(module) or _Hook(root)
+    if not hook.names:
+        # Hooks of the user's read the original basis.
+        module.register_forward_hook(hook, prepend=True)
+    in_collection = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]
+    of_outputs: Mapping[Any, str] = outputs or {None: in_collection}
+    hook.names |= {key: data.name for key, table in of_outputs.items() if table == in_collection}
+
+
+def expect_bases(root: nn.Module) -> RemovableHandle:
+    """Have ``root`` load states with bases from now on, though its tables are rotated only later:
+    by :func:`rotate`, which keeps what was loaded."""
+
+    def register(module: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+        for key, basis in state.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix + _BASIS) and name not in module._buffers:
+                module.register_buffer(name, torch.empty_like(basis))
+
+    handle: RemovableHandle = root.register_load_state_dict_pre_hook(Hook(register))  # type: ignore[no-untyped-call]
+    return handle
+
+
+def bases_of_outputs(module: nn.Module) -> dict[str | None, Tensor]:
+    """Return the basis ``(original columns, columns)`` of each output of a module that is turned
+    back, by the output's name in a collection; None is the output of a module that has one."""
+    hook = _hook(module)
+    return {key: hook.basis(name) for key, name in hook.names.items()} if hook else {}
+
+
+def move_bases(old: nn.Module, new: nn.Module, root: nn.Module, widths: Mapping[str, int]) -> None:
+    """Have ``new``, in the place of ``old``, turn back outputs of fewer columns, if ``old`` turns
+    them back.
+
+    Args:
+        root: the model, without wrappers; it may be ``new``.
+        widths: the first columns that are left of each table.
+    """
+    hook = _hook(old)
+    if hook is None:
+        return
+    for name in set(hook.names.values()):
+        basis = hook.basis(name)
+        root.register_buffer(_BASIS + name, basis[:, : widths.get(name, basis.shape[1])].clone())
+    # The old model is consumed: the basis is a buffer of the new one now.
+    hook.buffers = root._buffers
+    new.register_forward_hook(hook)
+
+
+class _Hook:
+    """Turns back the outputs of a module: by output the name of the table, None for a module whose
+    output is one tensor.
+
+    It holds the dictionary of the model's buffers, not the model: a copy of the model has a copy
+    that refers to its buffers, and a copy of a module of it does not copy the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.buffers = root._buffers
+        self.names: dict[str | None, str] = {}
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if None in self.names:
+            return self._turned(None, output)
+        torchrec = torchrec_port()
+        assert torchrec is not None  # it has returned the output
+        return torchrec.with_outputs(output, self._turned)
+
+    def _turned(self, key: str | None, values: Tensor) -> Tensor:
+        """``values`` ``(..., columns left)`` of an output in the original basis,
+        ``(..., columns)``."""
+        name = self.names.get(key)
+        return values if name is None else values @ self.basis(name).T.to(values.dtype)
+
+    def basis(self, name: str) -> Tensor:
+        """Return the basis of a table."""
+        basis = self.buffers[_BASIS + name]
+        assert basis is not None
+        return basis
+
+
+def _hook(module: nn.Module) -> _Hook | None:
+    hooks = (hook for hook in module._forward_hooks.values() if isinstance(hook, _Hook))
+    return next(hooks, None)

@@ -7,7 +7,7 @@ holds more than a chunk of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -20,35 +20,33 @@ from dist_sparse.tables.shards import Rect, ShardedData
 _CHUNK = 1 << 20
 
 
-def cut_by_columns(data: ShardedData) -> bool:
-    """Return whether some shard does not hold whole rows."""
-    return any(rect.cols != data.shape[1] for rect in data.rects)
-
-
 def gram_matrices(
     tables: Sequence[ShardedData],
     group: Group,
-    lookups: Callable[[str], Sequence[Tensor]] | None = None,
-) -> list[Tensor]:
-    """Return ``W^T W`` of each table, float64 ``(columns, columns)`` on the CPU. Collective over
-    ``group``: an all-reduce of all matrices, and as much as :func:`turn_`
-    sends of rows that are cut.
+    lookups: Mapping[str, Sequence[Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """Return ``W^T W`` of each table by name, float64 ``(columns, columns)`` on the CPU. Collective
+    over ``group``: an all-reduce of all matrices, and as much as :func:`turn_` sends of rows that
+    are cut.
 
     Args:
-        lookups: returns how often each row of this rank's shards of a table was looked up: rows
-            weigh as much, and 1 more, so that a table without lookups has a matrix too. None weighs
-            all alike.
+        lookups: by table how often each row of this rank's shards was looked up: rows weigh as
+            much, and 1 more, so that a table without lookups has a matrix too. None weighs all
+            alike.
     """
-    found = [torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64) for data in tables]
-    for data, gram in zip(tables, found, strict=True):
+    found = {}
+    for data in tables:
+        gram = found[data.name] = torch.zeros(data.shape[1], data.shape[1], dtype=torch.float64)
         # Each row is read by one rank: the owner of its first element.
-        readers = [_first_columns(data.owned(rank)) for rank in range(group.size)]
+        readers = []
+        for rank in range(group.size):
+            readers.append([_rows_of(rect) for rect in data.owned(rank) if rect.col == 0])
         for span, rows in _whole_rows(data, group, readers):
             exact = weighted = rows.double()
             if lookups is not None:
-                weighted = exact * _weights(data, lookups(data.name), span)
+                weighted = exact * _weights(data, lookups[data.name], span)
             gram += (exact.T @ weighted).cpu()
-    _add_up_(found, group)
+    _add_up_([*found.values()], group)
     return found
 
 
@@ -109,7 +107,7 @@ def _whole_rows(
     """
     # A table of very many columns still moves by a row.
     step = max(1, _CHUNK // data.shape[1])
-    if cut_by_columns(data):
+    if not data.has_whole_rows:
         for top in range(0, data.shape[0], step):
             yield from _exchanged(data, group, readers, range(top, top + step))
         return
@@ -154,11 +152,6 @@ def _exchanged(
     yield from found.items()
 
 
-def _first_columns(rects: Iterable[Rect]) -> list[range]:
-    """Return the rows of those shards that hold the first elements of rows."""
-    return [_rows_of(rect) for rect in rects if rect.col == 0]
-
-
 def _rows_of(rect: Rect) -> range:
     return range(rect.row, rect.row_end)
 
@@ -171,3 +164,106 @@ def _common(rows: range, others: range) -> range:
 def _within(rows: range, first: int) -> slice:
     """Return the place of rows in a tensor that begins with the row ``first``."""
     return slice(rows.start - first, rows.stop - first)
+
+
+# Bases in which few columns hold most of a table: pure functions of Gram matrices ``G = W^T W``,
+# in float64.
+#
+# A basis ``R`` ``(columns, columns)`` replaces a table ``W`` by ``W @ R``, whose columns hold less
+# and less. Columns of ``W`` that are zero, such as removed ones, have a zero on the diagonal of
+# ``G``: they take no part and become the last ones, exactly zero.
+
+
+# Part of the largest eigenvalue below which a smaller one is raised, so that a basis can be
+# inverted.
+_LEAST = 1e-10
+
+
+def bases_of(grams: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the bases of tables whose rows meet in dot products, from their Gram matrices, both by
+    name: of two the balanced ones, otherwise one for all.
+
+    Raises:
+        ValueError: weights are not finite.
+    """
+    for name, gram in grams.items():
+        if not gram.isfinite().all():
+            raise ValueError(
+                f"Table {name!r} can't be rotated: weights are not finite. No mask was changed."
+            )
+    if len(grams) == 2:
+        return dict(zip(grams, paired_bases(*grams.values()), strict=True))
+    return dict.fromkeys(grams, common_basis([*grams.values()]))
+
+
+def common_basis(grams: Sequence[Tensor]) -> Tensor:
+    """Return one orthogonal basis for several tables: the eigenvectors of the sum of
+    ``G / trace(G)``.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.rotation.turning import common_basis
+        >>> weight = torch.tensor([[1.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+        >>> (weight @ common_basis([weight.T @ weight])).abs().round(decimals=3)
+        tensor([[1.4140, 0.0000],
+                [2.8280, 0.0000]], dtype=torch.float64)
+    """
+    total = torch.stack(
+        [gram / gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) for gram in grams]
+    ).sum(0)
+    # A column of zeros takes no part.
+    used = total.diagonal().nonzero().flatten()
+    # eigh() returns ascending eigenvalues; the first columns are to hold the most.
+    return _placed(torch.linalg.eigh(_part(total, used)).eigenvectors.flip(1), used, len(total))
+
+
+def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bases ``R_a, R_b`` of two tables with ``R_a @ R_b.T`` the identity, in which both
+    Gram matrices are the same diagonal: the singular values of all dot products between the two
+    tables' rows.
+
+    With ``L L^T = G``: ``A S B^T = svd(L_a^T L_b)``, ``R_a = L_a^-T A S^1/2``,
+    ``R_b = L_b^-T B S^1/2``. Columns that are zero in either table become the last ones, as they
+    are.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.rotation.turning import paired_bases
+        >>> user, item = torch.randn(9, 4).double(), torch.randn(5, 4).double()
+        >>> r_user, r_item = paired_bases(user.T @ user, item.T @ item)
+        >>> torch.allclose(user @ r_user @ (item @ r_item).T, user @ item.T)
+        True
+    """
+    # A column that one table lacks adds nothing to a dot product.
+    used = ((first.diagonal() != 0) & (second.diagonal() != 0)).nonzero().flatten()
+    (root_a, inverse_a), (root_b, inverse_b) = _root(_part(first, used)), _root(_part(second, used))
+    left, singular, right = torch.linalg.svd(root_a.T @ root_b)
+    scale = singular.sqrt()
+    placed = [
+        _placed(inverse.T @ side * scale, used, len(first))
+        for inverse, side in ((inverse_a, left), (inverse_b, right.T))
+    ]
+    return placed[0], placed[1]
+
+
+def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """``L`` with ``L @ L.T`` equal to ``gram``, and its inverse."""
+    values, vectors = torch.linalg.eigh(gram)
+    # G = V diag(values) V^T, so L = V diag(sqrt(values)).
+    scale = values.clamp(min=_LEAST * float(values.max()) if len(values) else 0).sqrt()
+    return vectors * scale, (vectors / scale).T
+
+
+def _part(gram: Tensor, used: Tensor) -> Tensor:
+    return gram[used.unsqueeze(1), used]
+
+
+def _placed(basis: Tensor, used: Tensor, size: int) -> Tensor:
+    """``basis`` over the used columns, which become the first; the others follow as they are."""
+    unused = torch.ones(size, dtype=torch.bool).index_fill_(0, used, False).nonzero().flatten()
+    whole = torch.zeros(size, size, dtype=basis.dtype)
+    whole[used, : len(used)] = basis
+    whole[unused, torch.arange(len(used), size)] = 1
+    return whole

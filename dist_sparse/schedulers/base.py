@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
-from dist_sparse.facts import ranks_text
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import Group, group_over, ranks_text, world_ranks
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 

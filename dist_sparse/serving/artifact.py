@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dist_sparse.checks import hex_of, sync_folder
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
-from dist_sparse.files import hex_of, sync_folder
 from dist_sparse.masking.masks import count_bits, unpack
 from dist_sparse.serving.encodings import chunks
 from dist_sparse.serving.manifest import (

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dist_sparse.checks import hex_of
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.files import hex_of
 from dist_sparse.serving.artifact import (
     SPAN,
     ArtifactWriter,

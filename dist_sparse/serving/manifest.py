@@ -18,9 +18,8 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from dist_sparse.checks import choice, integer
+from dist_sparse.checks import choice, integer, sealed, unsealed
 from dist_sparse.codes.books import ENTRIES
-from dist_sparse.files import sealed, unsealed
 from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
 

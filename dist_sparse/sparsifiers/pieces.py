@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dist_sparse.checks import from_json, integer
-from dist_sparse.facts import cut
-from dist_sparse.groups import Group, Parcels
+from dist_sparse.groups import Group, Parcels, cut
 from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
 from dist_sparse.sparsifiers.digest import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor

@@ -7,21 +7,21 @@ that lists the known.
 
 from __future__ import annotations
 
-import glob
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from dist_sparse import checks
 from dist_sparse.enforcer.optimizers import same_storage
-from dist_sparse.rotation.rotate import rotation_groups
+from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.schedulers.ready import (
     ConstantDataScheduler,
@@ -34,19 +34,16 @@ from dist_sparse.schedulers.ready import (
 )
 from dist_sparse.sparsifiers.importance import SCORES
 from dist_sparse.sparsifiers.score import SCOPES
-from dist_sparse.tables.shards import ROW, ShardedData
-from dist_sparse.training.budget import blocks_of, budget_levels, parse_budget
+from dist_sparse.tables.shards import ROW, Block, Rect, ShardedData, grid_of, resolve_block
+from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
 
 Level: TypeAlias = float | Literal["untouched", "auto"]
 Levels: TypeAlias = Level | Mapping[str, Level]
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-AUTO: Final = "auto"
-"""In the place of a level: as much as a guard accepts."""
-
-ScheduleName: TypeAlias = Literal[
-    "constant", "cosine", "cubic", "exponential", "linear", "one_shot"
-]
-Schedule: TypeAlias = ScheduleName | Callable[..., ReadyDataScheduler]
+Schedule: TypeAlias = (
+    Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
+    | Callable[..., ReadyDataScheduler]
+)
 
 
 def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> ReadyDataScheduler:
@@ -65,16 +62,16 @@ _SCHEDULES: dict[str, Callable[..., ReadyDataScheduler]] = {
 
 @dataclass(kw_only=True)
 class SparsifyArgs:
-    """Arguments of :func:`~dist_sparse.sparsify` that need no model, checked and resolved.
+    """Arguments of :func:`~dist_sparse.sparsify` beside model and optimizers, checked and resolved
+    as far as they need no model.
 
     Attributes:
         budget: bytes, or a fraction of them as a float.
         block: ``(rows, columns)``, text parsed; checked for each table.
         every: cut to ``end - begin``, so that ``level`` is reached in at least two mask updates.
-        norm, optimizer_state: as the parts spell them; ``norm`` None is "L2".
+        norm, optimizer_state: as the parts spell them.
         score: None tries ``"norm_accumulator"`` first, and then the norm.
         schedule: makes the scheduler.
-        decay: None is 1.
         auto: ``level`` was ``"auto"``, and is now the largest that leaves something.
 
     Raises:
@@ -92,24 +89,24 @@ class SparsifyArgs:
     block: Any
     norm: Any
     score: Any
+    include: Any
+    exclude: Any
+    dense: Any
     schedule: Any
     optimizer_state: Any
     min_rows: int
-    rotate: Any = None
-    decay: Any = None
+    auto_step: bool
+    rotate: Any
+    decay: Any
     auto: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if (self.level is None) == (self.budget is None):
-            raise ValueError(
-                f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
-            )
         window = Window(begin=self.begin, end=self.end, every=self.every)
         self.begin, self.end, self.every = window.begin, window.end, window.every
         if self.end is not None:
             # Otherwise a short schedule would have a single update, at its first level.
             self.every = min(self.every, max(self.end - self.begin, 1))
-        self.auto = self.level == AUTO
+        self.auto = self.level == "auto"
         if self.auto:
             # Equal steps, until one block is left: capped where the blocks of a table are known.
             self.level = math.nextafter(1.0, 0.0)
@@ -121,12 +118,28 @@ class SparsifyArgs:
         levels = self.level.values() if isinstance(self.level, Mapping) else [self.level]
         if checks.UNTOUCHED in levels:
             self._take_untouched()
-        self.protect = checks.name_list("protect", self.protect)
-        self._take_schedule()
         self._refuse_conflicts()
+        self._take_defaults()
+
+    def _take_defaults(self) -> None:
+        if self.schedule is None:
+            self.schedule = ConstantDataScheduler if self.end is None else CubicDataScheduler
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
             self.score = "norm"
+        self.norm = self.norm or "L2"
+        self.decay = 1.0 if self.decay is None else self.decay
+
+    def _refuse_conflicts(self) -> None:
+        given = f"Invalid level={self.level!r}, budget={self.budget!r}: exactly one must be given."
+        decay = f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
+        turned = "Invalid scope='global' with rotate: rotated columns are removed by position."
+        rules = {
+            given: (self.level is None) == (self.budget is None),
+            f"{decay} lookups.": self.decay is not None and self.score != "frequency",
+            turned: self.scope == "global" and self.rotate is not None,
+        }
+        checks.refuse(rules)
 
     def _take_untouched(self) -> None:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
@@ -138,27 +151,7 @@ class SparsifyArgs:
                     " at end; schedule='constant' updates masks from begin to end."
                 )
             # Before the end, rows that are yet to be looked up would be removed.
-            self.begin, self.every, self.schedule = self.end, 1, "one_shot"
-
-    def _take_schedule(self) -> None:
-        if self.schedule is None:
-            self.schedule = "constant" if self.end is None else "cubic"
-        # A callable is a scheduler's class, and is taken as it is.
-        if not callable(self.schedule):
-            more = " or the class of a ready scheduler"
-            self.schedule = _SCHEDULES[checks.choice("schedule", self.schedule, _SCHEDULES, more)]
-
-    def _refuse_conflicts(self) -> None:
-        # The other scores count nothing that could decay.
-        if self.decay is not None and self.score != "frequency":
-            raise ValueError(
-                f"Invalid decay={self.decay} with score={self.score!r}: 'frequency' alone counts"
-                " lookups."
-            )
-        if self.scope == "global" and self.rotate is not None:
-            raise ValueError(
-                "Invalid scope='global' with rotate: rotated columns are removed by position."
-            )
+            self.begin, self.every, self.schedule = self.end, 1, _one_shot
 
     def facts(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the arguments by name, as JSON can hold them, for ranks to compare.
@@ -166,13 +159,14 @@ class SparsifyArgs:
         Args:
             names: of all tables.
         """
-        # Mappings in order: of several globs that match, the last counts.
-        found = {
-            name: list(value.items()) if isinstance(value, Mapping) else value
-            for name, value in vars(self).items()
-        }
-        # A set of globs has another order on each rank.
-        found["protect"] = sorted(self.protect)
+        found = vars(self).copy()
+        for name, value in vars(self).items():
+            if isinstance(value, Mapping):
+                # In order: of several globs that match, the last counts.
+                found[name] = list(value.items())
+            elif name in ("include", "exclude", "dense", "protect") and value:
+                # A set of globs has another order on each rank.
+                found[name] = value is True or sorted(checks.name_list(name, value))
         # Ranks compare text: a class crosses no rank.
         found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
         found["rotate"] = self.rotate and rotation_groups(self.rotate, names)
@@ -191,29 +185,30 @@ def _levels(
     return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
 
-def _choice(known: Iterable[str]) -> Callable[[str, object], str]:
-    return partial(checks.choice, known=known)
-
-
-def _block(argument: str, given: Any) -> Any:
-    return checks.parse_block(given) if isinstance(given, str) else given
+def _schedule(argument: str, given: Any) -> Any:
+    if callable(given):
+        return given  # a scheduler's class
+    more = " or the class of a ready scheduler"
+    return _SCHEDULES[checks.choice(argument, given, _SCHEDULES, more)]
 
 
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "level": _levels,
     "budget": lambda _, given: parse_budget(given),
-    "scope": _choice(SCOPES),
+    "scope": partial(checks.choice, known=SCOPES),
     "floor": partial(_levels, check=checks.level),
-    "block": _block,
-    "norm": _choice(("L1", "L2")),
-    "score": _choice(SCORES),
-    "optimizer_state": _choice(("keep", "reset")),
+    "protect": checks.name_list,
+    "block": lambda _, given: checks.parse_block(given) if isinstance(given, str) else given,
+    "norm": partial(checks.choice, known=("L1", "L2")),
+    "score": partial(checks.choice, known=SCORES),
+    "schedule": _schedule,
+    "optimizer_state": partial(checks.choice, known=("keep", "reset")),
     "min_rows": partial(checks.integer, least=0),
     "decay": checks.level,
 }
 """By argument the check of its value: takes both, and returns what the value means."""
 
-_OPTIONAL: Final = {"level", "budget", "floor", "norm", "score", "decay"}
+_OPTIONAL: Final = {"level", "budget", "floor", "norm", "score", "schedule", "decay"}
 """Arguments that may be None."""
 
 
@@ -222,30 +217,29 @@ def left_dense(
     modules: Iterable[nn.Module],
     located: Sequence[ShardedData],
     args: SparsifyArgs,
-    include: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return the tables that are not pruned, with the reason: protected ones, frozen ones, those
-    with fewer than ``min_rows`` rows, position embeddings that no glob of ``include`` matches, and,
-    if groups of tables are rotated, tables in no group: nothing could make them narrower.
+    """Return the tables that are not pruned, with the reason, in the order of the model: protected
+    ones, frozen ones, those with fewer than ``min_rows`` rows, position embeddings that no glob of
+    ``include`` matches, and, if groups of tables are rotated, tables in no group: nothing could
+    make them narrower.
 
     Raises:
         ValueError: none is pruned, a glob of ``args.protect`` matches no table, or a table to
             rotate is left dense.
     """
     names, rotate = [data.name for data in located], args.rotate
-    reasons = _reasons(model, modules, located, args, include)
     # "table" means each table that is pruned; groups are names that a user expects to be rotated.
-    if rotate not in (None, "table"):
-        rotated = set(chain.from_iterable(rotation_groups(rotate, names)))
-        refused = {name: reason for name, reason in reasons.items() if name in rotated}
-        if refused:
-            raise ValueError(f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}.")
+    groups = [] if rotate in (None, "table") else rotation_groups(rotate, names)
+    rotated = set(chain.from_iterable(groups))
+    reasons = _reasons(model, modules, located, args)
+    refused = {name: reason for name, reason in reasons.items() if name in rotated}
+    if groups:
         others = [name for name in names if name not in rotated]
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
-    if len(reasons) == len(located):
-        raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
-    # In the order of the model, for summaries.
-    return {name: reasons[name] for name in names if name in reasons}
+    turned = f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}."
+    dense = f"Nothing can be pruned, every table is left dense: {_listed(reasons)}."
+    checks.refuse({turned: refused, dense: len(reasons) == len(located)})
+    return reasons
 
 
 def _reasons(
@@ -253,42 +247,33 @@ def _reasons(
     modules: Iterable[nn.Module],
     located: Sequence[ShardedData],
     args: SparsifyArgs,
-    include: Sequence[str],
 ) -> dict[str, str]:
     """Return why tables are not pruned, by name, whatever is rotated."""
     guarded = protected(located, args.protect)
-    tables = _embedding_weights(modules)
+    included = dict.fromkeys(checks.name_list("include", args.include))
     # Shards are views of parameters: only their memory tells which one they belong to.
-    frozen = same_storage([p.data for p in model.parameters() if not p.requires_grad])
+    frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
+    embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    weights = chain.from_iterable(each.parameters(recurse=False) for each in embeddings)
+    tables = same_storage([*weights])
     reasons = {}
     for data in located:
-        whole = _whole(data)
-        included = any(_matches(data, pattern) for pattern in include)
-        if data.name in guarded:
-            reasons[data.name] = "protected"
-        elif any(map(frozen, whole)):
-            reasons[data.name] = "frozen (requires_grad=False)"
-        elif whole and not any(map(tables, whole)):
-            pass  # a parameter that dense= selects, no table
-        elif data.shape[0] < args.min_rows:
-            reasons[data.name] = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
-        elif not included and _is_of_positions(data):
-            reasons[data.name] = "position embeddings; include= prunes them"
+        # A shard's tensor is not the parameter that knows whether it is trained.
+        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
+        # Other parameters are what dense= selects: size and name are no reason there.
+        is_table = not whole or any(map(tables, whole))
+        rules = {
+            "protected": data.name in guarded,
+            "frozen (requires_grad=False)": any(map(frozen, whole)),
+            f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}": is_table
+            and data.shape[0] < args.min_rows,
+            "position embeddings; include= prunes them": is_table
+            and _is_of_positions(data, included),
+        }
+        # The first rule that holds is the reason.
+        for reason in filter(rules.get, reversed(rules)):
+            reasons[data.name] = reason
     return reasons
-
-
-def _whole(data: ShardedData) -> list[Tensor]:
-    # A shard's tensor is not the parameter that knows whether it is trained.
-    return [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-
-
-def _embedding_weights(modules: Iterable[nn.Module]) -> Callable[[Tensor], list[int]]:
-    """Return a function that lists torch's embedding modules whose weights a tensor shares."""
-    weights: list[Tensor] = []
-    for module in modules:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            weights += (weight.data for weight in module.parameters(recurse=False))
-    return same_storage(weights)
 
 
 _POSITIONS: Final = {"pos", "posemb", "posembedding", "position", "positions", "positional", "wpe"}
@@ -297,16 +282,16 @@ _POSITIONS: Final = {"pos", "posemb", "posembedding", "position", "positions", "
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
-def _is_of_positions(data: ShardedData) -> bool:
-    """Whether a whole word of its names says so: ``_pos_emb`` and ``PositionEmbedding`` do,
-    ``composer`` does not.
+def _is_of_positions(data: ShardedData, included: Mapping[str, None]) -> bool:
+    """Whether a whole word of its names says so, and no glob includes it: ``_pos_emb`` and
+    ``PositionEmbedding`` do, ``composer`` does not.
 
     Every sequence reads all positions up to its length, so that no row of such a table can go
     unnoticed.
     """
     # Whole words, split at underscores, dots, digits and humps.
     words = _WORD.findall(f"{data.name} {data.fqn or ''}")
-    return not _POSITIONS.isdisjoint(word.lower() for word in words)
+    return not (_POSITIONS.isdisjoint(map(str.lower, words)) or _matching(data, included))
 
 
 def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str]:
@@ -315,92 +300,241 @@ def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str
     Raises:
         ValueError: a glob matches no table.
     """
-    found: set[str] = set()
-    for pattern in protect:
-        matching = {data.name for data in located if _matches(data, pattern)}
-        if not matching:
-            names = [data.name for data in located]
-            raise ValueError(f"Invalid protect: {pattern!r} matches none of {names}.")
-        found |= matching
-    return found
+    return set(by_table("protect", dict.fromkeys(protect), located, {}))
+
+
+def by_table(
+    argument: str,
+    given: Levels | Mapping[str, None] | None,
+    located: Sequence[ShardedData],
+    left_dense: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the value of each pruned table that has one, by name: of several globs that match, the
+    last counts.
+
+    Raises:
+        ValueError: a glob matches no table that is pruned.
+    """
+    if given is None:
+        return {}
+    globs = given if isinstance(given, Mapping) else {"*": given}
+    # A glob may match tables that stay dense, if it matches one that does not.
+    pruned = [data for data in located if data.name not in left_dense]
+    matching = {data.name: _matching(data, globs) for data in pruned}
+    used = set(chain.from_iterable(matching.values()))
+    if unused := [glob for glob in globs if glob not in used]:
+        dense = f"; left dense: {_listed(left_dense)}" if left_dense else ""
+        raise ValueError(f"Invalid {argument}: {unused[0]!r} matches none of {[*matching]}{dense}.")
+    return {name: globs[found[-1]] for name, found in matching.items() if found}
+
+
+def _matching(data: ShardedData, globs: Mapping[str, Any]) -> list[str]:
+    """Return the globs that match the name of a table, or its fully qualified one: plain tensors
+    have none."""
+    fqn = data.fqn or data.name
+    return [glob for glob in globs if fnmatchcase(data.name, glob) or fnmatchcase(fqn, glob)]
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    shown = [f"{name!r} ({reason})" for name, reason in list(reasons.items())[:20]]
+    return ", ".join(shown + ["..."] * (len(reasons) > 20))
 
 
 def final_levels(
     args: SparsifyArgs,
     located: Sequence[ShardedData],
     left_dense: Mapping[str, str],
-) -> Level | dict[str, Level]:
-    """Return the final level by escaped name, or one number where all tables have the same.
-
-    Levels below 1 are capped so that one block of each table stays.
+    floors: Mapping[str, float],
+) -> dict[str, Level]:
+    """Return the final level of each table that has one, by name. Levels below 1 are capped so that
+    one block of the table stays.
 
     Raises:
         ValueError: a glob of ``args.level`` matches nothing that is pruned, or a budget can't be
             met.
     """
     if args.level is None:
-        floors, together = table_floors(args, located, left_dense), args.scope == "global"
+        together, rotate = args.scope == "global", args.rotate
         budgeted = budget_levels(
-            args.budget, located, left_dense, args.block, floors, together, args.rotate
+            args.budget, located, left_dense, args.block, floors, together, rotate
         )
-        return {glob.escape(name): level for name, level in budgeted.items()}
-    given = _by_name("level", args.level, located, left_dense)
-    # Each capped by its own number of blocks, so that equal levels may become unequal here.
-    finals = {
-        data.name: _capped(given[data.name], blocks_of(data, args.block))
-        for data in located
-        if data.name in given
-    }
-    # One number keeps the repr, the state and the facts short.
-    if not isinstance(args.level, Mapping) and set(finals.values()) == {args.level}:
-        return args.level
-    return {glob.escape(name): level for name, level in finals.items()}
+        return dict(budgeted)
+    finals = by_table("level", args.level, located, left_dense)
+    for data in [data for data in located if data.name in finals]:
+        level, blocks = finals[data.name], _blocks_of(data, args.block)
+        # It would round to all blocks.
+        if level not in (1, checks.UNTOUCHED) and round(level * blocks) >= max(blocks, 1):
+            finals[data.name] = (blocks - 1) / blocks
+    return finals
 
 
-def _capped(level: Level, blocks: int) -> Level:
-    """Return the level at which one block stays, where ``level`` is below 1 and would round to
-    all."""
-    if isinstance(level, str) or level == 1 or round(level * blocks) < max(blocks, 1):
-        return level
-    return (blocks - 1) / blocks
+# Bytes to levels: how much of each table is removed so that all tables together take no more than
+# a budget.
+#
+# A budget counts what is served in the dtype of training, as
+# :class:`~dist_sparse.planning.candidates.Candidate` does: the kept weights, what finds them, what
+# turns rotated tables back, and the tables that stay dense.
 
 
-def table_floors(
-    args: SparsifyArgs, located: Sequence[ShardedData], left_dense: Mapping[str, str]
-) -> dict[str, float]:
-    """Return the fraction that each table keeps at least, by name, where there is one.
+def parse_budget(budget: object) -> float:
+    """Return ``budget``, a number of bytes or text such as ``"20%"``, as bytes or as a fraction.
 
     Raises:
-        ValueError: a glob of ``args.floor`` matches nothing that is pruned.
+        ValueError: it is neither.
+
+    Example::
+
+        >>> from dist_sparse.training.arguments import parse_budget
+        >>> parse_budget("20%"), parse_budget(1 << 20)
+        (0.2, 1048576)
     """
-    return {} if args.floor is None else _by_name("floor", args.floor, located, left_dense)
+    # An int is bytes, so that a fraction must be text: 1 could be either.
+    if type(budget) is int and budget >= 0:
+        return budget
+    percent = re.fullmatch(r"(\d+(?:\.\d*)?)%", str(budget), re.ASCII)
+    if percent is None or float(percent[1]) > 100:
+        raise ValueError(
+            f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', up to 100%."
+        )
+    return float(percent[1]) / 100
 
 
-def _by_name(
-    argument: str, given: Levels, located: Sequence[ShardedData], left_dense: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the value of each pruned table: of several globs that match, the last counts."""
-    found: dict[str, Any] = {}
-    # A glob may match tables that stay dense, if it matches one that does not.
-    pruned = [data for data in located if data.name not in left_dense]
-    for pattern, value in given.items() if isinstance(given, Mapping) else [("*", given)]:
-        matching = [data.name for data in pruned if _matches(data, pattern)]
-        if not matching:
-            names = [data.name for data in pruned]
+def budget_levels(
+    budget: float,
+    located: Sequence[ShardedData],
+    left_dense: Collection[str],
+    block: tuple[int | str, int | str],
+    floors: Mapping[str, float],
+    together: bool,
+    rotate: Rotate | None = None,
+) -> dict[str, float]:
+    """Return the lowest common level of the tables that are pruned, by name, each a whole number of
+    blocks.
+
+    Args:
+        budget: bytes, or, as a float, a fraction of the tables' bytes.
+        located: all tables that the budget is for.
+        left_dense: names of tables that are not pruned.
+        block: as in a configuration.
+        floors: by name the least fraction that a table keeps.
+        together: blocks are removed wherever scores are smallest, so that a table's level need not
+            keep its floor.
+        rotate: as in :func:`~dist_sparse.rotate`: columns of rotated tables are removed for good.
+
+    Raises:
+        ValueError: the budget is less than can be reached, or holds all tables as they are; blocks
+            do not divide a table, or are finer than rows of a table that is not rotated, which
+            saves no bytes; or tables of one group of ``rotate``, which are as wide as the widest,
+            have different floors.
+    """
+    groups = rotation_groups(rotate or [], [data.name for data in located])
+    # Size of the group that each rotated table is in.
+    sizes = {name: len(group) for group in groups for name in group}
+    pruned = []
+    for data in located:
+        if data.name in left_dense:
+            continue
+        shape, floor = resolve_block(data.name, block, data.shape), floors.get(data.name, 0.0)
+        pruned.append(_PrunedTable(data, shape, floor, sizes.get(data.name, 0)))
+    _refuse_unequal_floors(pruned, groups)
+    total = sum(map(_dense_bytes, located))
+    dense = total - sum(_dense_bytes(table.data) for table in pruned)
+    room = budget if isinstance(budget, int) else round(budget * total)
+    least = dense + sum(t.served_bytes(t.most_removed) for t in pruned)
+    most = f"all tables take {total}, so that nothing would be removed."
+    few = (
+        f"{least} are the least. Tables that are left dense take {dense} of them, and of each other"
+        " table its floor or one block stays."
+    )
+    of = f"Invalid budget of {room} bytes"
+    checks.refuse({f"{of}: {most}": room >= total, f"{of}: {few}": room < least})
+
+    def fits(step: int) -> bool:
+        return dense + sum(t.served_bytes(t.removed_at(step, together)) for t in pruned) <= room
+
+    # Bytes never grow with the level, so the first level that fits is the lowest.
+    lowest = bisect_left(range(_STEPS), True, key=fits)
+    return {t.data.name: t.removed_at(lowest, together) / max(t.blocks, 1) for t in pruned}
+
+
+def _blocks_of(data: ShardedData, block: tuple[int | str, int | str]) -> int:
+    shape = resolve_block(data.name, block, data.shape)
+    return grid_of(Rect(0, 0, *data.shape), shape).blocks
+
+
+# Levels that are tried are multiples of one part in so many: float64 holds them exactly.
+_STEPS = 2**53
+
+
+@dataclass(frozen=True)
+class _PrunedTable:
+    """A table that loses blocks.
+
+    Args:
+        floor: least fraction of blocks that it keeps.
+        group: number of tables that are rotated together with it, itself counted; 0 if it is not
+            rotated.
+    """
+
+    data: ShardedData
+    block: Block
+    floor: float
+    group: int
+
+    def __post_init__(self) -> None:
+        shape, block = self.data.shape, self.block
+        divide = f"blocks that divide {shape}; {block} do not."
+        # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
+        save = (
+            f"whole rows, or columns that are rotated; blocks of {block} are served as zeros, and"
+            " save no bytes. Give a level instead."
+        )
+        rules = {
+            divide: shape[0] % block[0] or shape[1] % block[1],
+            save: block[1] < shape[1] and not self.group,
+        }
+        needs = f"Table {self.data.name!r}: a budget needs"
+        checks.refuse({f"{needs} {text}": holds for text, holds in rules.items()})
+
+    @cached_property
+    def blocks(self) -> int:
+        return _blocks_of(self.data, self.block)
+
+    @property
+    def most_removed(self) -> int:
+        """The most blocks that it may lose: its floor stays, and one block of any table."""
+        # Products such as 0.1 * 30 lie a little above an integer.
+        floor = math.ceil(self.floor * self.blocks - 1e-9)
+        return self.blocks - max(floor, min(self.blocks, 1))
+
+    def removed_at(self, step: int, together: bool) -> int:
+        """Blocks removed at the level ``step / _STEPS``."""
+        removed = math.ceil(step / _STEPS * self.blocks)
+        # Over all tables together, the sparsifier itself moves what a floor keeps to other tables.
+        return removed if together else min(removed, self.most_removed)
+
+    def served_bytes(self, removed: int) -> int:
+        """Bytes of the table without so many blocks."""
+        (rows, columns), itemsize = self.data.shape, self.data.dtype.itemsize
+        kept = self.blocks - removed
+        # Whole rows: the kept ones are stored one after another, and found through the index.
+        if not self.group:
+            return kept * math.prod(self.block) * itemsize + index_bytes(rows)
+        width = narrow_width(kept * self.block[1], columns)
+        # Only a table that is rotated alone is turned back, by a basis that is served too.
+        basis = basis_bytes(columns, width) if self.group == 1 else 0
+        return rows * width * itemsize + basis
+
+
+def _refuse_unequal_floors(pruned: Sequence[_PrunedTable], groups: Sequence[Sequence[str]]) -> None:
+    for group in groups:
+        floors = {table.data.name: table.floor for table in pruned if table.data.name in group}
+        if len(set(floors.values())) > 1:
             raise ValueError(
-                f"Invalid {argument}: {pattern!r} matches no table that is pruned. Those are"
-                f" {names}; left dense: {_listed(left_dense) or 'none'}."
+                "Invalid floor for a budget: tables rotated together keep as many columns, not"
+                f" {floors}."
             )
-        found |= dict.fromkeys(matching, value)
-    return found
 
 
-def _matches(data: ShardedData, pattern: str) -> bool:
-    # Plain tensors have no fully qualified name.
-    names = [data.name] if data.fqn is None else [data.name, data.fqn]
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _listed(reasons: Mapping[str, str]) -> str:
-    shown = [f"{name!r} ({reason})" for name, reason in list(reasons.items())[:20]]
-    return ", ".join(shown + ["..."] * (len(reasons) > 20))
+def _dense_bytes(data: ShardedData) -> int:
+    return math.prod(data.shape) * data.dtype.itemsize

@@ -1,78 +1,22 @@
-"""Hooks on optimizer steps and forwards: ``auto_step``, and a training loop that trains other
-tables than were sparsified."""
+"""What a training follows: innermost optimizers, unsharded collections, and replicas that nothing
+keeps equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.enforcer.optimizers import combines, leaves
+from dist_sparse.groups import Group, Replica, cut, group_over, ranks_text, world_ranks
+from dist_sparse.sparsifiers.digest import shared_weights
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import torchrec_port
-
-
-class Following:
-    """Follows the steps of the last optimizer, and the forwards of unsharded collections, until
-    :meth:`stop`.
-
-    Args:
-        modules: of the model whose tables are registered, by path.
-        names: of the registered tables.
-        optimizers: of the model.
-        step: the training's step, called after each step of the last optimizer if ``auto_step``.
-
-    Raises:
-        ValueError: ``auto_step`` without an optimizer.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        names: Iterable[str],
-        optimizers: Sequence[Any],
-        step: Callable[[], None],
-        auto_step: bool,
-    ) -> None:
-        self._handles: list[RemovableHandle] = []
-        if auto_step:
-            followed = [each for optimizer in optimizers for each in steppers(optimizer)]
-            if not followed:
-                raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
-            # It refers to the training, which so lives as long as the optimizer even if the caller
-            # drops it.
-            hook = Hook(lambda *_: step())
-            self._handles.append(followed[-1].register_step_post_hook(hook))
-        # One forward of any of them shows that this model trains.
-        self._unseen = dict(_unsharded_collections(modules, names))
-        for module in self._unseen.values():
-            self._handles.append(module.register_forward_pre_hook(Hook(self._seen)))
-
-    def stepped(self) -> None:
-        """Note that the training's step() is called.
-
-        Raises:
-            RuntimeError: no forward has used the tables.
-        """
-        # DistributedModelParallel and deepcopy leave the registered modules without forwards.
-        if self._unseen:
-            raise RuntimeError(
-                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"
-                " model was wrapped or copied afterwards, so that other tables train. Call"
-                " sparsify() on the DistributedModelParallel."
-            )
-
-    def stop(self) -> None:
-        """Stop following."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._unseen = [], {}
-
-    def _seen(self, *_: Any) -> None:
-        self._unseen = {}
+from dist_sparse.tables.shards import ShardedData
 
 
 def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -86,7 +30,7 @@ def steppers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield optimizer
 
 
-def _unsharded_collections(
+def unsharded_collections(
     modules: Mapping[str, nn.Module], names: Iterable[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield TorchRec's unsharded collections of registered tables, by path.
@@ -100,7 +44,93 @@ def _unsharded_collections(
     registered = {name.rpartition("/")[2] for name in names}
     for path, module in modules.items():
         collection = torchrec.collection(module)
-        if collection is None or collection.is_sharded:
-            continue
-        if any(table.name in registered for table in collection.tables):
+        tables = [] if collection is None or collection.is_sharded else collection.tables
+        if not registered.isdisjoint(table.name for table in tables):
             yield path or type(module).__name__, module
+
+
+# Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or models
+# of each rank alone.
+#
+# Ranks whose tables are all equal when ``sparsify()`` is called count as replicas: their weights
+# and configurations are compared before each mask update. Ranks whose tables differ train models
+# of their own, which are never compared. Either way the first rank warns once.
+
+
+def replicas_of(located: Mapping[str, ShardedData]) -> list[str]:
+    """Return the registered tables that no DistributedDataParallel or DistributedModelParallel
+    holds, if they are equal on all ranks, by name; warn of them in either case. Collective over the
+    world if there are any, alike on all ranks, as ``add_model()`` has checked.
+
+    Args:
+        located: the registered tables, as they are stored now.
+    """
+    world = group_over(world_ranks())
+    names = [name for name, data in located.items() if data.ranks is None]
+    # One rank has no replicas, and does not communicate.
+    if world.size == 1 or not names:
+        return []
+    # Reported, not raised: ranks may train models of their own on purpose.
+    drifted = world.agree("sparsify()", {}, None, _hashes(world, names, located))
+    if world.rank == 0:
+        _warn(world, names, drifted)
+    return [] if drifted else names
+
+
+def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> None:
+    """Compare the replicas of all ranks before a mask update. Collective over the world.
+
+    Raises:
+        ValueError: weights or configurations differ; on every rank.
+    """
+    world = group_over(world_ranks())
+    with world.agreeing("step()") as facts:
+        # Replicas by now: a difference is an error.
+        facts.on_drift = _refuse
+        # Removed weights that a batch has written differ until they are masked.
+        sparsifier.masks.hooks.settle()
+        sparsifier.note(facts, [])
+        for name in names:
+            facts[f"the config of table {name!r}"] = sparsifier.data_groups.get(name)
+        facts.replicas |= _hashes(world, names, sparsifier.masks.tables.locate())
+
+
+def _hashes(
+    world: Group, names: Sequence[str], located: Mapping[str, ShardedData]
+) -> dict[str, Replica]:
+    """Hashes of tables as if each rank held one replica of them. Local."""
+    # Tables may have been squashed since. Located alone, a table is in a world of one: every rank
+    # holds its one tile.
+    tables = [located[name] for name in names if name in located]
+    held = [replace(data, ranks=world.ranks, tiling=data.tiling * world.size) for data in tables]
+    return shared_weights(held, world.rank)
+
+
+def _warn(world: Group, names: Sequence[str], drifted: Mapping[str, list[int]]) -> None:
+    if drifted:
+        place, ranks = next(iter(drifted.items()))
+        rule = (
+            f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
+            "each rank trains and prunes a model of its own, with masks of its own."
+        )
+    else:
+        rule = (
+            "They are equal on all ranks, so they are taken for replicas: mask updates raise an"
+            " error once they have drifted apart."
+        )
+    shown = cut(", ".join(names), 100)
+    warnings.warn(
+        f"The tables {shown} are in no DistributedDataParallel and no DistributedModelParallel,"
+        f" in a world of {world.size} ranks. {rule} To train replicas, wrap the model and"
+        " call sparsify() on the wrapper, not on the module inside it.",
+        stacklevel=4,
+    )
+
+
+def _refuse(drifted: Mapping[str, list[int]]) -> None:
+    places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted.items())
+    raise ValueError(
+        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
+        " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
+        " that are meant to differ must differ when sparsify() is called."
+    )

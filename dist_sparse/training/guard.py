@@ -7,19 +7,32 @@ Phases of an update under a :class:`Guard`:
 2. What it removes is kept (:class:`~dist_sparse.sparsifiers.undo.LastUpdate`), and it is *pending*.
 3. A validation accepts it, and what was kept is released; or undoes it, and the schedule ends.
 
-All decisions follow from numbers that all ranks have in common. Nothing here communicates.
+All decisions follow from numbers that all ranks have in common: a guard does not communicate.
+Below it is the state of a whole training, which has the guard's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+import math
+import warnings
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from torch import Tensor
+
 from dist_sparse import checks
-from dist_sparse.schedulers.ready import CurveDataScheduler, ReadyDataScheduler
-from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.schedulers.ready import (
+    CurveDataScheduler,
+    LambdaDataScheduler,
+    ReadyDataScheduler,
+    by_name,
+)
+from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
+from dist_sparse.sparsifiers.saving import saved_configs
+from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.sparsifiers.undo import LastUpdate
 
 Mode: TypeAlias = Literal["max", "min"]
@@ -59,22 +72,26 @@ class GuardState:
         """
         if given is None:
             return cls()
-        names = {field.name for field in fields(cls)}
-        if not isinstance(given, Mapping) or set(given) != names:
-            raise ValueError(f"Invalid guard={given!r} in the state: must have {sorted(names)}.")
-        for name in ("active", "waiting", "owed"):
-            if not isinstance(given[name], bool):
-                raise ValueError(f"Invalid {name}={given[name]!r} of the guard: must be a bool.")
-        step = partial(checks.integer, least=0)
-        mode = partial(checks.choice, known=MODES)
-        optional: dict[str, Callable[[str, Any], Any]] = {
-            **{"pending": step, "accepted": step, "undone": step},
-            **{"mode": mode, "best": checks.number},
-        }
-        for name, check in optional.items():
-            if given[name] is not None:
+        if not isinstance(given, Mapping) or set(given) != set(_STATE):
+            raise ValueError(f"Invalid guard={given!r} in the state: must have {sorted(_STATE)}.")
+        for name, check in _STATE.items():
+            if given[name] is not None or check is _flag:
                 check(f"{name} of the guard", given[name])
         return cls(**given)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
+
+
+_STATE: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("active", "waiting", "owed"), _flag),
+    **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
+    "mode": partial(checks.choice, known=MODES),
+    "best": checks.number,
+}
+"""The checks of a saved :class:`GuardState`; what is no flag may be None."""
 
 
 class Guard:
@@ -89,7 +106,8 @@ class Guard:
         self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, asks_first: bool
     ) -> None:
         self._sparsifier, self._scheduler = sparsifier, scheduler
-        self._last = LastUpdate()
+        # On one rank: all ranks have one schedule.
+        self._warns = asks_first and rank_in(world_ranks()) == 0
         self.put(GuardState(active=asks_first, waiting=asks_first))
 
     def put(self, state: GuardState) -> None:
@@ -101,17 +119,18 @@ class Guard:
         """Return the state as JSON-able values; None of a guard that was never used."""
         return asdict(self.state) if self.state.active else None
 
-    @property
-    def best(self) -> float:
-        """The best metric that held, once there was a validation."""
-        assert self.state.best is not None
-        return self.state.best
-
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
         state, sparsifier = self.state, self._sparsifier
         if not state.active:
             return
+        if self._warns and state.mode is None and state.owed and sparsifier.enable_mask_update:
+            self._warns = False
+            warnings.warn(
+                'level="auto" has pruned nothing so far: no mask update happens before the first'
+                " validation. Call guard(metric) with the metric of each.",
+                stacklevel=4,
+            )
         due = sparsifier.enable_mask_update or state.owed
         state.owed = due and state.waiting
         sparsifier.enable_mask_update = due and not state.waiting
@@ -134,27 +153,27 @@ class Guard:
             ValueError: it is not finite, or of another mode than before, weights were removed
                 before the first validation, or the last update can't be undone.
         """
+        # A metric of torch's: reading it waits for its device, once a validation.
+        if isinstance(metric, Tensor) and metric.numel() == 1:
+            metric = metric.item()
         value = checks.number("metric", metric)
-        checks.choice("mode", mode, MODES)
-        state, masks = self.state, self._sparsifier.masks
-        if state.mode not in (None, mode):
-            raise ValueError(f"Invalid {mode=}: earlier validations had mode={state.mode!r}.")
-        if not isinstance(self._scheduler, CurveDataScheduler):
-            raise ValueError(
-                "guard() stops schedules of a final level: those of functions have none."
-            )
-        if masks.rotation is not None:
-            raise ValueError("guard() can't undo updates that rotate tables.")
-        if self._sparsifier.counts_lookups and self._sparsifier.decay < 1:
-            raise ValueError(
-                f"guard() can't undo the decay={self._sparsifier.decay} of counts of lookups."
-            )
-        if state.mode is None and not masks.tables.keeps_all:
-            raise ValueError(
-                "The first guard() must come before the first mask update that removes weights:"
-                " its metric is the reference, and nothing was kept of earlier updates. Validate"
-                " before begin=, or begin later."
-            )
+        state, masks, scored = self.state, self._sparsifier.masks, self._sparsifier
+        rules: dict[str, object] = {
+            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in MODES,
+            f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
+            not in (None, mode),
+            "guard() stops schedules of a final level: those of functions have none.": (
+                not isinstance(self._scheduler, CurveDataScheduler)
+            ),
+            "guard() can't undo updates that rotate tables.": masks.rotation is not None,
+            f"guard() can't undo the decay={scored.decay} of counts of lookups.": (
+                scored.counts_lookups and scored.decay < 1
+            ),
+            "The first guard() must come before the first mask update that removes weights: its"
+            " metric is the reference, and nothing was kept of earlier updates. Validate before"
+            " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
+        }
+        checks.refuse(rules)
         self._last.check(masks.tables.locate())
         return float(value)
 
@@ -198,3 +217,173 @@ class Guard:
         state.undone, state.pending = state.pending, None
         state.waiting = state.owed = False
         masks.undo = None
+
+
+# State of a ``SparseTraining``: every part is checked and agreed on all ranks before one is
+# replaced.
+#
+# The state has the masks with their configurations, and as JSON the schedule and the settings that
+# choose masks. Masks are checked against the settings of the same state, not against the current
+# ones.
+
+
+_ACTION = "load_state_dict()"
+
+
+def save(
+    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard
+) -> dict[str, Any]:
+    """Return the state of all: see :meth:`dist_sparse.SparseTraining.state_dict`."""
+    names = sparsifier.data_groups
+    parts = {
+        "scheduler": scheduler.state_dict(),
+        "score": sparsifier.scored_by,
+        "scope": sparsifier.scope,
+        # Not of tables that were squashed since.
+        "floors": {name: floor for name, floor in sparsifier.floors.items() if name in names},
+    }
+    if (guarded := guard.saved()) is not None:
+        parts["guard"] = guarded
+    return {
+        "sparsifier": sparsifier.state_dict(),
+        "schedule": checks.to_json("the schedule", parts),
+    }
+
+
+def prepare_load(
+    sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard, state: Any
+) -> Callable[[], None]:
+    """Check a state of :func:`save` on all ranks, and return the local function that puts it in
+    place. Collective.
+
+    Raises:
+        ValueError: a part is missing, unknown or invalid, does not fit what is registered, differs
+            between ranks, masks and schedule are of different steps, or no mask update could
+            follow. On every rank; nothing has changed.
+    """
+    together = group_over(world_ranks())
+    # First what each rank can check alone; an error on one is an error on all.
+    with together.agreeing(_ACTION) as facts:
+        schedule, settings, guarded = _parsed(state, sparsifier, scheduler)
+        masks, configs = state["sparsifier"], saved_configs(state["sparsifier"])
+        compared = {**settings, "base_param": schedule["base_param"], "guard": asdict(guarded)}
+        facts.update({f"{name} of the state": value for name, value in compared.items()})
+    # Then the schedule, whose levels the masks must have.
+    levels, commit_schedule = scheduler.prepare_load(schedule)
+    # Then the masks, under the settings that they were made with.
+    groups = {name: dict(config) for name, config in configs.items()}
+    made_with = {**settings, "data_groups": groups}
+    before = {name: getattr(sparsifier, name) for name in made_with}
+    try:
+        _put(sparsifier, made_with)
+        # Over the world too: where no table is held by all ranks, an error of one would not reach
+        # the others.
+        with together.agreeing(_ACTION):
+            commit_masks = sparsifier.prepare_state_dict(masks)
+        with together.agreeing(_ACTION):
+            if not isinstance(scheduler, LambdaDataScheduler):
+                # Functions are not part of the state: they may be others now.
+                _check_steps(levels, configs, schedule["last_epoch"])
+            _check_next_updates(sparsifier, levels, schedule.get("final"))
+    finally:
+        _put(sparsifier, before)
+
+    def commit() -> None:
+        # Nothing below communicates or can fail, so that no rank is left with half a state.
+        commit_masks()
+        commit_schedule()
+        _put(sparsifier, settings)
+        guard.put(guarded)
+
+    return commit
+
+
+def _parsed(
+    state: Any, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler
+) -> tuple[dict[str, Any], dict[str, Any], GuardState]:
+    """Return the schedule of a state, the attributes of the sparsifier beside its masks and
+    configurations, and the guard's state, checked as far as one rank can alone."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"Invalid state of type {type(state).__name__}: must be what state_dict() returned."
+        )
+    # Lightning's callback adds its own.
+    _check_keys("The state", state, {"sparsifier", "schedule"}, set(state))
+    parts = checks.from_json("the schedule", state["schedule"])
+    needed = {"scheduler", "score", "scope"}
+    _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
+    schedule, floors = parts["scheduler"], parts.get("floors", {})
+    if not isinstance(schedule, dict):
+        raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
+    kind = f"The state of the {type(scheduler).__name__}"
+    _check_keys(kind, schedule, set(scheduler.state_dict()))
+    score = checks.choice("score", parts["score"], SCORES)
+    param = schedule["schedule_param"]
+    rules = {
+        f"Invalid state: its schedule is one of {param!r}, not of the sparsity level.": param
+        != scheduler.schedule_param,
+        # Counting is attached at construction: a state can't switch it on.
+        f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
+            (score == "frequency") != sparsifier.counts_lookups
+        ),
+        f"Invalid floors={floors!r} in the state: must be numbers in [0, 1] by table.": (
+            not isinstance(floors, dict)
+        ),
+    }
+    checks.refuse(rules)
+    if lost := sorted(set(floors) - set(sparsifier.data_groups)):
+        raise ValueError(f"Invalid floors in the state: the tables {lost} are not registered.")
+    settings = {
+        "scored_by": score,
+        "scope": checks.choice("scope", parts["scope"], SCOPES),
+        "floors": {name: checks.level(f"floors[{name!r}]", each) for name, each in floors.items()},
+    }
+    return schedule, settings, GuardState.parsed(parts.get("guard"))
+
+
+def _check_keys(
+    what: str, found: Mapping[Any, Any], needed: set[str], optional: Set[str] = frozenset()
+) -> None:
+    if missing := sorted(needed - set(found)):
+        raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, found))}.")
+    if unknown := sorted(set(found) - needed - optional):
+        raise ValueError(f"{what} has the unknown keys {unknown}: it may be of a newer release.")
+
+
+def _put(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(sparsifier, name, value)
+
+
+def _check_steps(
+    levels: Mapping[str, float], configs: Mapping[str, Mapping[str, Any]], step: int
+) -> None:
+    """Refuse masks and a schedule of different steps: the schedule's level is in the configuration
+    of the masks."""
+    for name, level in levels.items():
+        found = configs.get(name, {}).get("sparsity_level", level)
+        # A level may be a word.
+        are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
+        same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
+        if not same:
+            raise ValueError(
+                f"Masks and schedule of the state are of different steps: the level of {name!r} is"
+                f" {found} with the masks and {level} at step {step} of the schedule."
+            )
+
+
+def _check_next_updates(
+    sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
+) -> None:
+    """Refuse settings that no later mask update could follow."""
+    tables = [name for name in sparsifier.data_groups if name in sparsifier.masks.tables]
+    if isinstance(final, (list, tuple)):
+        final = dict(final)  # a state has globs as pairs
+    finals = {} if final is None else by_name(final, tables)
+    now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
+    # At the step of the state, and at the end of its schedule.
+    for reached in (levels, finals):
+        sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
+    # Norms are always known: no walk for them.
+    if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
+        sparsifier.check_known(sparsifier.masks.tables.locate())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
+from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
@@ -39,14 +41,17 @@ from dist_sparse.training.arguments import (
     OptimizerState,
     Schedule,
     SparsifyArgs,
+    by_table,
     final_levels,
     left_dense,
-    table_floors,
 )
-from dist_sparse.training.following import Following
-from dist_sparse.training.guard import Guard, Mode
-from dist_sparse.training.loading import prepare_load, save
-from dist_sparse.training.unwrapped import Unwrapped
+from dist_sparse.training.following import (
+    compare_replicas,
+    replicas_of,
+    steppers,
+    unsharded_collections,
+)
+from dist_sparse.training.guard import Guard, Mode, prepare_load, save
 
 
 class SparseTraining:
@@ -103,10 +108,12 @@ class SparseTraining:
         self.validations: list[GuardCheck] = []
         self._source = source
         self._guard = Guard(sparsifier, scheduler, asks_first)
-        # Set by _attach() and _watch_unwrapped(), which sparsify() calls in order.
+        # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
-        self._following: Following | None = None
-        self._unwrapped: Unwrapped | None = None
+        self._attached = False
+        self._handles: list[RemovableHandle] = []
+        self._unseen: dict[str, nn.Module] = {}
+        self._replicas: list[str] = []
         self._world_rank = rank_in(world_ranks())
         # Once, on one rank: all ranks have one schedule.
         self._warns = self._world_rank == 0
@@ -146,13 +153,13 @@ class SparseTraining:
         """The tables of which this rank does not hold all rows and columns. Local."""
         partial = []
         for data in self._source.locate():
-            held = {shard.rect for shard in data.shards}
             # The source may hold tables that were left dense.
-            if data.name in self.sparsifier.data_groups and held != set(data.rects):
+            is_pruned = data.name in self.sparsifier.data_groups
+            if is_pruned and dict(data.shards).keys() != set(data.rects):
                 partial.append(data.name)
         return partial
 
-    def guard(self, metric: float, tolerance: float = 0.001, mode: Mode = "max") -> bool:
+    def guard(self, metric: float | Tensor, tolerance: float = 0.001, mode: Mode = "max") -> bool:
         """Judge the last mask update by a validation: call it with the metric of each. Collective.
 
         The first call must come before the first mask update that removes weights: its metric is
@@ -173,7 +180,7 @@ class SparseTraining:
         ends.
 
         Args:
-            metric: a finite number, the same on every rank: reduce it first.
+            metric: a finite number or a tensor of one, the same on every rank: reduce it first.
             tolerance: the metric may be worse than the best one by so much, at least 0.
             mode: ``"max"`` if larger is better, ``"min"`` if smaller is; the same in all calls.
 
@@ -205,7 +212,7 @@ class SparseTraining:
             0.5
             >>> sparse.detach()
         """
-        if self._following is None:
+        if not self._attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
         with group_over(world_ranks()).agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
@@ -214,20 +221,21 @@ class SparseTraining:
             can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
             facts.update(guard=self._guard.saved(), can_undo=can_undo)
         holds = self._guard.judge(value, most, mode)
+        best = self._guard.state.best
+        assert best is not None, "judge() has set it"
         undone = self._guard.state.undone if undone_before is None else None
         if undone is not None and not can_undo and self._world_rank == 0:
             warnings.warn(
                 f"The metric fell after the mask update at step {undone}, which can't be undone:"
                 " weights or a state from before its validation were loaded. The level stays; no"
                 " update follows. Save states after guard().",
-                UserWarning,
                 stacklevel=2,
             )
         self.validations.append(
             GuardCheck(
                 step=max(self.scheduler.last_epoch - 1, 0),
                 metric=value,
-                best=self._guard.best,
+                best=best,
                 holds=holds,
                 undone=undone,
                 # Collective; the ranks agree on what was undone.
@@ -293,7 +301,6 @@ class SparseTraining:
                 " masks freeze then. Load its masks alone, by"
                 " sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for"
                 " good.",
-                UserWarning,
                 stacklevel=2,
             )
 
@@ -308,12 +315,20 @@ class SparseTraining:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._detached() and error is None:
-            self.warn_of_early_end()
+        if error is None:
+            self.detach()
+        else:
+            self._detached()
 
     def __repr__(self) -> str:
+        step, end = self.scheduler.last_epoch, self.scheduler.end
+        of = f" of {end}"
+        if end is None:
+            of = ""
+        elif step > end:
+            of = f", schedule ended at {end}"
         parts = [
-            self._step_text(),
+            f"step {step}{of}",
             f"{self._level_text()}by {self.sparsifier.scored_by}",
             "over all tables" if self.sparsifier.scope == "global" else "",
             number_of(len(self.sparsifier.data_groups), "table"),
@@ -321,12 +336,6 @@ class SparseTraining:
             "attached" if self.enforcer.attached else "detached",
         ]
         return f"SparseTraining({', '.join(filter(None, parts))})"
-
-    def _step_text(self) -> str:
-        step, end = self.scheduler.last_epoch, self.scheduler.end
-        if end is None:
-            return f"step {step}"
-        return f"step {step} of {end}" if step <= end else f"step {step}, schedule ended at {end}"
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
@@ -343,35 +352,47 @@ class SparseTraining:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
         collections."""
         self.enforcer.attach_to(walked, optimizers)
-        self._auto_step = auto_step
+        self._attached, self._auto_step = True, auto_step
+        followed = [*chain.from_iterable(map(steppers, optimizers))]
+        if auto_step and not followed:
+            raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
+        if auto_step:
+            # It refers to this object, which so lives as long as the optimizer even if the caller
+            # drops it.
+            hook = Hook(lambda *_: self._step())
+            self._handles.append(followed[-1].register_step_post_hook(hook))
         (modules,) = walked.modules.values()
-        self._following = Following(
-            modules, self.sparsifier.data_groups, optimizers, self._step, auto_step
-        )
-
-    def _watch_unwrapped(self, walked: Walked) -> None:
-        """Compare replicas that nothing keeps equal. Collective over the world if there are any."""
-        self._unwrapped = Unwrapped(self.sparsifier, walked.located)
+        unseen = self._unseen = dict(unsharded_collections(modules, self.sparsifier.data_groups))
+        for module in unseen.values():
+            # One forward of any of them shows that this model trains.
+            seen = Hook(lambda *_: unseen.clear())
+            self._handles.append(module.register_forward_pre_hook(seen))
 
     def _step(self) -> None:
-        if self._following is not None:
-            self._following.stepped()
+        # DistributedModelParallel and deepcopy leave the registered modules without forwards.
+        if self._unseen:
+            raise RuntimeError(
+                f"No forward has used the collections {sorted(self._unseen)} since sparsify(): the"
+                " model was wrapped or copied afterwards, so that other tables train. Call"
+                " sparsify() on the DistributedModelParallel."
+            )
         self._guard.before_step()
         # The flag is the schedule's: true if the next sparsifier.step() updates masks.
-        if self._unwrapped is not None and self.sparsifier.enable_mask_update:
-            self._unwrapped.compare()
+        if self._replicas and self.sparsifier.enable_mask_update:
+            compare_replicas(self.sparsifier, self._replicas)
         self.sparsifier.step()
         self._guard.after_step()
         self.scheduler.step()
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
-        if self._following is None:
-            return False
-        self._following.stop()
-        self._following = None
-        self.enforcer.detach()
-        return True
+        attached, self._attached = self._attached, False
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._unseen = [], {}
+        if attached:
+            self.enforcer.detach()
+        return attached
 
     def warn_of_early_end(self) -> None:
         """Warn, once, if the last mask update of the schedule has not happened. Local."""
@@ -380,7 +401,6 @@ class SparseTraining:
             warnings.warn(
                 f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule,"
                 f" before end={self.scheduler.end}: the final level has not been reached.",
-                UserWarning,
                 stacklevel=3,
             )
 
@@ -431,7 +451,8 @@ def sparsify(
             up, and no others, which is lossless on training data: by Adagrad's sums, or by counts
             with ``score="frequency"``; once at ``end``, or as ``schedule="constant"`` says. A row
             that is looked up later comes back at the next mask update, at 0. ``"auto"`` raises the
-            level step by step until :meth:`SparseTraining.guard` undoes a step.
+            level step by step until :meth:`SparseTraining.guard` undoes a step; no mask update
+            happens before its first call.
         budget: instead of ``level``, the most that the tables may take at the end: bytes, or a
             share of them, ``"20%"`` or 0.2. It counts the bytes that are served, as
             :func:`~dist_sparse.plan` does, in the dtype of training. All tables then have the same
@@ -511,9 +532,13 @@ def sparsify(
             block=block,
             norm=norm,
             score=score,
+            include=include,
+            exclude=exclude,
+            dense=dense,
             schedule=schedule,
             optimizer_state=optimizer_state,
             min_rows=min_rows,
+            auto_step=auto_step,
             rotate=rotate,
             decay=decay,
         )
@@ -522,13 +547,20 @@ def sparsify(
         located = source.locate()
         # One walk for all that asks for modules below.
         modules = dict(model.named_modules())
-        unpruned = left_dense(
-            model, modules.values(), located, plan, checks.name_list("include", include)
+        unpruned = left_dense(model, modules.values(), located, plan)
+        floors = by_table("floor", plan.floor, located, unpruned)
+        finals = final_levels(plan, located, unpruned, floors)
+        facts.update(plan.facts([data.name for data in located]))
+        # At level 0, which the schedule raises.
+        sparsifier = ImportanceSparsifier(
+            sparsity_level=0.0,
+            sparse_block_shape=plan.block,
+            norm=plan.norm,
+            score=plan.score or "norm_accumulator",
+            decay=plan.decay,
+            scope=plan.scope,
+            floors=floors,
         )
-        final = final_levels(plan, located, unpruned)
-        facts.update(plan.facts([data.name for data in located]), auto_step=bool(auto_step))
-        facts.update(_globs(include=include, exclude=exclude, dense=dense))
-        sparsifier = _sparsifier(plan, table_floors(plan, located, unpruned))
         enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
     # Names become globs here: a table may be called "a[0]".
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
@@ -536,14 +568,9 @@ def sparsify(
     # Nothing moves tables before this call returns: what was located is not looked up again.
     pruned = {data.name: data for data in located if data.name not in unpruned}
     walked = Walked(pruned, {model: modules})
-    scheduler = _scheduler(plan, sparsifier, final)
+    scheduler = _scheduler(plan, sparsifier, finals)
     training = SparseTraining(
-        sparsifier,
-        scheduler,
-        enforcer,
-        source=source,
-        left_dense=unpruned,
-        asks_first=plan.auto,
+        sparsifier, scheduler, enforcer, source=source, left_dense=unpruned, asks_first=plan.auto
     )
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -553,7 +580,8 @@ def sparsify(
             if plan.score is not None:
                 # A requested score must be known of every table; the default falls back.
                 sparsifier.check_known(walked.located)
-            sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
+            # Tables that no glob of level= matches stay at 0.
+            sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
             unknown = sparsifier.unknown_tables(walked.located)
         # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
         if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
@@ -561,43 +589,33 @@ def sparsify(
         if rotate is not None:
             # After attach(): rotations read which optimizers step the tables.
             rotate_tables(sparsifier, rotate)
-        training._watch_unwrapped(walked)
+        training._replicas = replicas_of(walked.located)
     except BaseException:
         training._detached()
         enforcer.detach()  # where the training was not attached yet
         raise
     if together.rank == 0:
-        _warn_of_emptied(_levels_by_table(final, sparsifier.data_groups))
+        _warn_of_emptied(finals)
     return training
 
 
-def _warn_of_emptied(levels: Mapping[str, Level]) -> None:
-    if emptied := [name for name, level in levels.items() if level == 1]:
+def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
+    if emptied := [name for name, level in finals.items() if level == 1]:
         warnings.warn(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
-            UserWarning,
             stacklevel=3,
         )
 
 
-def _sparsifier(plan: SparsifyArgs, floors: Mapping[str, float]) -> ImportanceSparsifier:
-    """Return a sparsifier at level 0, which the schedule raises."""
-    return ImportanceSparsifier(
-        sparsity_level=0.0,
-        sparse_block_shape=plan.block,
-        norm=plan.norm or "L2",
-        score=plan.score or "norm_accumulator",
-        decay=1.0 if plan.decay is None else plan.decay,
-        scope=plan.scope,
-        floors=floors,
-    )
-
-
 def _scheduler(
-    args: SparsifyArgs, sparsifier: ImportanceSparsifier, final: Level | Mapping[str, Level]
+    args: SparsifyArgs, sparsifier: ImportanceSparsifier, finals: Mapping[str, Level]
 ) -> ReadyDataScheduler:
     """Construct the schedule. Collective."""
+    final: Any = {glob.escape(name): level for name, level in finals.items()}
+    # One number, where all tables have it, keeps the repr, the state and the facts short.
+    if list(set(finals.values())) == [args.level]:
+        final = args.level
     window = {"begin": args.begin, "end": args.end, "every": args.every}
     made: Callable[..., ReadyDataScheduler] = args.schedule
     try:
@@ -607,19 +625,3 @@ def _scheduler(
         # rank alone.
         group_over(world_ranks()).agree("sparsify()", {}, fault)
         raise
-
-
-def _levels_by_table(final: Level | Mapping[str, Level], names: Iterable[str]) -> dict[str, Level]:
-    if not isinstance(final, Mapping):
-        return dict.fromkeys(names, final)
-    # Tables that no glob of level= matches stay at 0.
-    return {name: final.get(glob.escape(name), 0.0) for name in names}
-
-
-def _globs(**given: Any) -> dict[str, Any]:
-    """Return arguments as ranks compare them: a set of strings has another order on each rank."""
-    found = dict(given)
-    for argument, globs in given.items():
-        if globs is not None and not isinstance(globs, bool):
-            found[argument] = sorted(checks.name_list(argument, globs))
-    return found

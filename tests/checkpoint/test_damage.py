@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dist_sparse.checkpoint.checkpoints import summary
 from dist_sparse.checkpoint.storage import Folders
-from dist_sparse.files import sealed
+from dist_sparse.checks import sealed
 from tests.checkpoint.models import Job, flipped, same
 
 STEP = "step-00000003"

@@ -84,7 +84,7 @@ def test_calls_that_differ_between_ranks_are_named() -> None:
         ("audit", "count_revived"),
     ):
         with pytest.raises(
-            ValueError, match=rf"rank 1 is at '{second}\(\)' while rank 0 is at '{first}\(\)'"
+            ValueError, match=rf"rank 1 at '{second}\(\)' while rank 0 is at '{first}\(\)'"
         ):
             getattr(sparsifier, second if rank else first)()
     reset_traffic()

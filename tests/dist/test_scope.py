@@ -148,7 +148,7 @@ def test_a_budget_is_kept(world: int) -> None:
         ({"budget": "1%"}, "are the least"),
         ({"budget": "100%"}, "nothing would be removed"),
         ({"level": 0.5, "scope": "all"}, "'table', 'global'"),
-        ({"level": 0.5, "floor": {"users": 0.1}}, "floor: 'users' matches no table"),
+        ({"level": 0.5, "floor": {"users": 0.1}}, "floor: 'users' matches none"),
         ({"level": 0.5, "protect": "users"}, "protect: 'users' matches none"),
         ({"level": 0.5, "scope": "global", "floor": 0.8}, "but at most"),
         ({"level": 0.5, "scope": "global", "block": (1, 5)}, "needs blocks that divide"),

@@ -95,7 +95,7 @@ def corrupted(change: Callable[[dict[str, Any]], Any], state: dict[str, Any]) ->
         (lambda s: {**s, "scaler": {**s["scaler"], "scale": math.nan}}, "Invalid scale=nan"),
         (lambda s: {**s, "scaler": {**s["scaler"], "scale": 0.0}}, "Invalid scale=0.0"),
         (lambda s: {**s, "scaler": {"scale": 3.0}}, "KeyError: 'growth_factor'"),
-        (lambda s: {**s, "scaler": {**s["scaler"], "scale": "much"}}, "The state does not fit"),
+        (lambda s: {**s, "scaler": {**s["scaler"], "scale": "much"}}, "Invalid scale='much'"),
         (
             lambda s: {**s, "data_scheduler": {}},
             r"has \['data_scheduler'\], which this OptimScheduler was constructed without",

@@ -23,7 +23,7 @@ from dist_sparse import (
     rotate,
     sparsify,
 )
-from dist_sparse.rotation.bases import common_basis, paired_bases
+from dist_sparse.rotation.turning import common_basis, paired_bases
 
 
 class Towers(nn.Module):

@@ -3,7 +3,6 @@ written."""
 
 from __future__ import annotations
 
-import io
 import resource
 import subprocess
 import sys
@@ -319,23 +318,6 @@ def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
         "again",
         "served",
     ]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("scale", ["row", "column"])
-def test_the_bar_counts_each_row_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: Any
-) -> None:
-    """Rows are streamed once more for scales of columns: 1304 rows in all, not 2608."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    export(model_of(), None, tmp_path / "served", "int4", scale)
-    last = terminal.getvalue().rstrip().rpartition("\r")[2]
-    assert last.startswith("export int4: 100%") and " 1.30k/1.30k " in last
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from dist_sparse import COL, ROW
 from dist_sparse.planning.candidates import Candidate
 from dist_sparse.tables.modules import model_source
-from dist_sparse.training.budget import budget_levels, parse_budget
+from dist_sparse.training.arguments import budget_levels, parse_budget
 
 
 def kept(

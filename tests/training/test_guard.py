@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -114,9 +115,10 @@ def test_an_update_waits_for_the_validation_of_the_one_before() -> None:
 
 def test_auto_asks_before_the_first_update_and_ends_below_the_limit() -> None:
     model, optimizer, sparse = made(level="auto", schedule=None, end=20, every=1)
-    for step in range(5):
-        learn(model, optimizer, step)
-        sparse.step()
+    with pytest.warns(UserWarning, match="has pruned nothing"):
+        for step in range(5):
+            learn(model, optimizer, step)
+            sparse.step()
     assert sparse.sparsity == 0, "no update before the first validation"
     sparse.guard(0.75)
     for step in range(5, 30):
@@ -125,6 +127,22 @@ def test_auto_asks_before_the_first_update_and_ends_below_the_limit() -> None:
         sparse.guard(metric_of(sparse))
     assert sparse.sparsity == 0.45 and sparse.finished
     assert "schedule ended at 9, level 0.4387" in repr(sparse)
+    sparse.detach()
+
+
+def test_auto_without_a_validation_warns_once_at_its_second_update() -> None:
+    model, optimizer, sparse = made(level="auto", schedule=None, end=20, every=2)
+    learn(model, optimizer, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            sparse.step()
+    with pytest.warns(
+        UserWarning, match=r'level="auto" has pruned nothing .* guard\(metric\)'
+    ) as caught:
+        for _ in range(5):
+            sparse.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
     sparse.detach()
 
 
@@ -237,7 +255,8 @@ def test_what_is_kept_is_the_removed_weights_and_is_released() -> None:
     [
         ({"metric": float("nan")}, "Invalid metric=nan: must be a finite number"),
         ({"metric": float("inf")}, "Invalid metric=inf"),
-        ({"metric": torch.tensor(0.5)}, "Invalid metric=tensor"),
+        ({"metric": torch.tensor(float("nan"))}, "Invalid metric=nan"),
+        ({"metric": torch.ones(2)}, "Invalid metric=tensor"),
         (
             {"metric": 0.5, "tolerance": -1.0},
             "Invalid tolerance=-1.0: must be a finite number >= 0",
@@ -251,6 +270,14 @@ def test_bad_arguments(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         sparse.guard(**arguments)
     assert vars(sparse)["_guard"].saved() is None and not sparse.validations
+    sparse.detach()
+
+
+@pytest.mark.parametrize("metric", [torch.tensor(0.75), torch.tensor([0.75], dtype=torch.float64)])
+def test_a_metric_of_torch_is_a_number(metric: Tensor) -> None:
+    _, _, sparse = made()
+    assert sparse.guard(metric)
+    assert [type(each.metric) for each in sparse.validations] == [float]
     sparse.detach()
 
 

@@ -279,12 +279,12 @@ class TestSparsify:
             ({"schedule": 3}, "Invalid schedule=3"),
             (
                 {"level": {"nothing": 0.5}},
-                r"Invalid level: 'nothing' matches no table that is pruned. Those are \['bag', 'emb'\]",
+                r"Invalid level: 'nothing' matches none of \['bag', 'emb'\]",
             ),
             ({"min_rows": -1}, "Invalid min_rows=-1"),
             (
                 {"min_rows": 20, "level": {"emb": 0.5}},
-                "Invalid level: 'emb' matches no table that is pruned.*left dense: 'emb'",
+                "Invalid level: 'emb' matches none of.*left dense: 'emb'",
             ),
             (
                 {"min_rows": 1000},
