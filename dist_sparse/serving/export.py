@@ -65,8 +65,7 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
-from dist_sparse.text import progress
-from dist_sparse.training.sparsify import SparseTraining
+from dist_sparse.text import Bar, progress
 
 
 @dataclass(frozen=True)
