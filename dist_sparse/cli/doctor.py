@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from dist_sparse.cli.probes import GLOO, LOOKUP, Torch, ask_torch, fails
 from dist_sparse.text import printable, wrapped
-from dist_sparse.torchrec.versions import advised, check_versions, fitting
+from dist_sparse.torchrec import advised, check_versions, fitting
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dist_sparse.checks import digest, integer, number
 from dist_sparse.codes.books import ENTRIES, assign, fit, refit
 from dist_sparse.codes.lookups import Attached, CodedShard
-from dist_sparse.compaction.kept_rows import sparsifier_of
+from dist_sparse.compaction.moving import sparsifier_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

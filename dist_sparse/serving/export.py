@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import dist_sparse
 from dist_sparse.checks import choice
 from dist_sparse.codes.quantize import CodedTraining
-from dist_sparse.compaction.kept_rows import sparsifier_of
+from dist_sparse.compaction.moving import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.progress import Bar, progress
 from dist_sparse.serving.artifact import check_new

@@ -22,7 +22,7 @@ from dist_sparse.serving.codes import Rows, decode
 from dist_sparse.serving.column_grid import books_of
 from dist_sparse.serving.manifest import Pooling, Table
 from dist_sparse.serving.rows import PER_ROW
-from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
+from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
 _ALIGNMENT: Final = 128
@@ -155,20 +155,7 @@ class FbgemmLookup(RowLookup):
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
     def _pooled(self, ids: _Ids, pooling: Pooling) -> Tensor:
-        return look_up_stored(
-            self.weights,
-            self.no_weights,
-            self.placements,
-            self.starts,
-            self.types,
-            self.columns,
-            self.total,
-            self.widest,
-            ids.rows,
-            ids.offsets,
-            POOLING[pooling],
-            ids.weights,
-        )
+        return look_up_stored(self, ids.rows, ids.offsets, pooling, ids.weights)
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the bytes of rows, and of their scales and biases."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dist_sparse.compaction.kept_rows import gather_rows
+from dist_sparse.compaction.moving import gather_rows
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.serving.sources import ServedTable
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.compaction.kept_rows import kept_rows, move_rows
+from dist_sparse.compaction.moving import kept_rows, move_rows
+from dist_sparse.compaction.replacing import EmbeddingSite, Site, sites_of
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
 from dist_sparse.compaction.tables import padding_id_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.rotation.outputs import bases_of_outputs

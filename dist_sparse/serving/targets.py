@@ -23,7 +23,7 @@ from dist_sparse.serving.manifest import Collection
 
 def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
-    from dist_sparse.torchrec.inference import table_batch
+    from dist_sparse.torchrec.kernels import table_batch
 
     if len({table.entry.pooling for table in tables.values()}) > 1:
         raise ValueError(
@@ -45,7 +45,7 @@ def to_torchrec(
     collection: Collection, tables: Mapping[str, StoredTable], index: RowIndexes
 ) -> QuantizedCollection:
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
-    from dist_sparse.torchrec.inference import bag_collection
+    from dist_sparse.torchrec.kernels import bag_collection
 
     if collection.kind != "bag":
         raise ValueError(
@@ -92,19 +92,19 @@ class QuantizedCollection(nn.Module):
     def forward(self, ids: Any) -> Any:
         """Return the pooled rows of a KeyedJaggedTensor as a KeyedTensor. Removed ids, and ids out
         of range, count as zeros."""
-        from dist_sparse.torchrec import jagged
+        from dist_sparse.torchrec import port
 
-        values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+        values, lengths, weights = port.take(ids, self.features, self.weighted)
         counts = lengths.view(len(self.features), -1).sum(1)
         rows = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
         rows = torch.where(rows < 0, zeros, rows)
-        return self.collection(jagged.keyed(self.keys, rows, lengths, weights))
+        return self.collection(port.keyed(self.keys, rows, lengths, weights))
 
 
 def _stored(table: StoredTable, name: str) -> Any:
     """The stored rows of a table in FBGEMM's format."""
-    from dist_sparse.torchrec.inference import StoredRows
+    from dist_sparse.torchrec.kernels import StoredRows
 
     entry = table.entry
     if entry.turned is not None:

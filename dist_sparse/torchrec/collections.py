@@ -10,44 +10,82 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain
-from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from itertools import chain
+from typing import Any, Final
 
+import fbgemm_gpu
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
-from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
+from dist_sparse.tables.protocols import Collection, TableConfig
+from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData, whole
 from dist_sparse.tables.tensors import steps_in_backward
-from dist_sparse.torchrec import types
+from dist_sparse.torchrec import check_versions
+from dist_sparse.torchrec.kernels import FbgemmBatch, Kernel, write_back
+
+# Before TorchRec's own modules, whose errors name no release.
+check_versions(torch.__version__, torchrec.__version__, fbgemm_gpu.__version__)
+
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_module
+from torchrec.distributed.types import (
+    BoundsCheckMode,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    ParameterSharding,
+    ShardingEnv2D,
+    ShardingPlan,
+    ShardingStrategy,
+)
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    data_type_to_dtype,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 _FUSED: Final = ("fused", "fused_uvm", CACHED)
 _KERNELS: Final = ("dense", *_FUSED)
-_TYPES: Final = (types.DataType.FP32, types.DataType.FP16, types.DataType.BF16)
+_TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 _KNOWN: Final = (
-    types.EmbeddingBagCollection,
-    types.EmbeddingCollection,
-    types.ShardedEmbeddingBagCollection,
-    types.ShardedEmbeddingCollection,
-    types.ShardedFeatureProcessedEmbeddingBagCollection,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
 )
-_BAGS: Final = (types.EmbeddingBagCollection, types.ShardedEmbeddingBagCollection)
-_SHARDED: Final = (types.ShardedEmbeddingBagCollection, types.ShardedEmbeddingCollection)
+_BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+_SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _FEATURE_PROCESSED: Final = (
-    types.FeatureProcessedEmbeddingBagCollection,
-    types.ShardedFeatureProcessedEmbeddingBagCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
 )
 _ANY_COLLECTION: Final = (
-    types.EmbeddingBagCollectionInterface,
-    types.EmbeddingCollectionInterface,
-    types.ShardedEmbeddingModule,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    ShardedEmbeddingModule,
 )
 
 _QUANTIZED: Final = "it is quantized; sparsify the float model before quantizing"
@@ -82,7 +120,7 @@ def refusal(module: nn.Module) -> str | None:
     env = module._env if isinstance(module, _SHARDED) else None
     # One-dimensional parallelism has no strategy.
     strategy = getattr(env, "sharding_strategy", None)
-    if strategy is types.ShardingStrategy.FULLY_SHARDED:
+    if strategy is ShardingStrategy.FULLY_SHARDED:
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"
             " strategy works"
@@ -108,7 +146,7 @@ def processes_features(module: nn.Module) -> bool:
 def averages(module: nn.Module) -> bool:
     """Return whether a module averages copies of its tables now and then, by its method
     ``sync``."""
-    return isinstance(module, types.DMPCollection)
+    return isinstance(module, DMPCollection)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -125,16 +163,16 @@ def collection(module: nn.Module) -> Collection | None:
     """Return a collection as it is now, None for another module."""
     if is_sharded(module):
         return ShardedTables(module)
-    if isinstance(module, (types.EmbeddingBagCollection, types.EmbeddingCollection)):
+    if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
         return UnshardedTables(module)
     return None
 
 
 def configs_of(module: Any) -> list[Any]:
     """Return TorchRec's own configurations of a collection's tables, of a compact one too."""
-    if isinstance(module, types.ShardedEmbeddingBagCollection):
+    if isinstance(module, ShardedEmbeddingBagCollection):
         return list(module._embedding_bag_configs)
-    if isinstance(module, types.ShardedEmbeddingCollection):
+    if isinstance(module, ShardedEmbeddingCollection):
         return list(module._embedding_configs)
     bags = hasattr(module, "embedding_bag_configs")
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
@@ -148,232 +186,6 @@ def table_configs(configs: Sequence[Any], pooled: bool) -> list[TableConfig]:
         features = tuple(config.feature_names)
         found.append(TableConfig(config.name, features, config.num_embeddings, pooling))
     return found
-
-
-ROW_WRITERS: Final = {
-    "SGD",
-    "EXACT_SGD",
-    "LARS_SGD",
-    "LAMB",
-    "PARTIAL_ROWWISE_LAMB",
-    "ADAM",
-    "PARTIAL_ROWWISE_ADAM",
-    "EXACT_ADAGRAD",
-    "ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
-}
-"""Optimizers that write no other rows than a batch has looked up."""
-
-
-STILL: Final = {
-    "SGD",
-    "EXACT_SGD",
-    "EXACT_ADAGRAD",
-    "ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_ADAGRAD",
-}
-"""Optimizers whose step is a multiple of the gradient and of the weight."""
-
-_PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
-"""Multiples of the weight: the other modes count the lookups of each row, or compare norms."""
-
-_HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
-
-
-_pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
-"""By FBGEMM's module, lookups whose backward is to come. Not only in :class:`FbgemmBatch`: tables
-are located anew for every mask update."""
-
-
-def write_back(kernel: Any) -> None:
-    """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
-    :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`.
-
-    Args:
-        kernel: TorchRec's module around the batch.
-    """
-    batch = kernel.emb_module
-    # FBGEMM has no cache on CPUs, and none for other kernels.
-    if not batch.lxu_cache_weights.numel():
-        return
-    configs = kernel._config.embedding_tables
-    tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
-    if batch.timesteps_prefetched:
-        raise ValueError(
-            f"The tables {tables} have the compute kernel {CACHED!r}, and rows in their cache are"
-            " prefetched for a coming lookup, so that they can't be written back: train with"
-            " TrainPipelineSparseDist, which prefetches none."
-        )
-    # The backward would write to places in the cache that other rows have by then.
-    if _pending.get(batch):
-        raise ValueError(
-            f"The tables {tables} have the compute kernel {CACHED!r}, and a lookup waits for its"
-            " backward, so that rows in their cache can't be written back: update masks and read"
-            " weights after the backward, and free outputs that get none."
-        )
-    batch.flush()
-    batch.reset_cache_states()
-
-
-class Kernel:
-    """A :class:`~dist_sparse.tables.protocols.LookupKernel`.
-
-    Args:
-        kernel: TorchRec's module around the batch.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.module: nn.Module = kernel
-        self._batch: Any = kernel.emb_module
-        self.features: list[int] = list(kernel._feature_table_map)
-        self._own_pooling: Any = self._batch.pooling_mode
-        self.pooling: Literal["sum", "mean", "none"] = self._own_pooling.name.lower()
-
-    def weights(self) -> list[Tensor]:
-        """Return live views of the shards."""
-        views: list[Tensor] = self._batch.split_embedding_weights()
-        return views
-
-
-class FbgemmBatch(Kernel):
-    """A :class:`~dist_sparse.tables.protocols.TableBatch`.
-
-    Args:
-        kernel: TorchRec's module around the batch.
-
-    Raises:
-        ValueError: its optimizer is not known, so that it may write rows that no hook announces.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        super().__init__(kernel)
-        self.tables = [config.name for config in kernel._config.embedding_tables]
-        self.kernel: nn.Module = self._batch
-        self._update_rule: str = self._batch.optimizer.name
-        self.is_adagrad = "ADAGRAD" in self._update_rule
-        if self._update_rule not in ROW_WRITERS:
-            raise ValueError(
-                f"The tables {self.tables} have the fused optimizer {self._update_rule}, which"
-                " may write rows that no batch has looked up, as far as dist_sparse knows: removed"
-                " weights would come back unseen."
-            )
-        # Where its tables are: on the device, on the host, or in unified memory.
-        places = ("weights_dev", "weights_host", "weights_uvm")
-        self._silent: Tensor | None = None
-        self._stored = [place for place in places if getattr(self._batch, place).numel()]
-
-    @property
-    def keeps_zeros(self) -> bool:
-        """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
-        # Adam moves it by its moments; LAMB and LARS divide by the norms of the row and its update.
-        if self._update_rule not in STILL:
-            return False
-        # Without eps Adagrad divides 0 by 0.
-        plain_decay = self._batch.weight_decay_mode.name in _PLAIN_DECAYS
-        return not self.is_adagrad or (self._batch.optimizer_args.eps > 0 and plain_decay)
-
-    @property
-    def cached(self) -> set[int]:
-        """The tables whose rows FBGEMM caches on the device. TorchRec groups them with others."""
-        kernel: Any = self.module
-        kinds = [config.compute_kernel.value for config in kernel._config.embedding_tables]
-        return {table for table, kind in enumerate(kinds) if kind == CACHED}
-
-    @property
-    def pending(self) -> MutableSet[object]:
-        """Lookups whose backward is to come."""
-        return _pending.setdefault(self.kernel, WeakSet())
-
-    def write_back(self) -> None:
-        """Write cached rows back, and empty the cache; see :func:`write_back`."""
-        write_back(self.module)
-
-    def states(self) -> list[Sequence[Tensor]]:
-        """Return live views of each shard's optimizer state."""
-        # SGD has none, not even an empty one for each table.
-        return self._batch.split_optimizer_states() or [()] * len(self.tables)
-
-    def storage(self) -> list[Tensor]:
-        """Return the tensors that hold the weights of all shards."""
-        return [getattr(self._batch, place) for place in self._stored]
-
-    def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
-        """Return the keywords of a pooled lookup in which some ids weigh nothing; see
-        :meth:`~dist_sparse.tables.protocols.TableBatch.weighed`."""
-        ids, offsets = call["indices"], call["offsets"]
-        if not ids.numel():
-            return None
-        flags = kept(ids, self._ends(offsets, call.get("batch_size_per_feature_per_rank")))
-        if flags is None:
-            return None
-        given = call.get("per_sample_weights")
-        weights: Tensor = flags.float() if given is None else given.masked_fill(~flags, 0)
-        # FBGEMM's mean does not work with weights: a sum of weights 1 / L takes its place. What it
-        # makes of a caller's own weights stays as it is.
-        if self.pooling == "mean" and given is None:
-            weights *= _shares(offsets, ids.numel())
-            self._batch.pooling_mode = type(self._own_pooling).SUM
-        changed = {**call, "per_sample_weights": weights}
-        # Otherwise FBGEMM makes gradients of the weights, which nothing asks for.
-        if not weights.requires_grad:
-            changed["feature_requires_grad"] = self._no_gradients(ids.device)
-        return changed
-
-    def restore_pooling(self) -> None:
-        """Pool as before :meth:`weighed`."""
-        self._batch.pooling_mode = self._own_pooling
-
-    def _no_gradients(self, device: torch.device) -> Tensor:
-        """Return for each feature that its weights require no gradient."""
-        if self._silent is None:
-            self._silent = torch.zeros(len(self.features), dtype=torch.int32, device=device)
-        return self._silent
-
-    def _ends(
-        self, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
-    ) -> Sequence[int] | Tensor:
-        """Return where the ids of each feature begin and, last, end; on a device without waiting
-        for it.
-
-        Args:
-            offsets: where each bag begins and, last, where they end.
-            sizes: for each feature how many bags it has of each rank; None if all have as many.
-        """
-        if sizes is None:
-            ends = offsets[:: (offsets.numel() - 1) // len(self.features)]
-        else:
-            first_bags = [0, *accumulate(map(sum, sizes))]
-            on_host = torch.tensor(first_bags, pin_memory=offsets.is_cuda)
-            ends = offsets[on_host.to(offsets.device, non_blocking=True)]
-        return ends.tolist() if ends.is_cpu else ends
-
-    def hyperparameters(self) -> dict[str, float]:
-        """Return the hyperparameters that FBGEMM can change, and the step count."""
-        arguments = self._batch.optimizer_args
-        known = {name: float(getattr(arguments, name)) for name in _HYPERPARAMETERS}
-        return {
-            **known,
-            "lr": self._batch.get_learning_rate(),
-            "step": int(self._batch.iter.item()),
-        }
-
-    def set_hyperparameters(self, values: Mapping[str, float]) -> None:
-        """Set them, all of :meth:`hyperparameters`."""
-        changed = dict(values)
-        self._batch.set_optimizer_step(int(changed.pop("step")))
-        self._batch.update_hyper_parameters(changed)
-        # TorchRec's optimizer hands its own rate to the batch at every step.
-        kernel: Any = self.module
-        for group in kernel.fused_optimizer.param_groups:
-            group["lr"] = changed["lr"]
-
-
-def _shares(offsets: Tensor, count: int) -> Tensor:
-    """Return for each id 1 / the number of ids in its bag, float32 ``(count,)``."""
-    lengths = offsets.diff()
-    # The count is known: without it a device would be waited for.
-    return torch.repeat_interleave(lengths.float().reciprocal_(), lengths, output_size=count)
 
 
 class UnshardedTables:
@@ -405,7 +217,7 @@ class UnshardedTables:
     def outputs(self) -> dict[str, str]:
         """Return the table of each output, in no order."""
         found = {}
-        by_table = types.get_embedding_names_by_table(self._configs)
+        by_table = get_embedding_names_by_table(self._configs)
         for config, names in zip(self._configs, by_table, strict=True):
             found.update(dict.fromkeys(names, config.name))
         return found
@@ -423,8 +235,9 @@ class UnshardedTables:
         return dict(getattr(self._module, self.attribute).items())
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
-        """Refuse: embedding modules have the weights."""
-        raise TypeError(f"{fqn} is not sharded.")
+        """Return a table under a registered name; this rank holds it whole."""
+        weight = self.embeddings()[table].get_parameter("weight")
+        return whole(name, weight.data, fqn=fqn)
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield this rank's kernels."""
@@ -506,12 +319,12 @@ class ShardedTables(UnshardedTables):
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
         modes = {
-            name: params.get("bounds_check_mode", types.BoundsCheckMode.WARNING)
+            name: params.get("bounds_check_mode", BoundsCheckMode.WARNING)
             for name, params in self.fused_params().items()
         }
         # FBGEMM lets this variable overrule the argument.
         if overruling := os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE"):
-            modes = dict.fromkeys(modes, types.BoundsCheckMode(int(overruling)))
+            modes = dict.fromkeys(modes, BoundsCheckMode(int(overruling)))
         return {name: mode.name.removeprefix("V2_") for name, mode in modes.items()}
 
     def optimizers(self) -> list[Any]:
@@ -527,9 +340,7 @@ class ShardedTables(UnshardedTables):
         places = self._places
         pieces = self._pieces[table]
         config = pieces.config
-        copied = (
-            isinstance(self._module._env, types.ShardingEnv2D) and config.local_metadata is not None
-        )
+        copied = isinstance(self._module._env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
         held = pieces.held[self._module._env.rank]
         sizes = [(rect.rows, rect.cols) for rect in held]
@@ -546,7 +357,7 @@ class ShardedTables(UnshardedTables):
         return ShardedData(
             name=name,
             shape=_shape(config),
-            dtype=types.data_type_to_dtype(config.data_type),
+            dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
             ranks=tuple(places) if len(places) > 1 else None,
             # A row-wise table smaller than the world leaves the last ranks pieces of zero rows:
@@ -568,11 +379,12 @@ class ShardedTables(UnshardedTables):
         """For each global rank that holds the tables, in order: its number among those that share
         one copy."""
         env = self._module._env
-        if isinstance(env, types.ShardingEnv2D):
-            places = {}
-            for copy in env.device_mesh.mesh.tolist():  # a row of ranks for each copy
-                places.update({rank: place for place, rank in enumerate(copy)})
-            return dict(sorted(places.items()))
+        if isinstance(env, ShardingEnv2D):
+            # A row of ranks for each copy.
+            mesh = env.device_mesh.mesh
+            places = torch.arange(mesh.shape[1]).expand_as(mesh)
+            pairs = zip(mesh.flatten().tolist(), places.flatten().tolist(), strict=True)
+            return dict(sorted(pairs))
         if env.world_size == 1:
             return {0: 0}
         if env.process_group is None:
@@ -590,9 +402,8 @@ class ShardedTables(UnshardedTables):
         # TorchRec has one lookup for each sharding, in the same order.
         for sharding, lookup in zip(self._shardings(), self._module._lookups, strict=True):
             for rank, config in _placed(sharding):
-                if config.name not in pieces:
-                    pieces[config.name] = _Pieces(config, [[] for _ in range(world)])
-                pieces[config.name].held[rank].append(_rect(config))
+                empty = _Pieces(config, [[] for _ in range(world)])
+                pieces.setdefault(config.name, empty).held[rank].append(_rect(config))
             for kernel in _kernels_of(lookup):
                 for config, view in _views(kernel):
                     pieces[config.name].views.append(view)
@@ -615,29 +426,32 @@ def _placed(sharding: Any) -> Iterator[tuple[int, Any]]:
 
 def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
     kernel = config.compute_kernel.value
-    if kernel not in _KERNELS:
-        raise ValueError(
-            f"Table {name!r}: the compute kernel {kernel!r} is not supported;"
-            f" {', '.join(_KERNELS)} are."
-        )
-    # Releases before 1.8 have no such field.
-    if getattr(config, "stash_weights", False):
-        raise ValueError(
-            f"Table {name!r}: memory stashing moves its weights away between forward and backward,"
-            " where masks do not follow. Set stash_weights=False in its configuration."
-        )
-    if config.data_type not in _TYPES:
-        types = ", ".join(each.value for each in _TYPES)
-        raise ValueError(
-            f"Table {name!r}: weights of type {config.data_type.value} are not supported;"
-            f" {types} are."
-        )
-    if copied and kernel not in _FUSED:
-        raise ValueError(
-            f"Table {name!r}: TorchRec's 2-D parallelism never averages tables with the compute"
-            f" kernel {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or"
-            " make it data-parallel."
-        )
+    types = ", ".join(each.value for each in _TYPES)
+    rules = (
+        (
+            kernel not in _KERNELS,
+            f"the compute kernel {kernel!r} is not supported; {', '.join(_KERNELS)} are.",
+        ),
+        # Releases before 1.8 have no such field.
+        (
+            getattr(config, "stash_weights", False),
+            "memory stashing moves its weights away between forward and backward, where masks do"
+            " not follow. Set stash_weights=False in its configuration.",
+        ),
+        (
+            config.data_type not in _TYPES,
+            f"weights of type {config.data_type.value} are not supported; {types} are.",
+        ),
+        (
+            copied and kernel not in _FUSED,
+            "TorchRec's 2-D parallelism never averages tables with the compute kernel"
+            f" {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or make it"
+            " data-parallel.",
+        ),
+    )
+    for holds, reason in rules:
+        if holds:
+            raise ValueError(f"Table {name!r}: {reason}")
 
 
 def _shape(config: Any) -> tuple[int, int]:
