@@ -324,14 +324,21 @@ class CompactEmbeddingBagCollection(IndexedCollection):
         return self.weighted
 
 
-class _Means(nn.Module):
-    """Divide sums by the number of ids, removed ones too. A module, so that it is a leaf of
-    TorchRec's pipelines."""
+class _Outputs(nn.Module):
+    """Changes outputs by the ids of a batch. A module, so that it is a leaf of TorchRec's
+    pipelines."""
 
-    def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
+    def __init__(self, ids: CompactIds) -> None:
         super().__init__()
         # In a list: as a module it would have a second place.
         self._ids = [ids]
+
+
+class _Means(_Outputs):
+    """Divide sums by the number of ids, removed ones too."""
+
+    def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
+        super().__init__(ids)
         self._averaged = averaged
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -391,13 +398,8 @@ class CompactEmbeddingCollection(IndexedCollection):
         return self._configs
 
 
-class _Zeros(nn.Module):
+class _Zeros(_Outputs):
     """Put zero vectors back in the places of ids without a row."""
-
-    def __init__(self, ids: CompactIds) -> None:
-        super().__init__()
-        # In a list: as a module it would have a second place.
-        self._ids = [ids]
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""

@@ -103,29 +103,21 @@ def gather_rows(
     shards: list[list[tuple[ShardedData, Rect]]] = []
     for rank in range(group.size):
         shards.append([(data, rect) for data in tables for rect in held(data, rank)])
+    lengths = [[rect.rows for _, rect in of_rank] for of_rank in shards]
     # An all-gather takes messages of one length.
-    most = max(map(_num_bytes, shards))
+    most = max(map(sum, lengths))
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
-        packed = [pack(flags(data, rect)) for data, rect in shards[group.rank]]
-        padding = most - _num_bytes(shards[group.rank])
-        sent = torch.cat([*packed, torch.zeros(padding, dtype=torch.uint8)])
+        mine = [flags(data, rect) for data, rect in shards[group.rank]]
+        padding = torch.zeros(most - sum(lengths[group.rank]), dtype=torch.bool)
+        sent = pack(torch.cat([*mine, padding]))
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
-    for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
-        start = 0
-        for shard in of_rank:
-            data, rect = shard
-            stop = start + _num_bytes([shard])
+    for received, of_rank, rows in zip(group.all_gather(sent), shards, lengths, strict=True):
+        parts = torch.split(unpack(received, sum(rows)), rows)
+        for (data, rect), part in zip(of_rank, parts, strict=True):
             # Shards of the same rows have other columns: a row is flagged if any of them flags it.
-            rows = found[data.name][rect.row : rect.row_end]
-            rows |= unpack(received[start:stop], rect.rows)
-            start = stop
+            found[data.name][rect.row : rect.row_end] |= part
     return found
-
-
-def _num_bytes(shards: Iterable[tuple[ShardedData, Rect]]) -> int:
-    """Of a bit for each row, in whole bytes for each shard."""
-    return sum(-(-rect.rows // 8) for _, rect in shards)
 
 
 def move_rows(
@@ -243,11 +235,6 @@ def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequenc
             parcels.send(receiver, local[rows, columns].contiguous())
 
 
-_Arriving = dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]
-"""By rectangle that this rank wants, the pieces of it that arrive: where they are, and how to read
-them."""
-
-
 def _expected(
     parcels: Parcels,
     source: ShardedData,
@@ -255,9 +242,10 @@ def _expected(
     chunk: _Chunk,
     wanted: Sequence[Rect],
     dtype: torch.dtype,
-) -> _Arriving:
-    """What this rank gets of a chunk."""
-    arriving: _Arriving = defaultdict(list)
+) -> dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]:
+    """What this rank gets of a chunk: by rectangle that it wants, where the pieces of it are, and
+    how to read them."""
+    arriving = defaultdict(list)
     # In the order in which each sender packs it.
     for sender in range(len(source.tiling)):
         for part in _parts(source.owned(sender), kept, chunk):
@@ -307,7 +295,8 @@ def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part
     """Yield what shards have of a chunk."""
     for rect in rects:
         top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
-        count = int(kept[top:bottom].count_nonzero()) if top < bottom else 0
+        # None where the shard is outside of the chunk: the slice is empty.
+        count = int(kept[top:bottom].count_nonzero())
         if count:
             # Kept rows of the chunk above the shard come from other shards.
             row = chunk.start + int(kept[chunk.first : top].count_nonzero())

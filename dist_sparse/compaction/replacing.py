@@ -190,13 +190,6 @@ class EmbeddingSite(_Site):
         return table.requires_grad_(weight.requires_grad).train(old.training)
 
 
-def _collections() -> Any:
-    # Not at the top: it needs torchrec.
-    from dist_sparse.compaction import collections
-
-    return collections
-
-
 class CollectionSite(_Site):
     """A collection of TorchRec's, sharded or not."""
 
@@ -240,12 +233,12 @@ class CollectionSite(_Site):
         self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
     ) -> nn.Module:
         """Return a compact collection, to be filled."""
+        # Not at the top: it needs torchrec.
+        from dist_sparse.compaction.collections import compact_collection
+
         # Ids arrive on the device of a DistributedModelParallel.
         device: Any = getattr(model, "device", None)
-        made: nn.Module = _collections().compact_collection(
-            self.module, self.outer, kept, device, widths, default_row
-        )
-        return made
+        return compact_collection(self.module, self.outer, kept, device, widths, default_row)
 
     def initial_bounds(self, table: str) -> tuple[float, float]:
         """Return between which values TorchRec draws the initial weights of a table.
@@ -253,14 +246,17 @@ class CollectionSite(_Site):
         Raises:
             ValueError: it has an initializer of its own.
         """
+        from dist_sparse.compaction.collections import initial_bounds
+
         assert self.outer is not None
-        found: tuple[float, float] = _collections().initial_bounds(self.outer, table)
-        return found
+        return initial_bounds(self.outer, table)
 
     def expanded(self) -> nn.Module:
         """Return a collection of all rows of the original tables, to be filled."""
+        from dist_sparse.compaction.collections import expanded_collection
+
         assert self.outer is not None
-        made: nn.Module = _collections().expanded_collection(self.module, self.outer)
+        made: nn.Module = expanded_collection(self.module, self.outer)
         return made
 
 

@@ -9,7 +9,7 @@ ahead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,10 +152,6 @@ class SlotIndex(nn.Module):
         slots = buckets.slots.index_select(0, found)
         slots = torch.where(buckets.ids.index_select(0, found) == wanted, slots, REMOVED)
         return torch.where(inside == given, slots, UNKNOWN).view(ids.shape)
-
-    def held(self) -> Tensor:
-        """Return the ids that hold a slot, in the order of the slots: int64 ``(n,)``."""
-        return self.id_of_slot[self.id_of_slot >= 0].long()
 
     def holders(self) -> tuple[Tensor, Tensor]:
         """Return the ids that hold a slot, ascending, int64 ``(n,)``, and their slots, int64."""
@@ -465,10 +461,11 @@ def _made(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> 
 
 def _of_compact(model: nn.Module) -> nn.Module:
     """Put following collections in the places of compact ones, around the rows that they store."""
+    # By exact class: not the ones that follow already.
     kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
     replaced: dict[nn.Module, nn.Module] = {}
     for old in model.modules():
-        if isinstance(old, kinds) and not isinstance(old, _Follows) and old.table_indexes():
+        if type(old) in kinds and cast(Any, old).table_indexes():
             replaced[old] = _around(old, model)
     if not replaced:
         raise ValueError(

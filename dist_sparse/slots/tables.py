@@ -80,6 +80,11 @@ class _Table:
     def index(self) -> SlotIndex:
         return self.ids.slots[self.name]
 
+    @property
+    def fates(self) -> Tensor:
+        """Lookups on this rank since the last update: int64 ``(4,)``."""
+        return self.ids.fates[self.name]
+
     def stored(self, steppers: Steppers) -> StoredTables:
         """Return what this rank stores of the table."""
         return StoredTables(self.collection.inner, [self.name], steppers)
@@ -106,7 +111,7 @@ class _Table:
 
     def held_here(self) -> Tensor:
         """Return the ids of this rank's range that hold a slot, int64."""
-        ids = self.index.held().cpu()
+        ids = self.index.holders()[0].cpu()
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
     def keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
@@ -125,13 +130,13 @@ class _Table:
 
     def count(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
         """Add lookups of this rank's ids: distinct ids and how often, from each rank."""
-        fates, added = self.ids.fates[self.name], [self.new]
+        added = [self.new]
         for ids, times in arrived:
             # Of an id that several ranks bring, or that a summary has counted since the last
             # update, all lookups are the first.
             first = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new)
             first &= ~self.holds(ids)
-            fates[2] += times[first].sum()
+            self.fates[2] += times[first].sum()
             added.append(ids[first].long())
         self.new = torch.cat(added)
         for ids, times in arrived:
@@ -139,7 +144,7 @@ class _Table:
 
     def forget_fates(self) -> None:
         """Begin the time after an update."""
-        self.ids.fates[self.name].zero_()
+        self.fates.zero_()
         self.new = self.new[:0]
 
     def seen(self) -> tuple[int, int]:
@@ -296,7 +301,7 @@ class FollowingTables:
     def _record(self, changes: Sequence[Sequence[Tensor]], started: float) -> None:
         """Sum up the lookups since the update before over all ranks. Collective."""
         tables, found = list(self._tables.values()), []
-        sums = self._group.all_reduce(_fates(tables))
+        sums = self._group.all_reduce(torch.stack([table.fates for table in tables]))
         for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
             table.forget_fates()
             table.totals.add_(row)
@@ -427,8 +432,8 @@ class FollowingTables:
         lookups of training batches on all ranks. Collective."""
         self._count()
         tables = list(self._tables.values())
-        here = torch.tensor([table.seen() for table in tables])
-        both = self._group.all_reduce(torch.cat([here, _fates(tables)], dim=1))
+        here = [torch.cat([torch.tensor(table.seen()), table.fates]) for table in tables]
+        both = self._group.all_reduce(torch.stack(here))
         # Narrow heads and short numbers: a table is one line in 80 columns.
         head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
         head += ["lookups", "missed", "of new ids", "out of range"]
@@ -490,21 +495,14 @@ def _tables_of(
 def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     """Return protected ids: distinct, ascending, int64."""
     given = torch.as_tensor(ids)
-    if given.numel() and given.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"Invalid protect_ids of table {table!r}: must be integers.")
     found: Tensor = torch.unique(given.long())
-    if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < index.rows:
-        raise ValueError(f"Invalid protect_ids of table {table!r}: must be in [0, {index.rows}).")
-    if len(found) > index.stored:
+    fits = (given == given.long()).all() & (found >= 0).all() & (found < index.rows).all()
+    if len(found) > index.stored or not fits:
         raise ValueError(
-            f"Invalid protect_ids of table {table!r}: {len(found)} ids, but {index.stored} slots."
+            f"Invalid protect_ids of table {table!r}: must be at most {index.stored} ids, which"
+            f" have slots, in [0, {index.rows})."
         )
     return found
-
-
-def _fates(tables: Sequence[_Table]) -> Tensor:
-    """Return this rank's lookups since the last update: int64 ``(tables, 4)``."""
-    return torch.stack([table.ids.fates[table.name] for table in tables])
 
 
 def _short(value: int) -> str:
