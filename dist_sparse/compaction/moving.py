@@ -103,7 +103,9 @@ def gather_rows(
     shards: list[list[tuple[ShardedData, Rect]]] = []
     for rank in range(group.size):
         shards.append([(data, rect) for data in tables for rect in held(data, rank)])
-    lengths = [[rect.rows for _, rect in of_rank] for of_rank in shards]
+    lengths = []
+    for of_rank in shards:
+        lengths.append([rect.rows for _, rect in of_rank])
     # An all-gather takes messages of one length.
     most = max(map(sum, lengths))
     # A rank that runs out of memory here would leave the others waiting.

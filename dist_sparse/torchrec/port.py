@@ -24,7 +24,9 @@ from dist_sparse.tables.tensors import steps_in_backward
 from dist_sparse.torchrec.collections import (
     CombinedOptimizer,
     DistributedModelParallel,
+    DMPCollection,
     EmbeddingModuleShardingPlan,
+    FeatureProcessedEmbeddingBagCollection,
     FusedOptimizer,
     JaggedTensor,
     KeyedJaggedTensor,
@@ -36,18 +38,29 @@ from dist_sparse.torchrec.collections import (
     ShardedTables,
     ShardingPlan,
     UnshardedTables,
-    averages,
     collection,
     configs_of,
     get_module,
     is_sharded,
     lookups,
-    processes_features,
     refusal,
 )
 from dist_sparse.torchrec.kernels import select_jagged
 
 # Models and optimizers
+
+
+def processes_features(module: nn.Module) -> bool:
+    """Return whether a module reads the collection in it without calling it, behind a feature
+    processor."""
+    kinds = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
+    return isinstance(module, kinds)
+
+
+def averages(module: nn.Module) -> bool:
+    """Return whether a module averages copies of its tables now and then, by its method
+    ``sync``."""
+    return isinstance(module, DMPCollection)
 
 
 def is_sharded_model(model: nn.Module) -> bool:

@@ -14,8 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 import dist_sparse
-from dist_sparse.torchrec.collections import REFUSED
-from dist_sparse.torchrec.kernels import ROW_WRITERS, FbgemmBatch
+from dist_sparse.torchrec.collections import REFUSED, ROW_WRITERS, FbgemmBatch
 from tests.torchrec import contract
 from tests.torchrec.contract import NAMES, missing_names
 
