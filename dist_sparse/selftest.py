@@ -41,6 +41,7 @@ from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import CACHED, ROW
 from dist_sparse.text import duration, number_of, percent, printable, table_lines, wrapped
+from dist_sparse.torchrec import installed
 from dist_sparse.torchrec.trial import (
     Shapes,
     layers_optimizer,
@@ -48,7 +49,6 @@ from dist_sparse.torchrec.trial import (
     trial_batch,
     trial_model,
 )
-from dist_sparse.torchrec.versions import installed
 
 BLOCKS: Final = {
     "row": (1, ROW),

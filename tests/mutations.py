@@ -89,7 +89,7 @@ MUTATIONS = [
     M("enforcer/fused.py", "            for reader in self._readers - {stream}:\n", "            for reader in ():\n", "tests/enforcer/test_streams.py"),
     M("torchrec/collections.py", "given.masked_fill(~flags, 0)", "given", "tests/enforcer/test_weighing.py -k weighted-rowwise"),
     M("torchrec/collections.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
-    M("torchrec/jagged.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
+    M("torchrec/port.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
     M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_ids.py"),
     M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/ids.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),

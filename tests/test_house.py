@@ -215,7 +215,7 @@ def test_the_names_need_torch_alone() -> None:
         imported("import torch\nfrom dist_sparse import *\nsparsify, RunLog"),
     )
     assert within - without == below(within, "dist_sparse")
-    assert "dist_sparse.torchrec.types" not in within
+    assert "dist_sparse.torchrec.collections" not in within
 
 
 def test_whoever_registers_plain_data_needs_torch_alone() -> None:
@@ -233,7 +233,7 @@ def test_whoever_registers_plain_data_needs_torch_alone() -> None:
         "numpy",
         "tqdm",
         "torch.ao",
-        "dist_sparse.torchrec.types",
+        "dist_sparse.torchrec.collections",
         "launch",
     ):
         assert below(more, package) == set()
@@ -247,7 +247,7 @@ def test_torchrec_needs_no_import_order() -> None:
     )
     use = f"dist_sparse.DataNormSparsifier().add_model(torchrec.EmbeddingBagCollection(tables=[{table}]))"
     within = imported(f"import dist_sparse, torchrec\nassert {use} == ['t']")
-    assert "dist_sparse.torchrec.types" in within
+    assert "dist_sparse.torchrec.collections" in within
 
 
 def test_files_are_short_and_state_what_they_hold() -> None:

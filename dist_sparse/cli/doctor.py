@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dist_sparse.text import printable, wrapped
-from dist_sparse.torchrec.versions import advised, check_versions, fitting, installed
+from dist_sparse.torchrec import advised, check_versions, fitting, installed
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")

@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any, ClassVar, Final, NamedTuple, cast
 
@@ -21,13 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex, UnknownLookups
-from dist_sparse.compaction.tables import CompactCollection, cut
+from dist_sparse.compaction.tables import CompactCollection
 from dist_sparse.tables.modules import collection_of
-from dist_sparse.torchrec.collections import configs_of, table_configs
-from dist_sparse.torchrec.jagged import reordered
-from dist_sparse.torchrec.kernels import select_jagged
-from dist_sparse.torchrec.models import row_shards
-from dist_sparse.torchrec.types import (
+from dist_sparse.torchrec.collections import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -37,8 +32,12 @@ from dist_sparse.torchrec.types import (
     KeyedTensor,
     LazyAwaitable,
     PoolingType,
+    configs_of,
     get_embedding_names_by_table,
+    table_configs,
 )
+from dist_sparse.torchrec.kernels import select_jagged
+from dist_sparse.torchrec.port import reordered, row_shards
 
 _log = logging.getLogger(__name__)
 
@@ -325,14 +324,21 @@ class CompactEmbeddingBagCollection(IndexedCollection):
         return self.weighted
 
 
-class _Means(nn.Module):
-    """Divide sums by the number of ids, removed ones too. A module, so that it is a leaf of
-    TorchRec's pipelines."""
+class _Outputs(nn.Module):
+    """Changes outputs by the ids of a batch. A module, so that it is a leaf of TorchRec's
+    pipelines."""
 
-    def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
+    def __init__(self, ids: CompactIds) -> None:
         super().__init__()
         # In a list: as a module it would have a second place.
         self._ids = [ids]
+
+
+class _Means(_Outputs):
+    """Divide sums by the number of ids, removed ones too."""
+
+    def __init__(self, ids: CompactIds, averaged: set[str]) -> None:
+        super().__init__(ids)
         self._averaged = averaged
 
     def forward(self, pooled: KeyedTensor, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -392,13 +398,8 @@ class CompactEmbeddingCollection(IndexedCollection):
         return self._configs
 
 
-class _Zeros(nn.Module):
+class _Zeros(_Outputs):
     """Put zero vectors back in the places of ids without a row."""
-
-    def __init__(self, ids: CompactIds) -> None:
-        super().__init__()
-        # In a list: as a module it would have a second place.
-        self._ids = [ids]
 
     def forward(self, found: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one vector for each id of every key."""
@@ -429,8 +430,8 @@ def compact_collection(
     widths: Mapping[str, int],
     default_row: bool,
 ) -> IndexedCollection:
-    """Return a compact collection in place of another. The rows of a sharded one are on the meta
-    device, to be sharded and filled.
+    """Return a compact collection in place of another, to be filled. Tables of a sharded one are on
+    the meta device.
 
     Args:
         module: the collection.
@@ -443,47 +444,47 @@ def compact_collection(
     collection = collection_of(module)
     indexes = outer.table_indexes() if outer is not None else {}
     stored, shards = {}, row_shards(module)
-    for name, flags in kept.items():
+    configs = []
+    for config in configs_of(outer or module):
+        name, rows = config.name, config.num_embeddings
+        configs.append(replace(config, embedding_dim=widths.get(name, config.embedding_dim)))
         if name in indexes:
-            indexes[name] = indexes[name].compose(RowIndex.of(flags[: indexes[name].num_kept]))
-        elif not bool(flags.all()):
-            indexes[name] = RowIndex.of(flags, default_row)
+            flags = kept[name][: indexes[name].num_kept]
+            indexes[name] = indexes[name].compose(RowIndex.of(flags))
+        elif not bool(kept[name][:rows].all()):
+            indexes[name] = RowIndex.of(kept[name][:rows], default_row)
+        if name in indexes:
+            rows = max(1, indexes[name].stored)
         # TorchRec cuts rows into equal blocks but for the last. Each must have a row: with an empty
         # table beside others of another width, FBGEMM's CPU backward writes other rows than it was
         # given.
-        rows = max(1, indexes[name].stored if name in indexes else len(flags))
-        stored[name] = max(rows, (shards[name] - 1) * -(-rows // shards[name]) + 1)
-    configs = [
-        replace(config, embedding_dim=widths.get(config.name, config.embedding_dim))
-        for config in configs_of(outer or module)
-    ]
+        pieces = shards.get(name, 1)
+        stored[name] = max(rows, (pieces - 1) * -(-rows // pieces) + 1)
     kind = CompactEmbeddingBagCollection if collection.pooled else CompactEmbeddingCollection
     made = kind(configs, indexes, collection.weighted, torch.device("meta"), stored)
     made.ids.to(device)
-    for name, whole in collection.embeddings().items():
-        _fill(made.inner, name, whole, kept[name])
+    _allocate(made.inner, module)
     return made.train(module.training)
 
 
-def _fill(
-    made: nn.Module, name: str, source: Any, kept: Tensor, placed: Tensor | None = None
-) -> None:
-    """Give a table of an unsharded collection the kept rows of another; those of a sharded one,
-    which has no embedding modules, are moved later."""
-    table: Any = collection_of(made).embeddings()[name]
-    old = source.get_parameter("weight")
-    weight = cut(old, kept, table.num_embeddings, table.embedding_dim, placed=placed)
-    table.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+def _allocate(made: nn.Module, module: nn.Module) -> None:
+    """Give the tables of a collection memory on the device of another one's, for rows that move
+    later. Those of a sharded one, which has no embedding modules, get it when they are sharded."""
+    tables = collection_of(made).embeddings()
+    for name, old in collection_of(module).embeddings().items():
+        weight, table = old.get_parameter("weight"), tables[name]
+        shape = table.get_parameter("weight").shape
+        table.weight = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
 
 
 def expanded_collection(
     module: nn.Module, outer: CompactCollection
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Return a collection of the whole tables in place of a compact one.
+    """Return a collection of the whole tables in place of a compact one, to be filled. Tables of a
+    sharded one are on the meta device.
 
     Args:
-        module: the ``inner`` of ``outer``. If it is sharded, the rows are on the meta device;
-            otherwise kept rows are those of ``module``, and the others 0.
+        module: the ``inner`` of ``outer``.
     """
     configs, meta = configs_of(outer), torch.device("meta")
     made: EmbeddingBagCollection | EmbeddingCollection
@@ -491,15 +492,7 @@ def expanded_collection(
         made = EmbeddingBagCollection(configs, outer.weighted, meta)
     else:
         made = EmbeddingCollection(configs, meta)
-    indexes = outer.table_indexes()
-    rows = {config.name: config.num_embeddings for config in configs}
-    for name, stored in collection_of(module).embeddings().items():
-        # Behind the kept rows there may be some that pad shards.
-        placed = torch.ones(rows[name], dtype=torch.bool)
-        if name in indexes:
-            placed = indexes[name].kept()
-        count = torch.arange(len(stored.get_parameter("weight"))) < placed.count_nonzero().cpu()
-        _fill(made, name, stored, count, placed)
+    _allocate(made, module)
     return made.train(module.training)
 
 
@@ -509,10 +502,9 @@ def initial_bounds(outer: CompactCollection, table: str) -> tuple[float, float]:
     Raises:
         ValueError: it has an initializer of its own.
     """
-    [config] = [each for each in configs_of(outer) if each.name == table]
-    drawn = config.init_fn
-    # TorchRec's default, filled in by the configuration.
-    if not isinstance(drawn, partial) or drawn.func is not nn.init.uniform_:
+    drawn = {config.name: config.init_fn for config in configs_of(outer)}[table]
+    # TorchRec's default, a partial function, filled in by the configuration.
+    if getattr(drawn, "func", None) is not nn.init.uniform_:
         raise ValueError(
             f"Table {table!r} has an init_fn of its own: only rows of TorchRec's default"
             " initializer, which is uniform, can be drawn one by one."

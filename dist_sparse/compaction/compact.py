@@ -13,33 +13,23 @@ one:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import mul
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer
-from dist_sparse.compaction.initial import draw_rows
-from dist_sparse.compaction.kept_rows import kept_rows, sparsifier_of
-from dist_sparse.compaction.moving import Steppers
-from dist_sparse.compaction.replacing import (
-    Change,
-    Planner,
-    refuse_sites,
-    replace_tables,
-    unwrapped,
-)
-from dist_sparse.compaction.sites import Kept, Site, sites_of
+from dist_sparse.compaction.moving import kept_rows, sparsifier_of
+from dist_sparse.compaction.replacing import Change, Planner, Rebuild, Site, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.modules import collection_of
-from dist_sparse.tables.shards import Rect, ShardedData
+from dist_sparse.tables.shards import ShardedData
 from dist_sparse.tables.sizes import narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
@@ -119,106 +109,64 @@ def compact(
         sparsifier = sparsifier_of(sparse)
         if names := sparsifier.masks.plain.names:
             raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
-        optimizers = _optimizers_of(sparsifier, optimizer)
-        steppers = Steppers(optimizers)
-        # Objects can't be compared between ranks; their kinds can.
-        facts.update(removed=removed, model=type(model).__name__, plan=plan is not None)
-        facts.update(tables=sparsifier.masks.tables.names)
-        facts.update(optimizer=None if optimizers is None else steppers.kinds)
+        enforcer = sparsifier.masks.enforcer
+        if optimizer is None and isinstance(enforcer, MaskEnforcer):
+            optimizer = enforcer.optimizers
+        rebuild = Rebuild(model, "compact", optimizer, plan, world)
+        facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
         if isinstance(sparse, SparseTraining):
             # Before any change: if warnings are errors, detach() would raise too late.
             sparse.warn_of_early_end()
     with world.agreeing("compact(), counting rows"):
-        stats = {table.name: table for table in sparsifier.table_stats() if table.removed_blocks}
+        stats = {table.name: table for table in sparsifier.table_stats()}
+        removed_from = {name for name, table in stats.items() if table.removed_blocks}
         kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
         # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
         sparsifier.masks.hooks.settle()
         widths = _widths(sparsifier, stats)
-        reductions = _reductions(model, sparsifier, set(stats), widths, kept)
-        sites = [reduction.site for reduction in reductions]
-        refuse_sites(
-            model,
-            sites,
-            "compact",
-            optimizers_known=optimizers is not None,
-            narrowed=bool(widths),
-            default_row=default_row,
-        )
+        widths = {name: widths[name] for name in removed_from.intersection(widths)}
+        changes = _changes(model, sparsifier, removed_from, widths, kept)
+        rebuild.refuse([change.site for change in changes], bool(widths), default_row)
 
     # Phase 2: build. The old tables are still there, so any failure leaves the model as it was.
     with world.agreeing("compact(), building its tables"):
-        changes = []
-        for each in reductions:
-            new = each.site.compacted(each.kept, each.widths, model, default_row)
-            changes.append(Change(each.site, new, each.kept))
+        for each in changes:
+            each.new = each.site.compacted(each.kept, each.widths, model, default_row)
 
     # Phase 3: release.
-    def finish(result: nn.Module) -> None:
-        _narrow_outputs(reductions, changes, result)
+    def finish(root: nn.Module) -> None:
+        # Narrower outputs of rotated tables are turned back.
+        for each in changes:
+            move_bases(each.site.module, root.get_submodule(each.path), root, widths)
         _detach(sparse, sparsifier)
 
-    return replace_tables(model, changes, steppers, plan, world, "compact", finish=finish)
-
-
-@dataclass(frozen=True, eq=False)
-class _Reduction:
-    """A module to be compacted, and what its tables keep, by the table's name in the module.
-
-    Args:
-        site: the module.
-        names: registered names; other tables are missing.
-        kept: which stored rows are kept.
-        widths: remaining columns; tables that keep all are missing.
-    """
-
-    site: Site
-    names: dict[str, str]
-    kept: Kept
-    widths: dict[str, int]
+    return rebuild.replace(changes, finish=finish)
 
 
 # Phase 1: check
 
 
-def _optimizers_of(sparsifier: BaseDataSparsifier, optimizer: Any) -> Any:
-    """Return the optimizers that step tables that are not fused; None if they are unknown."""
-    if optimizer is not None:
-        return optimizer
-    enforcer = sparsifier.masks.enforcer
-    return enforcer.optimizers if isinstance(enforcer, MaskEnforcer) else None
-
-
 def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
     """Return the remaining columns of rotated tables, a multiple of 4, as FBGEMM needs."""
-    rotation = sparsifier.masks.rotation
-    if rotation is None:
-        return {}
-    store = sparsifier.masks.tables
     widths: dict[str, int] = {}
-    for group in rotation.groups:
+    rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
+    for group in getattr(rotation, "groups", ()):
         # Tables that are rotated together meet in dot products: they need the same columns. So one
         # table that has lost nothing makes its whole group keep all.
-        most = max(_kept_columns(store, name, stats.get(name)) for name in group)
-        width = narrow_width(most, store.find(group[0]).shape[1])
-        widths |= dict.fromkeys(stats.keys() & group, width)
+        kept = [stats[name].blocks - stats[name].removed_blocks for name in group]
+        most = max(map(mul, kept, [store.block(name)[1] for name in group]))
+        widths |= dict.fromkeys(group, narrow_width(most, store.find(group[0]).shape[1]))
     return widths
 
 
-def _kept_columns(store: PackedStore, name: str, stats: TableStats | None) -> int:
-    """Return how many columns a rotated table keeps; without ``stats`` it has lost nothing."""
-    if stats is None:
-        return store.find(name).shape[1]
-    return (stats.blocks - stats.removed_blocks) * store.block(name)[1]
-
-
-def _reductions(
+def _changes(
     model: nn.Module,
     sparsifier: BaseDataSparsifier,
     removed: set[str],
-    widths: Mapping[str, int],
+    widths: dict[str, int],
     kept: Mapping[str, Tensor],
-) -> list[_Reduction]:
+) -> list[Change]:
     """Return what every module with a table in ``removed`` keeps.
 
     Args:
@@ -231,21 +179,21 @@ def _reductions(
     if not removed:
         raise ValueError("Nothing is removed yet, so there is nothing to compact.")
     _refuse_partial_rows(store, [located[name] for name in sorted(removed - set(widths))])
-    # Another model may have tables of the same names.
-    sparsified: set[nn.Module] = set()
-    for source in store.sources:
-        # The source of registered tensors has no model.
-        sparsified.update(getattr(source, "model", nn.Module()).modules())
+    # Another model may have tables of the same names; the source of registered tensors has none.
+    models = [getattr(source, "model", nn.Module()) for source in store.sources]
+    sparsified = set(chain.from_iterable(each.modules() for each in models))
     by_fqn = {data.fqn: name for name, data in located.items()}
     found = []
     missing = set(removed)
     for site in sites_of(model):
         names = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
-        if site.module not in sparsified or removed.isdisjoint(names.values()):
-            continue
-        rows = _site_rows(site, names, kept)
-        found.append(_Reduction(site, names, rows, _site_widths(site, names, widths)))
-        missing.difference_update(names.values())
+        if site.module in sparsified and removed.intersection(names.values()):
+            # A table that is not registered keeps all.
+            rows = site.used_rows()
+            for table, name in names.items():
+                rows[table] &= kept[name]
+            found.append(Change(site, rows, widths=_site_widths(site, names, widths)))
+            missing.difference_update(names.values())
     if missing:
         raise ValueError(
             f"{sorted(missing)} are no embedding tables of this model: they can't be compacted."
@@ -253,29 +201,13 @@ def _reductions(
     return found
 
 
-def _site_rows(site: Site, names: Mapping[str, str], kept: Mapping[str, Tensor]) -> Kept:
-    """Return which stored rows of a module's tables are kept."""
-    # A table that is not registered keeps all.
-    rows = {table: torch.ones(count, dtype=torch.bool) for table, count in site.rows().items()}
-    rows |= {table: kept[name] for table, name in names.items()}
-    for table, index in site.indexes().items():
-        # Shards are padded to equal blocks by rows without an id.
-        rows[table][index.stored :] = False
-    return rows
-
-
-def _site_widths(site: Site, names: Mapping[str, str], widths: Mapping[str, int]) -> dict[str, int]:
+def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -> dict[str, int]:
     """Return the remaining columns of a module's narrower tables."""
-    found = {table: widths[name] for table, name in names.items() if name in widths}
-    if not found or not site.has_one_width:
-        return found
-    # TorchRec refuses an EmbeddingCollection of several widths.
-    if others := [fqn for table, fqn in site.tables.items() if table not in found]:
-        raise ValueError(
-            f"{others} keep all columns, "
-            "but tables of an EmbeddingCollection have one width: rotate all."
-        )
-    return dict.fromkeys(found, max(found.values()))
+    narrowed = {table: name for table, name in names.items() if name in widths}
+    if narrowed and site.has_one_width:
+        # TorchRec refuses an EmbeddingCollection of several widths.
+        widths |= dict.fromkeys(narrowed.values(), max(map(widths.__getitem__, narrowed.values())))
+    return {table: widths[name] for table, name in narrowed.items()}
 
 
 def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> None:
@@ -293,16 +225,6 @@ def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> N
 # Phase 3: release
 
 
-def _narrow_outputs(
-    reductions: Iterable[_Reduction], changes: Iterable[Change], result: nn.Module
-) -> None:
-    """Have the compact modules of rotated tables turn back their narrower outputs."""
-    root = unwrapped(result)
-    for each, change in zip(reductions, changes, strict=True):
-        widths = {each.names[table]: width for table, width in each.widths.items()}
-        move_bases(each.site.module, root.get_submodule(change.path), root, widths)
-
-
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     """Detach the enforcer and let the sparsifier forget all tables."""
     if isinstance(sparse, SparseTraining):
@@ -316,9 +238,6 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
 
 
 # The way back
-
-_Bounds: TypeAlias = tuple[float, float] | None
-"""Of a uniform initializer; None: the standard normal distribution."""
 
 
 def expand(
@@ -378,76 +297,32 @@ def expand(
     with world.agreeing("expand()") as facts:
         choice("initial", initial, ("zero", "init"))
         integer("seed", seed, least=0)
-        steppers = Steppers(optimizer)
+        rebuild = Rebuild(model, "expand", optimizer, plan, world)
         # Compact collections that keep all rows have nothing to bring back.
         sites = [site for site in sites_of(model) if site.indexes()]
-        facts.update(initial=initial, seed=seed, plan=plan is not None)
-        facts.update(model=type(model).__name__, tables=[site.label for site in sites])
-        facts.update(optimizer=None if optimizer is None else steppers.kinds)
+        tables = [site.label for site in sites]
+        facts.update(rebuild.facts, initial=initial, seed=seed, tables=tables)
         if not sites:
             raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
         for site in sites:
             refuse_masked([(site.label, weight) for weight in site.module.parameters()])
-        refuse_sites(model, sites, "expand", optimizers_known=optimizer is not None)
-        bounds = {site: _bounds(site) for site in sites} if initial == "init" else {}
+        rebuild.refuse(sites)
+        changes = [_expansion(site, initial == "init") for site in sites]
 
     # Phase 2: build. The compact tables are still there, so any failure leaves the model as it was.
     with world.agreeing("expand(), building its tables"):
-        changes = [Change(site, site.expanded(), *_moved_rows(site)) for site in sites]
-    draw = _initializer(bounds, seed)
-    return replace_tables(model, changes, steppers, plan, world, "expand", initialize=draw)
+        for each in changes:
+            each.new = each.site.expanded()
+    return rebuild.replace(changes, seed)
 
 
-def _moved_rows(site: Site) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return which stored rows of a module move, and which rows of whole tables take them."""
-    placed = {}
-    if site.outer is not None:
-        placed = {each.name: torch.ones(each.rows, dtype=torch.bool) for each in site.outer.tables}
-    placed |= {table: index.kept().cpu() for table, index in site.indexes().items()}
-    # Rows behind the kept ones pad shards.
-    kept = {
-        table: torch.arange(stored) < placed[table].count_nonzero()
-        for table, stored in site.rows().items()
-    }
-    return kept, placed
+def _expansion(site: Site, draws: bool) -> Change:
+    """Return which stored rows of a module move, and which rows of whole tables take them.
 
-
-# Initial rows
-
-
-def _bounds(site: Site) -> dict[str, _Bounds]:
-    """Return the initializer of each table that has lost rows."""
-    return {table: site.initial_bounds(table) for table in site.indexes()}
-
-
-def _initializer(
-    bounds: Mapping[Site, Mapping[str, _Bounds]], seed: int
-) -> Callable[[Change, nn.Module], None]:
-    """Return a function that draws the rows that come back."""
-
-    def draw(change: Change, stored: nn.Module) -> None:
-        assert change.placed is not None
-        for table, of_table in bounds.get(change.site, {}).items():
-            for rect, weight in _shards(change.site, stored, table):
-                back = ~change.placed[table][rect.row : rect.row_end]
-                # Lookups give zeros for padding.
-                padding = change.site.padding_id
-                if padding is not None:
-                    back[padding] = False
-                places, name = back.nonzero().view(-1), table or change.site.path
-                draw_rows(weight, rect, places, places + rect.row, seed, name, of_table)
-
-    return draw
-
-
-def _shards(site: Site, stored: nn.Module, table: str) -> Iterator[tuple[Rect, Tensor]]:
-    """Yield this rank's part of a whole table, and where it is."""
-    if site.is_sharded:
-        found = collection_of(stored)
-        for shard in found.locate(table, found.fqn("", table), table).shards:
-            yield shard.rect, shard.tensor
-        return
-    # Of an unsharded module those that require no gradient too.
-    holder = collection_of(stored).embeddings()[table] if table else stored
-    weight = holder.get_parameter("weight")
-    yield Rect(0, 0, *weight.shape), weight.data
+    Args:
+        draws: whether the others are drawn.
+    """
+    indexes = site.indexes()
+    placed = {table: index.kept().cpu() for table, index in indexes.items()}
+    bounds = {table: site.initial_bounds(table) for table in indexes} if draws else {}
+    return Change(site, site.used_rows(), placed, bounds=bounds)

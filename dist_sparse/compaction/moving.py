@@ -1,26 +1,325 @@
-"""Weights and optimizer state of rows that move: what plain optimizers step, and from a sharded
-collection to the one in its place.
+"""Rows: which are kept, and how they move between ranks, with their optimizer state.
 
-One table at a time, its weights and then each of its states; a rank holds its shards and chunks of
-a few MB.
+Rows that are kept are numbered in order: *kept coordinates* are a rectangle's rows in that
+numbering, and its columns. Rows travel chunk by chunk, so that no rank ever holds more of a table
+than its own shards and one chunk for each rank that wants it. A collection moves table by table,
+its weights and then each of its states.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.compaction.kept_rows import move_rows
 from dist_sparse.enforcer.optimizers import initial_state, leaves
-from dist_sparse.groups import group_over
+from dist_sparse.groups import Group, Parcels, group_over
+from dist_sparse.masking.masks import BlockMask, pack, unpack
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.tables.modules import collection_of, torchrec_port
-from dist_sparse.tables.protocols import Collection
-from dist_sparse.tables.shards import Rect, ShardedData
+from dist_sparse.tables.shards import Rect, ShardedData, whole
+from dist_sparse.training.sparsify import SparseTraining
+
+# Which rows are kept, and moving them
+
+_SPAN = 4096
+"""Rows that are counted together to cut a table into chunks."""
+
+
+def sparsifier_of(sparse: Any) -> BaseDataSparsifier:
+    """Return the sparsifier of what the user has: a SparseTraining, or the sparsifier itself."""
+    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
+    if not isinstance(sparsifier, BaseDataSparsifier):
+        raise ValueError(
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
+            " a sparsifier."
+        )
+    return sparsifier
+
+
+def kept_rows(
+    sparsifier: BaseDataSparsifier, located: Mapping[str, ShardedData] | None = None
+) -> dict[str, Tensor]:
+    """Return which rows of each registered table the masks keep any element of: bool ``(rows,)`` on
+    the CPU, the same on every rank. Collective over the tables' groups: one all-gather each, of one
+    bit a row.
+
+    Args:
+        located: the registered tables as they are stored now; None locates them.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier
+        >>> from dist_sparse.compaction.moving import kept_rows
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, "ROW"))
+        >>> names = sparsifier.add_model(table)
+        >>> sparsifier.step()
+        >>> kept_rows(sparsifier)
+        {'weight': tensor([False, False,  True,  True])}
+    """
+    packed, dense = sparsifier.masks.tables, sparsifier.masks.plain
+    if located is None:
+        located = packed.current("kept_rows()")
+    kept: dict[str, Tensor] = {}
+    for ranks, names in packed.groups.items():
+        # Tiling and masks are in the order of this rank's shards.
+        rank = group_over(ranks).rank
+        masks = {}
+        for name in names:
+            masks[name] = dict(zip(located[name].tiling[rank], packed.masks(name), strict=True))
+        kept |= gather_rows([located[name] for name in names], partial(_kept, masks))
+    for name in dense.names:
+        kept[name] = (as_matrix(dense.mask(name)) != 0).any(1).cpu()
+    return {name: kept[name] for name in sparsifier.data_groups}
+
+
+def _kept(masks: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
+    return ~masks[data.name][rect].dead_rows().cpu()
+
+
+def gather_rows(
+    tables: Sequence[ShardedData],
+    flags: Callable[[ShardedData, Rect], Tensor],
+    held: Callable[[ShardedData, int], Sequence[Rect]] = ShardedData.owned,
+) -> dict[str, Tensor]:
+    """Return which rows of each table any shard flags: bool ``(rows,)`` on the CPU, the same on
+    every rank. Collective over the ranks of the tables, which must be the same: one all-gather of
+    one bit a row and shard.
+
+    Args:
+        flags: of the rows of a shard of this rank, bool ``(rect.rows,)``.
+        held: the shards of a group rank that are asked; of several replicas the first by default.
+    """
+    group = group_over(tables[0].ranks)
+    shards: list[list[tuple[ShardedData, Rect]]] = []
+    for rank in range(group.size):
+        shards.append([(data, rect) for data in tables for rect in held(data, rank)])
+    lengths = []
+    for of_rank in shards:
+        lengths.append([rect.rows for _, rect in of_rank])
+    # An all-gather takes messages of one length.
+    most = max(map(sum, lengths))
+    # A rank that runs out of memory here would leave the others waiting.
+    with group.agreeing("counting rows"):
+        mine = [flags(data, rect) for data, rect in shards[group.rank]]
+        padding = torch.zeros(most - sum(lengths[group.rank]), dtype=torch.bool)
+        sent = pack(torch.cat([*mine, padding]))
+    found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
+    for received, of_rank, rows in zip(group.all_gather(sent), shards, lengths, strict=True):
+        parts = torch.split(unpack(received, sum(rows)), rows)
+        for (data, rect), part in zip(of_rank, parts, strict=True):
+            # Shards of the same rows have other columns: a row is flagged if any of them flags it.
+            found[data.name][rect.row : rect.row_end] |= part
+    return found
+
+
+def move_rows(
+    source: ShardedData,
+    tensors: Sequence[Tensor],
+    kept: Tensor,
+    wanted: Sequence[Sequence[Rect]],
+    *,
+    dtype: torch.dtype | None = None,
+    rowwise: bool = False,
+    chunk_bytes: int = 8 << 20,
+) -> Iterator[tuple[Rect, Tensor]]:
+    """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
+    ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust it.
+    Replicas: the first holder sends.
+
+    Args:
+        source: the table as it is stored now.
+        tensors: of this rank, one for each of ``source.shards``, with the same rows: the weights
+            themselves or any optimizer state of their shape; with ``rowwise`` one value per row,
+            ``(rows,)`` or ``(rows, 1)``.
+        kept: bool ``(source.shape[0],)`` on the CPU, the same on every rank.
+        wanted: for each group rank the rectangles that it wants, in kept coordinates.
+        dtype: of ``tensors``, on all ranks; None is that of the weights.
+        rowwise: whether the tensors hold one value per row and shard. What is wanted must then have
+            the columns of shards: values of shards of other widths can't be derived from them.
+        chunk_bytes: of a chunk, of the whole width of the table.
+
+    Yields:
+        A rectangle in kept coordinates within one that this rank wants, with all its columns, and
+        what is in it: ``(rows, columns)``, with ``rowwise`` ``(rows,)``. It may be a view of a
+        message. Rows ascend.
+
+    Raises:
+        ValueError: one value per row is wanted of columns that are of no shard.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.compaction.moving import move_rows
+        >>> from dist_sparse.tables.modules import model_source
+        >>> from dist_sparse.tables.shards import Rect
+        >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
+        >>> [source] = model_source(table).locate()
+        >>> kept, wanted = torch.tensor([False, True, False, True]), [[Rect(0, 1, 2, 1)]]
+        >>> [
+        ...     (str(rect), rows.tolist())
+        ...     for rect, rows in move_rows(source, [table.weight.data], kept, wanted)
+        ... ]
+        [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
+    """
+    if rowwise:
+        yield from _move_rowwise(source, tensors, kept, wanted, dtype, chunk_bytes)
+        return
+    dtype = source.dtype if dtype is None else dtype
+    group = group_over(source.ranks)
+    held = dict(zip(source.tiling[group.rank], tensors, strict=True))
+    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, source.shape[1] * dtype.itemsize))):
+        parcels = Parcels(group)
+        # A rank out of memory ends it on all.
+        with group.agreeing(f"moving rows of {source.name!r}"):
+            for part in _parts(source.owned(group.rank), kept, chunk):
+                # A shard may be on a GPU, and the flags are on the CPU.
+                top = part.shard.row
+                local = held[part.shard][part.rows.start - top : part.rows.stop - top]
+                local = local[kept[part.rows].to(local.device)].view(part.kept.rows, -1)
+                _send(parcels, part.kept, local, wanted)
+            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], dtype)
+        parcels.exchange(group.device)
+        # Read from the message only now, a rectangle at a time.
+        for want, pieces in arriving.items():
+            yield _put_together(want, [(common, read()) for common, read in pieces])
+
+
+def _move_rowwise(
+    source: ShardedData,
+    tensors: Sequence[Tensor],
+    kept: Tensor,
+    wanted: Sequence[Sequence[Rect]],
+    dtype: torch.dtype | None,
+    chunk_bytes: int,
+) -> Iterator[tuple[Rect, Tensor]]:
+    """Move one value per row and shard: as a table with one column for each span of columns."""
+    spans = sorted({(rect.col, rect.cols) for rect in source.rects})
+
+    def column(rect: Rect) -> Rect:
+        # An empty shard of a rank has nothing to send, whatever its columns.
+        if not rect.numel:
+            return rect
+        # Every rank knows all that is wanted, so all of them raise.
+        if (rect.col, rect.cols) not in spans:
+            raise ValueError(
+                f"Table {source.name!r}: row-wise optimizer state of {rect} is wanted, but the"
+                f" table is cut into the columns {spans} (first, count): the state of other"
+                " columns can't be derived from theirs."
+            )
+        return Rect(rect.row, spans.index((rect.col, rect.cols)), rect.rows, 1)
+
+    tiling = tuple(tuple(map(column, rects)) for rects in source.tiling)
+    table = replace(source, shape=(source.shape[0], len(spans)), tiling=tiling)
+    columns = [list(map(column, rects)) for rects in wanted]
+    for rect, values in move_rows(
+        table, tensors, kept, columns, dtype=dtype, chunk_bytes=chunk_bytes
+    ):
+        first, count = spans[rect.col]
+        yield rect._replace(col=first, cols=count), values.view(-1)
+
+
+def _send(parcels: Parcels, there: Rect, local: Tensor, wanted: Sequence[Sequence[Rect]]) -> None:
+    """Pack for each rank what it wants of ``local``, this rank's kept rows at ``there``."""
+    for receiver, rects in enumerate(wanted):
+        for part in filter(None, map(there.intersect, rects)):
+            rows = slice(part.row - there.row, part.row_end - there.row)
+            columns = slice(part.col - there.col, part.col_end - there.col)
+            parcels.send(receiver, local[rows, columns].contiguous())
+
+
+def _expected(
+    parcels: Parcels,
+    source: ShardedData,
+    kept: Tensor,
+    chunk: _Chunk,
+    wanted: Sequence[Rect],
+    dtype: torch.dtype,
+) -> dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]:
+    """What this rank gets of a chunk: by rectangle that it wants, where the pieces of it are, and
+    how to read them."""
+    arriving = defaultdict(list)
+    # In the order in which each sender packs it.
+    for sender in range(len(source.tiling)):
+        for part in _parts(source.owned(sender), kept, chunk):
+            for want in wanted:
+                common = part.kept.intersect(want)
+                if common is not None:
+                    read = parcels.expect(sender, (common.rows, common.cols), dtype)
+                    arriving[want].append((common, read))
+    return arriving
+
+
+class _Chunk(NamedTuple):
+    """Rows ``[first, last)`` of a table, of which the first that is kept has the number
+    ``start``."""
+
+    first: int
+    last: int
+    start: int
+
+
+def _chunks(kept: Tensor, most: int) -> Iterator[_Chunk]:
+    """Yield consecutive chunks of at most ``most`` kept rows each; none where nothing is kept."""
+    span = min(_SPAN, most)
+    # Kept rows up to the end of each span: a chunk ends where the next span would not fit.
+    flags = nn.functional.pad(kept, (0, -len(kept) % span)).view(torch.uint8)
+    ends = flags.view(-1, span).sum(1, dtype=torch.int32).cumsum(0)
+    at = start = 0
+    while at < len(ends):
+        # At least one span fits: it has no more rows than a chunk may.
+        after = int(torch.searchsorted(ends, start + most, right=True))
+        end = int(ends[after - 1])
+        if end > start:
+            yield _Chunk(at * span, min(after * span, len(kept)), start)
+        at, start = after, end
+
+
+class _Part(NamedTuple):
+    """A shard's share of a chunk: which rows of the table, and its kept rows in kept
+    coordinates."""
+
+    shard: Rect
+    rows: slice
+    kept: Rect
+
+
+def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part]:
+    """Yield what shards have of a chunk."""
+    for rect in rects:
+        top, bottom = max(rect.row, chunk.first), min(rect.row_end, chunk.last)
+        # None where the shard is outside of the chunk: the slice is empty.
+        count = int(kept[top:bottom].count_nonzero())
+        if count:
+            # Kept rows of the chunk above the shard come from other shards.
+            row = chunk.start + int(kept[chunk.first : top].count_nonzero())
+            yield _Part(rect, slice(top, bottom), Rect(row, rect.col, count, rect.cols))
+
+
+def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
+    """The rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
+    # Nearly always, and without a copy.
+    if len(pieces) == 1:
+        return pieces[0]
+    top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)
+    out = pieces[0][1].new_empty(bottom - top, want.cols)
+    # Shards may have some of the columns each.
+    for rect, piece in pieces:
+        columns = slice(rect.col - want.col, rect.col_end - want.col)
+        out[rect.row - top : rect.row_end - top, columns] = piece
+    return Rect(top, want.col, bottom - top, want.cols), out
+
+
+# Tables, with their optimizer state
 
 
 class Stepped(NamedTuple):
@@ -29,13 +328,6 @@ class Stepped(NamedTuple):
     old: nn.Parameter
     new: nn.Parameter
     states: Mapping[str, Tensor]
-
-
-def listed(optimizers: Any) -> list[Any]:
-    """Return the optimizers of an argument: one, several, or None."""
-    if optimizers is None:
-        return []
-    return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
 
 
 class Steppers:
@@ -58,7 +350,8 @@ class Steppers:
     """
 
     def __init__(self, optimizers: Any) -> None:
-        self._given = listed(optimizers)
+        several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+        self._given = list(filter(None, several))
         self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
 
     @property
@@ -103,32 +396,78 @@ class Steppers:
                 group["params"] = [instead.get(each, each) for each in group["params"]]
             if old in leaf.state:
                 leaf.state[new] = {**leaf.state.pop(old), **states}
-        for optimizer in self._given:
-            _rename(optimizer, old, new)
+        if (torchrec := torchrec_port()) is not None:
+            for optimizer in self._given:
+                torchrec.rename(optimizer, old, new)
 
 
-def _rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
-    """TorchRec's keyed optimizers hold their parameters a second time, by name."""
-    torchrec = torchrec_port()
-    inside = list((torchrec.combined(optimizer) if torchrec else None) or ())
-    if hasattr(optimizer, "_optimizer"):
-        inside.append(optimizer._optimizer)
-    for part in inside:
-        _rename(part, old, new)
-    named = torchrec.named_parameters(optimizer) if torchrec else None
-    if named is None:
-        return
-    for name, parameter in named.items():
-        if parameter is old:
-            named[name] = new
+class StoredTables:
+    """The tables of a module as they are stored on this rank, with their optimizer state.
 
+    Args:
+        module: a collection of TorchRec's, or an embedding of torch's, whose table is ``""``.
+        names: of tables.
+        steppers: the optimizers that step what is not fused.
 
-class _Fused(NamedTuple):
-    """One shard of a table with a fused optimizer: its optimizer state, live, and the optimizer's
-    hyperparameters."""
+    Attributes:
+        located: where each table is stored.
+        parameters: what plain optimizers step, by table.
+        hyperparameters: of fused optimizers, by table with a shard on this rank.
+    """
 
-    states: Sequence[Tensor]
-    hyperparameters: dict[str, float]
+    def __init__(self, module: nn.Module, names: Iterable[str], steppers: Steppers) -> None:
+        self._steppers = steppers
+        self._fused: dict[str, list[Sequence[Tensor]]] = {}
+        self.hyperparameters: dict[str, dict[str, float]] = {}
+        self.located: dict[str, ShardedData]
+        self.parameters: Mapping[str, nn.Parameter]
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            # Only by name: reading ``weight`` of a compact table raises.
+            weight = module.get_parameter("weight")
+            self.located, self.parameters = {"": whole("weight", weight.data)}, {"": weight}
+            return
+        collection = collection_of(module)
+        self.located = {name: collection.locate(name, name, name) for name in names}
+        self.parameters = collection.parameters()
+        for batch in collection.batches():
+            values = batch.hyperparameters()
+            shards = zip(batch.tables, batch.weights(), batch.states(), strict=True)
+            for table, view, states in shards:
+                if view.numel():
+                    self.hyperparameters[table] = values
+                    self._fused.setdefault(table, []).append(states)
+
+    def weights(self, table: str) -> list[Tensor]:
+        """Return this rank's shards of a table, live."""
+        return [shard.tensor for shard in self.located[table].shards]
+
+    def states(self, table: str) -> dict[str, list[Tensor]]:
+        """Return the optimizer state of this rank's shards of a table, live, by name."""
+        shards, parameter = self.located[table].shards, self.parameters.get(table)
+        if table in self._fused:
+            # FBGEMM's states have no names, and JSON has no integer keys.
+            by_state = zip(*self._fused[table], strict=True)
+            return {str(number): list(states) for number, states in enumerate(by_state)}
+        # An empty parameter says nothing of the shapes that its state has elsewhere.
+        if parameter is None or not shards:
+            return {}
+        held = self._steppers.states(parameter)
+        return {name: _by_shard(state, self.located[table]) for name, state in held.items()}
+
+    def initial(self, table: str, name: str) -> float:
+        """Return the value from which a state of a table starts."""
+        if table in self._fused:
+            return 0.0
+        return self._steppers.initial(self.parameters[table], name)
+
+    def kinds(self, table: str) -> dict[str, _Kind]:
+        """Return the kind of each state of a table, by name; none on a rank without a shard."""
+        found = {}
+        for name, (state, *_) in self.states(table).items():
+            rowwise = state.shape != self.weights(table)[0].shape
+            dtype = str(state.dtype).removeprefix("torch.")
+            found[name] = _Kind(dtype, rowwise, state.dim())
+        return found
 
 
 class _Kind(NamedTuple):
@@ -139,21 +478,29 @@ class _Kind(NamedTuple):
     dims: int
 
 
+def _by_shard(tensor: Tensor, data: ShardedData) -> list[Tensor]:
+    """Optimizer state of a rank's shards, which TorchRec concatenates by rows, apart."""
+    rows = [shard.rect.rows for shard in data.shards]
+    return list(torch.split(tensor, rows)) if rows else []
+
+
 @torch.no_grad()
-def move_collection(
+def move_tables(
     old: nn.Module,
     new: nn.Module,
     kept: Mapping[str, Tensor],
+    placed: Mapping[str, Tensor],
     steppers: Steppers,
-    placed: Mapping[str, Tensor] | None = None,
+    world: Group,
 ) -> list[Stepped]:
-    """Fill a sharded collection with rows of another one. Collective over its ranks.
+    """Fill the tables of a module with rows of another one, and with their optimizer state.
+    Collective over ``world``.
 
     Args:
         kept: by table, which rows of ``old`` move, in their order.
+        placed: by table, which rows of ``new`` take them; missing: the first ones. The others are
+            0, with fresh optimizer state.
         steppers: the optimizers that step what is not fused. They are not changed.
-        placed: by table, which rows of ``new`` take them; None: the first ones. The others are 0,
-            with fresh optimizer state.
 
     Returns:
         What they step.
@@ -161,125 +508,47 @@ def move_collection(
     Raises:
         ValueError: row-wise optimizer state of a table whose columns are cut otherwise in ``new``.
     """
-    source, target = collection_of(old), collection_of(new)
-    group = group_over(_located(source, next(iter(kept))).ranks)
-    with group.agreeing("moving tables"):
-        tables = {}
-        for name, flags in kept.items():
-            old_table, new_table = _located(source, name), _located(target, name)
-            into = torch.arange(new_table.shape[0]) < flags.count_nonzero()
-            if placed is not None:
-                into = placed[name]
-            tables[name] = _Table(old_table, new_table, flags, into)
-        fused, fused_into = fused_shards(source), fused_shards(target)
-        plain, plain_into = source.parameters(), target.parameters()
-        mine = _held(fused, plain, steppers)
+    with world.agreeing("moving tables"):
+        source, target = StoredTables(old, kept, steppers), StoredTables(new, kept, steppers)
+        mine = {
+            "hyperparameters": source.hyperparameters,
+            "states": {name: source.kinds(name) for name in kept},
+        }
     # A rank without a shard of a table does not know its states, but takes part in moving them.
     hyperparameters: dict[str, Any] = {}
-    states: dict[str, dict[str, _Kind]] = {}
-    for held in group.all_gather_json(mine):
-        hyperparameters = {**held["hyperparameters"], **hyperparameters}
-        states = {**held["states"], **states}
-    target.set_hyperparameters(hyperparameters)
+    kinds: dict[str, dict[str, Any]] = {name: {} for name in kept}
+    for held in world.all_gather_json(mine):
+        hyperparameters |= held["hyperparameters"]
+        for name, states in held["states"].items():
+            kinds[name] |= states
+    if hyperparameters:
+        collection_of(new).set_hyperparameters(hyperparameters)
     stepped = []
     # One table and one state after the other: only a chunk is held twice.
-    for name, table in tables.items():
-        table.fill(_tensors(table.source), _tensors(table.target), table.source.dtype, False)
-        made: dict[str, Tensor] = {}
-        if name in hyperparameters:
-            _fill_fused(table, states[name], fused.get(name, ()), fused_into.get(name, ()))
-        else:
-            made = _fill_plain(table, states[name], steppers, plain[name], plain_into[name])
+    for name, flags in kept.items():
+        here, there = source.located[name], target.located[name]
         # Of a fused table too: a rank without a shard has an empty parameter, which it may step.
-        if name in plain:
-            stepped.append(Stepped(plain[name], plain_into[name], made))
+        parameter, made = source.parameters.get(name), {}
+        into = torch.arange(there.shape[0]) < flags.count_nonzero()
+        move = _Move(here, there, flags, placed.get(name, into))
+        move.fill(source.weights(name), target.weights(name), here.dtype, False)
+        before, after = source.states(name), target.states(name)
+        for key, (kind, rowwise, dims) in kinds[name].items():
+            dtype, fresh = getattr(torch, kind), 0.0
+            if name not in hyperparameters:
+                # State of a plain optimizer is made by its first step.
+                weight = target.parameters[name]
+                columns = (1,) if rowwise else weight.shape[1:]
+                made[key] = weight.new_empty((len(weight), *columns)[:dims], dtype=dtype)
+                after[key], fresh = _by_shard(made[key], there), source.initial(name, key)
+            move.fill(before.get(key, []), after.get(key, []), dtype, rowwise, fresh)
+        if parameter is not None:
+            stepped.append(Stepped(parameter, target.parameters[name], made))
     return stepped
 
 
-def _located(collection: Collection, table: str) -> ShardedData:
-    return collection.locate(table, collection.fqn("", table), table)
-
-
-def fused_shards(collection: Collection) -> dict[str, list[_Fused]]:
-    """This rank's shards of tables with a fused optimizer, in the order of ``ShardedData.shards``:
-    without empty ones."""
-    found: dict[str, list[_Fused]] = {}
-    for batch in collection.batches():
-        values = batch.hyperparameters()
-        for table, view, states in zip(batch.tables, batch.weights(), batch.states(), strict=True):
-            if view.numel():
-                found.setdefault(table, []).append(_Fused(states, values))
-    return found
-
-
-def _held(
-    fused: Mapping[str, Sequence[_Fused]], plain: Mapping[str, nn.Parameter], steppers: Steppers
-) -> dict[str, Any]:
-    """This rank's optimizer states by table and name, and the fused optimizers' hyperparameters."""
-    states: dict[str, dict[str, _Kind]] = {}
-    for name, shards in fused.items():
-        # FBGEMM's states have no names, and JSON has no integer keys.
-        views = enumerate(shards[0].states)
-        states[name] = {str(number): _kind(view, view.dim() == 1) for number, view in views}
-    for name, parameter in plain.items():
-        # An empty parameter says nothing of the shapes that its state has elsewhere.
-        if parameter.numel():
-            named = steppers.states(parameter).items()
-            states[name] = {
-                key: _kind(state, state.shape != parameter.shape) for key, state in named
-            }
-    hyperparameters = {name: shards[0].hyperparameters for name, shards in fused.items()}
-    return {"hyperparameters": hyperparameters, "states": states}
-
-
-def _kind(state: Tensor, rowwise: bool) -> _Kind:
-    return _Kind(str(state.dtype).removeprefix("torch."), rowwise, state.dim())
-
-
-def _tensors(data: ShardedData) -> list[Tensor]:
-    return [shard.tensor for shard in data.shards]
-
-
-def _fill_fused(
-    table: _Table, kinds: Mapping[str, Any], old: Sequence[_Fused], new: Sequence[_Fused]
-) -> None:
-    """Fill the optimizer state of a fused table, which is allocated with its weights."""
-    for key, (dtype, rowwise, _) in kinds.items():
-        held = [shard.states[int(key)] for shard in old]
-        into = [shard.states[int(key)] for shard in new]
-        table.fill(held, into, getattr(torch, dtype), rowwise)
-
-
-def _fill_plain(
-    table: _Table,
-    kinds: Mapping[str, Any],
-    steppers: Steppers,
-    old: nn.Parameter,
-    new: nn.Parameter,
-) -> dict[str, Tensor]:
-    """Return new state of a plain optimizer, filled."""
-    held = steppers.states(old)
-    made: dict[str, Tensor] = {}
-    for key, (dtype, rowwise, dims) in kinds.items():
-        # Row-wise state is (rows,) or (rows, 1).
-        columns = (1,) if rowwise else new.shape[1:]
-        shape = (len(new), *columns)[:dims]
-        state = made[key] = new.new_empty(shape, dtype=getattr(torch, dtype))
-        old_shards, shards = _by_shard(held.get(key), table.source), _by_shard(state, table.target)
-        fresh = steppers.initial(old, key)
-        table.fill(old_shards, shards, state.dtype, rowwise, fresh)
-    return made
-
-
-def _by_shard(tensor: Tensor | None, data: ShardedData) -> list[Tensor]:
-    """Optimizer state of a rank's shards, which TorchRec concatenates by rows, apart."""
-    if tensor is None or not data.shards:
-        return []
-    return list(torch.split(tensor, [shard.rect.rows for shard in data.shards]))
-
-
 @dataclass(frozen=True)
-class _Table:
+class _Move:
     """A table as it was and as it will be stored, which rows move and which rows take them. The new
     one may have fewer columns."""
 
@@ -298,14 +567,20 @@ class _Table:
     ) -> None:
         """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
         state. Rows that take none are ``fresh``. Collective."""
-        source, target = self.source, self.target
-        for tensor in into:
+        places = []
+        for shard, tensor in zip(self.target.shards, into, strict=True):
             tensor.fill_(fresh)
+            rows = self.placed[shard.rect.row : shard.rect.row_end].nonzero().view(-1)
+            places.append((self._moved(shard.rect), rows.to(tensor.device), tensor))
         wanted = self._wanted(rowwise)
-        places = [self._place(shard.rect) for shard in target.shards]
-        for rect, part in move_rows(source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise):
-            for place, tensor in zip(places, into, strict=True):
-                _write(rect, part, place, tensor)
+        chunks = move_rows(self.source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise)
+        for rect, part in chunks:
+            for moved, rows, tensor in places:
+                # Row-wise state arrives under the old columns; the shard may have the first.
+                here = rect._replace(cols=min(rect.cols, moved.cols))
+                if rect.intersect(moved) == here:
+                    taken = rows[rect.row - moved.row : rect.row_end - moved.row]
+                    tensor[taken] = part.view(len(taken), *tensor.shape[1:]).to(tensor.device)
 
     def _wanted(self, rowwise: bool) -> list[list[Rect]]:
         """The rectangles that each rank wants, in kept coordinates."""
@@ -315,10 +590,9 @@ class _Table:
             columns = {rect.col: rect.cols for rect in self.source.rects}
         wanted = []
         for rects in self.target.tiling:
-            inside = [self._moved(rect) for rect in rects]
             # Without shards that take no row.
-            inside = [each for each in inside if each.numel]
-            wanted.append([each._replace(cols=columns.get(each.col, each.cols)) for each in inside])
+            moved = filter(attrgetter("numel"), map(self._moved, rects))
+            wanted.append([each._replace(cols=columns.get(each.col, each.cols)) for each in moved])
         return wanted
 
     def _moved(self, rect: Rect) -> Rect:
@@ -326,25 +600,3 @@ class _Table:
         before = int(self.placed[: rect.row].count_nonzero())
         count = int(self.placed[rect.row : rect.row_end].count_nonzero())
         return Rect(before, rect.col, count, rect.cols)
-
-    def _place(self, rect: Rect) -> _Place:
-        """Where a new shard stores the rows that move to it."""
-        flags = self.placed[rect.row : rect.row_end]
-        return _Place(self._moved(rect), flags.nonzero().view(-1))
-
-
-class _Place(NamedTuple):
-    """What moves to a shard, in kept coordinates, and the row of the shard that takes each."""
-
-    moved: Rect
-    rows: Tensor
-
-
-def _write(rect: Rect, part: Tensor, place: _Place, tensor: Tensor) -> None:
-    """Write what has arrived of ``rect``, in kept coordinates, if it is of this shard."""
-    moved = place.moved
-    # Row-wise state arrives under the old columns, of which the shard may have the first.
-    here = rect._replace(cols=min(rect.cols, moved.cols))
-    if rect.intersect(moved) == here:
-        rows = place.rows[rect.row - moved.row : rect.row_end - moved.row]
-        tensor[rows.to(tensor.device)] = part.view(len(rows), *tensor.shape[1:])

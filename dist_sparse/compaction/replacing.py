@@ -1,5 +1,10 @@
-"""Modules with other tables in the places of modules that hold some: what ``compact()`` and
-``expand()`` have in common.
+"""Modules that hold tables, and modules with other tables put in their places: what ``compact()``
+and ``expand()`` have in common.
+
+A :class:`Site` is an embedding of torch's or a collection of TorchRec's. It names its tables by
+their fully qualified names, and knows what :func:`~dist_sparse.compact` needs of its kind: which
+rows it stores, why it can't be compacted, and the compact module that replaces it; of a compact
+one, the whole module that replaces it.
 
 A :class:`Change` has the new module and says which rows move to it. Changes are put in place all
 together, or none is, on any rank. Then the old tables are released, which can't be undone.
@@ -10,324 +15,572 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeAlias
+from collections.abc import Collection as AnyCollection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.compaction.moving import Stepped, Steppers, move_collection
-from dist_sparse.compaction.sites import CollectionSite, Kept, Site, dmp_port, replace_modules
-from dist_sparse.compaction.tables import CompactCollection, cut
+from dist_sparse.compaction.moving import Stepped, Steppers, StoredTables, move_tables
+from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.tables import (
+    CompactCollection,
+    CompactEmbedding,
+    CompactEmbeddingBag,
+    CompactTable,
+    draw_rows,
+    lookup_options,
+    padding_id_of,
+)
 from dist_sparse.groups import Group
 from dist_sparse.rotation.rotate import bases_of_outputs
-from dist_sparse.tables.protocols import Replacement, TorchRecPort
+from dist_sparse.tables.modules import collection_of, modules_by_path, torchrec_port
+from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
+
+# Sites
+
+Kept: TypeAlias = Mapping[str, Tensor]
+"""Which stored rows of a module's tables are kept, bool ``(rows,)``, by the table's name in it."""
+
+# By exact class: a subclass may do more in its forward.
+_COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]]] = {
+    nn.Embedding: CompactEmbedding,
+    CompactEmbedding: CompactEmbedding,
+    nn.EmbeddingBag: CompactEmbeddingBag,
+    CompactEmbeddingBag: CompactEmbeddingBag,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A module that holds tables.
+
+    Args:
+        path: of the module in the model.
+        module: an embedding, or a collection of TorchRec's.
+        outer: the compact collection whose ``inner`` it is, if there is one.
+        tables: fully qualified names of the weights, by the table's name in the module; of an
+            embedding by ``""``.
+    """
+
+    path: str
+    module: nn.Module
+    outer: CompactCollection | None
+    tables: dict[str, str]
+
+    @property
+    def replaced(self) -> nn.Module:
+        """The module whose place a compact one takes."""
+        return self.module if self.outer is None else self.outer
+
+    @property
+    def place(self) -> str:
+        """The path of :attr:`replaced`."""
+        return self.path if self.outer is None else self.path.rpartition(".")[0]
+
+    @property
+    def label(self) -> str:
+        """Its tables, for a message: up to 3 names, otherwise the first and how many follow."""
+        # A collection may have hundreds.
+        names = list(self.tables.values())
+        return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+
+    def used_rows(self) -> dict[str, Tensor]:
+        """Return which stored rows of each table an id has: bool ``(rows,)``. Those behind pad
+        shards to equal blocks."""
+        originals = [] if self.outer is None else self.outer.tables
+        used = {table.name: table.rows for table in originals}
+        used |= {table: index.stored for table, index in self.indexes().items()}
+        stored = self.rows().items()
+        return {table: torch.arange(rows) < used.get(table, rows) for table, rows in stored}
+
+    def rows(self) -> dict[str, int]:
+        """Return how many rows each table stores."""
+        raise NotImplementedError
+
+    def indexes(self) -> dict[str, RowIndex]:
+        """Return the index of each table that has lost rows before."""
+        raise NotImplementedError
+
+    def slots(self) -> dict[str, Tensor]:
+        """Return where the rows of indexes are stored, of tables that do not keep them in the order
+        of their ids."""
+        return {} if self.outer is None else self.outer.table_slots()
+
+
+class EmbeddingSite(_Site):
+    """An ``nn.Embedding`` or ``nn.EmbeddingBag``, compact already or not.
+
+    Attributes:
+        is_sharded: whether TorchRec shards its tables.
+        has_one_width: whether its tables must have the same columns.
+    """
+
+    # Four classes without a common base: two of torch, two of theirs that are compact.
+    module: Any
+    is_sharded: ClassVar = False
+    has_one_width: ClassVar = False
+
+    @property
+    def padding_id(self) -> int | None:
+        """The id that lookups treat as padding."""
+        return padding_id_of(self.module)
+
+    def rows(self) -> dict[str, int]:
+        return {"": len(self.module.get_parameter("weight"))}
+
+    def indexes(self) -> dict[str, RowIndex]:
+        return {"": self.module.index} if isinstance(self.module, CompactTable) else {}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return what plain optimizers step, by table."""
+        # Only by name: reading ``weight`` of a compact table raises.
+        return {"": self.module.get_parameter("weight")}
+
+    def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
+        """Return why it can't be compacted, or made narrower, as the rest of a sentence."""
+        if type(self.module) not in _COMPACT:
+            return (
+                f"belongs to a {type(self.module).__name__}, which is neither nn.Embedding nor"
+                " nn.EmbeddingBag and may do more: it can't be compacted."
+            )
+        if narrowed and self.indexes():
+            return "has lost rows already: narrow its table before it loses rows."
+        # A zero may be the maximum of a bag; an id without a row never is.
+        if getattr(self.module, "mode", None) == "max":
+            return "has mode='max', in which removed rows count as zeros: it can't be compacted."
+        return None
+
+    def compacted(
+        self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
+    ) -> nn.Module:
+        """Return an embedding of fewer columns, or of fewer rows, to be filled."""
+        old, weight = self.module, self.module.get_parameter("weight").data
+        made: nn.Module
+        if widths:
+            options = {**lookup_options(old), "padding_idx": old.padding_idx}
+            narrow = weight.new_empty(len(weight), widths[""])
+            # Not a compact table: it keeps all rows, so that ids are row numbers.
+            made = type(old)(*narrow.shape, **options, _weight=narrow)
+            made.requires_grad_(old.weight.requires_grad)
+        else:
+            index = RowIndex.of(kept[""].to(weight.device), default_row)
+            # Ids of a table that was compacted before are those of the original table.
+            for earlier in self.indexes().values():
+                index = earlier.compose(index)
+            stored = weight.new_empty(index.stored, weight.shape[1])
+            made = _COMPACT[type(old)](old, stored, index)
+        return made.train(old.training)
+
+    def initial_bounds(self, table: str) -> None:
+        """Return None: torch draws both kinds from the standard normal distribution."""
+
+    def expanded(self) -> nn.Module:
+        """Return an embedding of all rows of the original table, to be filled."""
+        old: Any = self.module
+        weight = old.stored_weight
+        whole = weight.new_empty(old.index.rows, weight.shape[1])
+        made: Any = nn.EmbeddingBag if isinstance(old, nn.EmbeddingBag) else nn.Embedding
+        options = {**lookup_options(old), "padding_idx": padding_id_of(old)}
+        table: nn.Module = made(*whole.shape, **options, _weight=whole)
+        return table.requires_grad_(weight.requires_grad).train(old.training)
+
+
+class CollectionSite(_Site):
+    """A collection of TorchRec's, sharded or not."""
+
+    padding_id: ClassVar = None
+
+    @property
+    def collection(self) -> Collection:
+        """The collection as it is now."""
+        return collection_of(self.module)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether TorchRec shards its tables."""
+        return self.collection.is_sharded
+
+    @property
+    def has_one_width(self) -> bool:
+        """Whether its tables must have the same columns, as in an EmbeddingCollection."""
+        return not self.collection.pooled
+
+    def rows(self) -> dict[str, int]:
+        return {table.name: table.rows for table in self.collection.tables}
+
+    def indexes(self) -> dict[str, RowIndex]:
+        return {} if self.outer is None else self.outer.table_indexes()
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return what plain optimizers step, by table."""
+        return self.collection.parameters()
+
+    def refusal(self, model: nn.Module, narrowed: bool) -> str | None:
+        """Return why it can't be compacted, as the rest of a sentence."""
+        torchrec = torchrec_port()
+        assert torchrec is not None  # the collection is one of its modules
+        # Rows that change hands have no order to keep.
+        reason = getattr(self.outer, "refused", None)
+        reason = reason or torchrec.compact_refusal(model, self.module)
+        return reason and f"can't be compacted: {reason}."
+
+    def compacted(
+        self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
+    ) -> nn.Module:
+        """Return a compact collection, to be filled."""
+        # Not at the top: it needs torchrec.
+        from dist_sparse.compaction.collections import compact_collection
+
+        # Ids arrive on the device of a DistributedModelParallel.
+        device: Any = getattr(model, "device", None)
+        return compact_collection(self.module, self.outer, kept, device, widths, default_row)
+
+    def initial_bounds(self, table: str) -> tuple[float, float]:
+        """Return between which values TorchRec draws the initial weights of a table.
+
+        Raises:
+            ValueError: it has an initializer of its own.
+        """
+        from dist_sparse.compaction.collections import initial_bounds
+
+        assert self.outer is not None
+        return initial_bounds(self.outer, table)
+
+    def expanded(self) -> nn.Module:
+        """Return a collection of all rows of the original tables, to be filled."""
+        from dist_sparse.compaction.collections import expanded_collection
+
+        assert self.outer is not None
+        made: nn.Module = expanded_collection(self.module, self.outer)
+        return made
+
+
+Site: TypeAlias = EmbeddingSite | CollectionSite
+
+
+def sites_of(model: nn.Module) -> Iterator[Site]:
+    """Yield every module that holds tables, with its path in the user's module."""
+    torchrec, inside = torchrec_port(), set[nn.Module]()
+    modules = modules_by_path(model)
+    for path, module in modules.items():
+        # A collection holds its tables in embeddings, which are no sites of their own.
+        if module in inside:
+            continue
+        collection = None if torchrec is None else torchrec.collection(module)
+        if collection is not None:
+            inside.update(module.modules())
+            holder = modules.get(path.rpartition(".")[0])
+            outer = holder if isinstance(holder, CompactCollection) else None
+            tables = {table.name: collection.fqn(path, table.name) for table in collection.tables}
+            yield CollectionSite(path, module, outer, tables)
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            # The path of a model that is a table itself is empty.
+            yield EmbeddingSite(path, module, None, {"": f"{path}.weight".lstrip(".")})
+
+
+def places_of(
+    root: nn.Module, modules: AnyCollection[nn.Module]
+) -> list[tuple[nn.Module, str, Any]]:
+    """Return where ``root`` holds some modules: the module around each, its name in it, and itself.
+    A module may have several places."""
+    return [
+        (holder, name, child)
+        for holder in root.modules()
+        for name, child in holder._modules.items()
+        if child in modules
+    ]
+
 
 Planner: TypeAlias = Callable[[nn.Module], Any]
 """Returns a ShardingPlan for the unsharded module with the new tables."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Change:
-    """A module, the one that takes its place, and the rows that move, by the table's name.
+    """A module whose tables are replaced, and the rows that move, by the table's name in it.
 
     Args:
         site: the module.
-        new: takes its place.
         kept: which stored rows move, in their order.
-        placed: which rows of the new tables take them. The others start at 0, with fresh optimizer
-            state. None: the first ones.
+        placed: which rows of the new tables take them; missing: the first ones. The others start at
+            0, with fresh optimizer state.
+        widths: remaining columns of tables that lose some.
+        bounds: of initializers that draw the other rows: uniform ones, or None for the standard
+            normal distribution.
+        new: takes the place of the module, once it is built.
     """
 
     site: Site
-    new: nn.Module
     kept: Kept
-    placed: Kept | None = None
+    placed: Kept = field(default_factory=dict)
+    widths: Mapping[str, int] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[float, float] | None] = field(default_factory=dict)
+    new: Any = None
+
+    @property
+    def stored(self) -> nn.Module:
+        """The new module that stores the tables."""
+        inner: nn.Module = self.new.inner if isinstance(self.new, CompactCollection) else self.new
+        return inner
 
     @property
     def path(self) -> str:
-        """The path of the module that stores the new tables."""
-        inside = ".inner" if isinstance(self.new, CompactCollection) else ""
+        """The path of :attr:`stored`."""
+        inside = ".inner" if self.stored is not self.new else ""
         return f"{self.site.place}{inside}".lstrip(".")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's module, without the DistributedModelParallel around it."""
-    torchrec = dmp_port(model)
-    return model if torchrec is None else torchrec.unwrapped(model)
-
-
-# Before anything changes
-
-
-def refuse_sites(
-    model: nn.Module,
-    sites: Iterable[Site],
-    action: str,
-    *,
-    optimizers_known: bool,
-    narrowed: bool = False,
-    default_row: bool = False,
-) -> None:
-    """Refuse modules whose tables can't be replaced, or whose optimizers are unknown.
+class Rebuild:
+    """A model in which modules with other tables take the places of modules that hold some.
 
     Args:
+        model: a DistributedModelParallel or a plain module.
         action: ``"compact"`` or ``"expand"``.
-        optimizers_known: whether the caller knows all optimizers that are not fused.
-        narrowed: whether any table loses columns.
-        default_row: whether removed ids share a row.
+        optimizer: all optimizers that are not fused, one or a sequence; None if they are unknown.
+        plan: as of :func:`~dist_sparse.compact`.
+        world: all ranks.
+
+    Attributes:
+        root: the user's module, without the DistributedModelParallel around it.
     """
-    # Once, not for each site: a model has thousands of parameters.
-    holders = _holders_of_parameters(model)
-    for site in sites:
-        _refuse_wrapper_inside(site, model, action)
-        shared = {index.default_row for index in site.indexes().values()}
-        parameters = site.parameters().values()
-        unknown = not optimizers_known and any(each.requires_grad for each in parameters)
-        reasons = (
-            (True, site.refusal(model, narrowed)),
-            (
-                bool(bases_of_outputs(site.module)) and not narrowed,
-                f"is rotated, and its output is turned back by a hook: it can't be {action}ed.",
-            ),
-            # What their ids share would be lost, and an id that is removed now would share it too.
-            (True in shared, f"has default rows: it can't be {action}ed."),
-            (
-                default_row and site.padding_id is not None,
-                "has a padding_idx, whose id would get the default row if its row was removed.",
-            ),
-            # Ids removed before would still give zeros, ids removed now the default row.
-            (
-                default_row and False in shared,
-                "has already lost rows without a default row; it can't get one now.",
-            ),
-            (True, _tie(site, [holders[each] for each in parameters], action)),
-            (
-                unknown,
-                "is stepped by a plain optimizer, which must get the new parameters: pass"
-                f" {action}(optimizer=...), or optimizer=() if there is none. An attached enforcer"
-                " knows them.",
-            ),
-        )
-        for holds, reason in reasons:
-            if holds and reason:
-                raise ValueError(f"{site.label} {reason}")
+
+    def __init__(
+        self, model: nn.Module, action: str, optimizer: Any, plan: Planner | None, world: Group
+    ) -> None:
+        self._model, self._action, self._plan, self._world = model, action, plan, world
+        self._steppers, self._optimizers_known = Steppers(optimizer), optimizer is not None
+        torchrec = torchrec_port()
+        is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
+        # None of a plain module.
+        self._torchrec = torchrec if is_sharded else None
+        self.root = self._unwrapped(model)
+
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        return self._torchrec.unwrapped(model) if self._torchrec else model
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks. Objects can't be compared; their kinds can."""
+        return {
+            "model": type(self._model).__name__,
+            "plan": self._plan is not None,
+            "optimizer": self._steppers.kinds if self._optimizers_known else None,
+        }
+
+    def refuse(
+        self, sites: Iterable[Site], narrowed: bool = False, default_row: bool = False
+    ) -> None:
+        """Refuse modules whose tables can't be replaced, or whose optimizers are unknown.
+
+        Args:
+            narrowed: whether any table loses columns.
+            default_row: whether removed ids share a row.
+        """
+        action = self._action
+        # Once, not for each site: a model has thousands of parameters.
+        holders = _holders_of_parameters(self._model)
+        for site in sites:
+            parameters = site.parameters().values()
+            shared = {index.default_row for index in site.indexes().values()}
+            # An embedding inside a collection holds the parameter.
+            tied = set[nn.Module]().union(*(holders[each] for each in parameters))
+            others = sorted(type(each).__name__ for each in tied.difference(site.module.modules()))
+            wrapper = self._wrapper_around(site)
+            refusal = site.refusal(self._model, narrowed)
+            rules = (
+                (
+                    wrapper,
+                    f"is inside {wrapper}, which holds on to the old parameters: {action} the"
+                    " module inside, and wrap the result again.",
+                ),
+                (refusal, refusal),
+                (
+                    bool(bases_of_outputs(site.module)) and not narrowed,
+                    f"is rotated, and its output is turned back by a hook: it can't be {action}ed.",
+                ),
+                # What their ids share would be lost; an id that is removed now would share it too.
+                (True in shared, f"has default rows: it can't be {action}ed."),
+                (
+                    default_row and site.padding_id is not None,
+                    "has a padding_idx, whose id would get the default row if its row was removed.",
+                ),
+                # Ids removed before would still give zeros, ids removed now the default row.
+                (
+                    default_row and False in shared,
+                    "has already lost rows without a default row; it can't get one now.",
+                ),
+                # The other layer needs a row for each id.
+                (others, f"is the weight of other modules too ({others}): it can't be {action}ed."),
+                (
+                    not self._optimizers_known and any(each.requires_grad for each in parameters),
+                    "is stepped by a plain optimizer, which must get the new parameters: pass"
+                    f" {action}(optimizer=...), or optimizer=() if there is none. An attached"
+                    " enforcer knows them.",
+                ),
+            )
+            for holds, reason in rules:
+                if holds:
+                    raise ValueError(f"{site.label} {reason}")
+
+    def _wrapper_around(self, site: Site) -> str | None:
+        """Return a wrapper that would keep the old parameters of a module."""
+        # The DDP inside a DistributedModelParallel is built again.
+        modules = {} if self._torchrec else dict(self._model.named_modules())
+        for path, wrapper in modules.items():
+            wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
+            if wraps and site.module in wrapper.modules():
+                return type(wrapper).__name__ + (f" at {path!r}" if path else "")
+        return None
+
+    def replace(
+        self,
+        changes: Sequence[Change],
+        seed: int = 0,
+        finish: Callable[[nn.Module], None] = lambda root: None,
+    ) -> nn.Module:
+        """Return the model with its new modules, filled with the rows that move, and release the
+        old ones. Collective; an exception on any rank is raised on all.
+
+        Args:
+            seed: of initial rows.
+            finish: is called with the user's module before anything is released.
+
+        Raises:
+            ValueError: a rank failed before that; the model is unchanged.
+            RuntimeError: a rank failed after that.
+        """
+        result, stepped = self._put_in_place(changes, seed)
+        try:
+            with self._agreeing("releasing the old tables"):
+                finish(self._unwrapped(result))
+                for pair in stepped:
+                    self._steppers.replace(pair)
+                for change in changes:
+                    release_site(change.site, self._action)
+                if self._torchrec is not None:
+                    self._release_wrapper(self._torchrec)
+        except ValueError as fault:
+            # Released tables can't be restored: no rank may continue with a model that others lost.
+            raise RuntimeError(
+                f"{self._action}() failed on every rank, and no model is left: resume from a"
+                f" checkpoint. {fault}"
+            ) from fault
+        # Reference cycles keep table batches, DDP and their hooks alive.
+        gc.collect()
+        return result
+
+    def _agreeing(self, part: str) -> AbstractContextManager[Any]:
+        return self._world.agreeing(f"{self._action}(), {part}")
+
+    def _put_in_place(
+        self, changes: Sequence[Change], seed: int
+    ) -> tuple[nn.Module, list[Stepped]]:
+        """Return the model with its new modules, filled with the rows that move, and the parameters
+        that plain optimizers step in it. Collective; if a rank fails, the model is unchanged."""
+        replaced = {change.site.replaced: change.new for change in changes}
+        places: list[tuple[nn.Module, str, Any]] = []
+        try:
+            with self._agreeing("putting its tables in place"):
+                places = places_of(self.root, replaced)
+                for holder, name, old in places:
+                    setattr(holder, name, replaced[old])
+            result = replaced.get(self.root, self.root)
+            if self._torchrec is not None:
+                result = self._sharded(self._torchrec, result, changes)
+            stepped: list[Stepped] = []
+            root = self._unwrapped(result)
+            with self._agreeing("moving rows"):
+                for change in changes:
+                    # TorchRec has put a sharded collection in the place of the new one.
+                    stored = root.get_submodule(change.path)
+                    stepped += move_tables(
+                        change.site.module,
+                        stored,
+                        change.kept,
+                        change.placed,
+                        self._steppers,
+                        self._world,
+                    )
+                    _draw(change, stored, seed)
+        except BaseException:
+            # Interrupts too: a notebook goes on with the old model, whose modules have their
+            # tables.
+            for holder, name, old in places:
+                setattr(holder, name, old)
+            raise
+        return result, stepped
+
+    def _sharded(
+        self, torchrec: TorchRecPort, root: nn.Module, changes: Iterable[Change]
+    ) -> nn.Module:
+        """Build a DistributedModelParallel like the model around ``root``. Collective.
+
+        TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
+        allocating tables. The other ranks learn it before DDP communicates.
+        """
+
+        # DDP sets its attribute ``module`` before its first collective.
+        def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+            if isinstance(module, DistributedDataParallel) and name == "module":
+                with self._agreeing("before DDP"):
+                    pass
+
+        handle = register_module_module_registration_hook(on_registration)
+        try:
+            with self._agreeing("sharding its tables"):
+                replacements = [
+                    Replacement(each.site.module, each.site.path, each.stored, each.path)
+                    for each in changes
+                    if each.site.is_sharded
+                ]
+                plan = torchrec.compact_plan(self._model, root, replacements, self._plan)
+                result = torchrec.reshard(self._model, root, plan)
+            with self._agreeing("wrapping its layers"):
+                torchrec.wrap_layers(result, self._model)
+        finally:
+            handle.remove()
+        return result
+
+    def _release_wrapper(self, torchrec: TorchRecPort) -> None:
+        """Release all that a DistributedModelParallel holds except the user's module: using it
+        raises from now on."""
+        # After a forward without a backward, hooks of the old DDP would run in the next backward of
+        # the new model.
+        layers = torchrec.dense_layers(self._model)
+        if isinstance(layers, DistributedDataParallel):
+            consume(layers, "This model", self._action)
+        consume(self._model, "This model", self._action)
 
 
-def _holders_of_parameters(model: nn.Module) -> Mapping[nn.Parameter, list[nn.Module]]:
+def _holders_of_parameters(model: nn.Module) -> Mapping[Any, set[nn.Module]]:
     """Return the modules that hold each parameter themselves, not in a child."""
-    holders: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    holders: defaultdict[Any, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
         # Not named_parameters(): TorchRec's modules list their children's parameters as their own.
-        for parameter in filter(torch.is_tensor, module._parameters.values()):
-            holders[parameter].append(module)
+        for parameter in module._parameters.values():
+            holders[parameter].add(module)
     return holders
 
 
-def _refuse_wrapper_inside(site: Site, model: nn.Module, action: str) -> None:
-    """Refuse a module inside a wrapper, which would keep the old parameters."""
-    # The DDP inside a DistributedModelParallel is built again.
-    if dmp_port(model) is not None:
-        return
-    for path, wrapper in model.named_modules():
-        wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
-        if wraps and site.module in wrapper.modules():
-            place = f" at {path!r}" if path else ""
-            raise ValueError(
-                f"{site.label} is inside {type(wrapper).__name__}{place}, which holds on to "
-                f"the old parameters: {action} the module inside, and wrap the result again."
-            )
+def _draw(change: Change, stored: nn.Module, seed: int) -> None:
+    """Draw the rows of new tables to which none has moved."""
+    located = StoredTables(stored, change.bounds, Steppers(None)).located
+    for table, bounds in change.bounds.items():
+        for rect, weight in located[table].shards:
+            drawn = ~change.placed[table][rect.row : rect.row_end]
+            # Lookups give zeros for padding.
+            if change.site.padding_id is not None:
+                drawn[change.site.padding_id] = False
+            places, name = drawn.nonzero().view(-1), table or change.site.path
+            draw_rows(weight, rect, places, places + rect.row, seed, name, bounds)
 
 
-def _tie(site: Site, holders: Iterable[Sequence[nn.Module]], action: str) -> str | None:
-    """Return why a table can't be replaced whose weight another layer holds too: that layer needs a
-    row for each id."""
-    # An embedding inside a collection holds the parameter.
-    own = set(site.module.modules())
-    others = [type(holder).__name__ for holder in chain(*holders) if holder not in own]
-    return (
-        f"is the weight of other modules too ({others}): it can't be {action}ed."
-        if others
-        else None
-    )
-
-
-def replace_tables(
-    model: nn.Module,
-    changes: Sequence[Change],
-    steppers: Steppers,
-    plan: Planner | None,
-    world: Group,
-    action: str,
-    *,
-    initialize: Callable[[Change, nn.Module], None] = lambda change, stored: None,
-    finish: Callable[[nn.Module], None] = lambda result: None,
-) -> nn.Module:
-    """Return the model with its new modules, filled with the rows that move, and release the old
-    ones. Collective; an exception on any rank is raised on all.
-
-    Args:
-        action: ``"compact"`` or ``"expand"``.
-        initialize: is called with each change, and the module that stores its tables now, once rows
-            have moved; it may write the other rows.
-        finish: is called with the result before anything is released.
-
-    Raises:
-        ValueError: a rank failed before that; the model is unchanged.
-        RuntimeError: a rank failed after that.
-    """
-    result, stepped = _put_in_place(model, changes, steppers, plan, world, action, initialize)
-    try:
-        with world.agreeing(f"{action}(), releasing the old tables"):
-            finish(result)
-            _release(model, [change.site for change in changes], stepped, steppers, action)
-    except ValueError as fault:
-        # Released tables can't be restored: no rank may continue with a model that others lost.
-        raise RuntimeError(
-            f"{action}() failed on every rank, and no model is left: resume from a checkpoint. "
-            f"{fault}"
-        ) from fault
-    # Reference cycles keep table batches, DDP and their hooks alive.
-    gc.collect()
-    return result
-
-
-# Put in place
-
-
-def _put_in_place(
-    model: nn.Module,
-    changes: Sequence[Change],
-    steppers: Steppers,
-    plan: Planner | None,
-    world: Group,
-    action: str,
-    initialize: Callable[[Change, nn.Module], None],
-) -> tuple[nn.Module, list[Stepped]]:
-    """Return the model with its new modules, filled with the rows that move, and the parameters
-    that plain optimizers step in it. Collective; if a rank fails, the model is unchanged."""
-    torchrec, root = dmp_port(model), unwrapped(model)
-    replaced = {change.site.replaced: change.new for change in changes}
-    # A module may have several places.
-    places = [
-        (holder, name, child)
-        for holder in root.modules()
-        for name, child in holder._modules.items()
-        if child in replaced
-    ]
-    try:
-        with world.agreeing(f"{action}(), putting its tables in place"):
-            result = replace_modules(root, replaced)
-            sharding: Any = None
-            if torchrec is not None:
-                sharding = torchrec.compact_plan(model, result, _replacements(changes), plan)
-        if torchrec is not None:
-            result = _sharded(torchrec, model, result, sharding, world, action)
-        stepped: list[Stepped] = []
-        with world.agreeing(f"{action}(), moving rows"):
-            for change in changes:
-                # TorchRec has put a sharded collection in the place of the new one.
-                stored = unwrapped(result).get_submodule(change.path)
-                stepped += _move_rows(change, stored, steppers)
-                initialize(change, stored)
-    except BaseException:
-        # Interrupts too: a notebook goes on with the old model, whose modules have their tables.
-        for holder, name, old in places:
-            setattr(holder, name, old)
-        raise
-    return result, stepped
-
-
-def _replacements(changes: Iterable[Change]) -> Iterator[Replacement]:
-    """Yield what takes the places of sharded collections, for TorchRec's plan."""
-    for change in changes:
-        site, new = change.site, change.new
-        if site.is_sharded:
-            stored = new.inner if isinstance(new, CompactCollection) else new
-            yield Replacement(site.module, site.path, stored, change.path)
-
-
-def _sharded(
-    torchrec: TorchRecPort, model: nn.Module, root: nn.Module, plan: Any, world: Group, action: str
-) -> nn.Module:
-    """Build a DistributedModelParallel like ``model`` around ``root``. Collective."""
-
-    def agree() -> None:
-        # The other ranks learn here, before DDP communicates, that one has failed.
-        with world.agreeing(f"{action}(), before DDP"):
-            pass
-
-    with world.agreeing(f"{action}(), sharding its tables"), _before_ddp(agree):
-        result = torchrec.reshard(model, root, plan)
-    with world.agreeing(f"{action}(), wrapping its layers"), _before_ddp(agree):
-        torchrec.wrap_layers(result, model)
-    return result
-
-
-@contextmanager
-def _before_ddp(agree: Callable[[], None]) -> Iterator[None]:
-    """Call ``agree`` just before the first collective of each DDP that is built in the block.
-
-    TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
-    allocating tables.
-    """
-
-    # DDP sets its attribute ``module`` before it communicates.
-    def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel) and name == "module":
-            agree()
-
-    handle = register_module_module_registration_hook(on_registration)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _move_rows(change: Change, stored: nn.Module, steppers: Steppers) -> list[Stepped]:
-    """Move optimizer state, and weights of sharded collections. Collective over their ranks."""
-    site, kept, placed = change.site, change.kept, change.placed
-    if site.is_sharded:
-        return move_collection(site.module, stored, kept, steppers, placed)
-    # Other modules got their weights when they were built.
-    stepped = []
-    parameters = site.parameters(stored)
-    for table, old in site.parameters().items():
-        rows, columns = parameters[table].shape
-        states = {}
-        for key, state in steppers.states(old).items():
-            into = None if placed is None else placed[table]
-            fresh = steppers.initial(old, key)
-            states[key] = cut(state, kept[table], rows, columns, placed=into, fill=fresh)
-        stepped.append(Stepped(old, parameters[table], states))
-    return stepped
-
-
-# Release
-
-
-def _release(
-    model: nn.Module,
-    sites: Iterable[Site],
-    stepped: Iterable[Stepped],
-    steppers: Steppers,
-    action: str,
-) -> None:
-    """Give optimizers the new parameters, and free the old tables: using what held them raises from
-    now on. Local."""
-    for pair in stepped:
-        steppers.replace(pair)
-    for site in sites:
-        _release_site(site, action)
-    if (torchrec := dmp_port(model)) is not None:
-        _consume_model(model, torchrec, action)
-
-
-def _release_site(site: Site, action: str) -> None:
+def release_site(site: Site, action: str) -> None:
     """Free the old tables of a module. Using a parameter that a list still holds, for clipping for
     example, raises."""
     for name, parameter in list(site.module.named_parameters()):
@@ -335,17 +588,6 @@ def _release_site(site: Site, action: str) -> None:
     if isinstance(site, CollectionSite) and site.is_sharded:
         for used in (site.module, *site.collection.optimizers()):
             consume(used, "This table collection", action)
-
-
-def _consume_model(model: nn.Module, torchrec: TorchRecPort, action: str) -> None:
-    """Release all that a DistributedModelParallel holds except the user's module: using it raises
-    from now on."""
-    # After a forward without a backward, hooks of the old DDP would run in the next backward of the
-    # new model.
-    layers = torchrec.dense_layers(model)
-    if isinstance(layers, DistributedDataParallel):
-        consume(layers, "This model", action)
-    consume(model, "This model", action)
 
 
 # Stale uses

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse import checks
-from dist_sparse.compaction.kept_rows import gather_rows
+from dist_sparse.compaction.moving import gather_rows
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.enforcer.optimizers import leaves, same_storage, stepped
 from dist_sparse.groups import group_over, rank_in, world_ranks

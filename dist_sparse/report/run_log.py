@@ -515,7 +515,7 @@ class Quality:
     def __init__(self, every: int = 100) -> None:
         self.every = integer("every", every, least=1)
         # In the constructor: the first result would be late for an ImportError.
-        from dist_sparse.torchrec.metrics import auc_and_ne
+        from dist_sparse.torchrec.kernels import auc_and_ne
 
         self._auc_and_ne = auc_and_ne
         self._steps = 0

@@ -20,7 +20,7 @@ from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.encodings import books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
-from dist_sparse.torchrec.kernels import HOST, POOLING, SPARSE_TYPES, look_up_stored
+from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
 _ALIGNMENT: Final = 128
@@ -188,20 +188,7 @@ class FbgemmLookup(RowLookup):
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
     def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
-        return look_up_stored(
-            self.weights,
-            self.no_weights,
-            self.placements,
-            self.starts,
-            self.types,
-            self.columns,
-            self.total,
-            self.widest,
-            ids.rows,
-            ids.offsets,
-            POOLING[pooling],
-            ids.weights,
-        )
+        return look_up_stored(self, ids.rows, ids.offsets, pooling, ids.weights)
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the bytes of rows, and of their scales and biases."""
@@ -353,7 +340,7 @@ def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) 
 
 def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
-    from dist_sparse.torchrec.inference import table_batch
+    from dist_sparse.torchrec.kernels import table_batch
 
     if len({table.entry.pooling for table in tables.values()}) > 1:
         raise ValueError(
@@ -375,7 +362,7 @@ def to_torchrec(
     collection: Collection, tables: Mapping[str, StoredTable], index: RowIndexes
 ) -> QuantizedCollection:
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
-    from dist_sparse.torchrec.inference import bag_collection
+    from dist_sparse.torchrec.kernels import bag_collection
 
     if collection.kind != "bag":
         raise ValueError(
@@ -422,19 +409,19 @@ class QuantizedCollection(nn.Module):
     def forward(self, ids: Any) -> Any:
         """Return the pooled rows of a KeyedJaggedTensor as a KeyedTensor. Removed ids, and ids out
         of range, count as zeros."""
-        from dist_sparse.torchrec import jagged
+        from dist_sparse.torchrec import port
 
-        values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+        values, lengths, weights = port.take(ids, self.features, self.weighted)
         counts = lengths.view(len(self.features), -1).sum(1)
         rows = self.index(values, counts)
         zeros = torch.repeat_interleave(self.zeros, counts, output_size=len(values))
         rows = torch.where(rows < 0, zeros, rows)
-        return self.collection(jagged.keyed(self.keys, rows, lengths, weights))
+        return self.collection(port.keyed(self.keys, rows, lengths, weights))
 
 
 def _stored(table: StoredTable, name: str) -> Any:
     """The stored rows of a table in FBGEMM's format."""
-    from dist_sparse.torchrec.inference import StoredRows
+    from dist_sparse.torchrec.kernels import StoredRows
 
     entry = table.entry
     if entry.turned is not None:

@@ -350,11 +350,11 @@ class Served(nn.Module):
             raise ValueError(
                 f"Table {self.path!r} takes tensors, as its torch.nn module did, not {type(ids)}."
             )
-        from dist_sparse.torchrec import jagged
+        from dist_sparse.torchrec import port
 
-        values, lengths, weights = jagged.take(ids, self.features, self.weighted)
+        values, lengths, weights = port.take(ids, self.features, self.weighted)
         found = self.lookup(values, lengths, weights)
-        return jagged.give(found, lengths, self.outputs, self.dims, pooled=self.kind == "bag")
+        return port.give(found, lengths, self.outputs, self.dims, pooled=self.kind == "bag")
 
     @property
     def unknown(self) -> dict[str, int]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.codes.quantize import refuse_lookup
-from dist_sparse.compaction.kept_rows import gather_rows, kept_rows, move_rows
+from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
+from dist_sparse.compaction.replacing import EmbeddingSite, Site, sites_of
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.compaction.sites import EmbeddingSite, Site, sites_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.rotation.rotate import bases_of_outputs

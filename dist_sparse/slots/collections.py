@@ -1,15 +1,15 @@
 """Collections of TorchRec whose tables follow their traffic.
 
-As a compact collection, with slots in the place of kept rows: ``inner`` stores them, and
-:class:`FollowingIds` translates ids in front of it. It notes the ids of training batches until
-they are counted, and how many batches a train pipeline has translated ahead.
+The rows of a following table are *slots*. As a compact collection, with slots in the place of kept
+rows: ``inner`` stores them, and :class:`FollowingIds` translates ids in front of it. It notes the
+ids of training batches until they are counted, and how many batches a train pipeline has translated
+ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +23,190 @@ from dist_sparse.compaction.collections import (
     CompactIds,
     IndexedCollection,
 )
-from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.compaction.sites import replace_modules
+from dist_sparse.compaction.replacing import places_of
+from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.enforcer.enforcer import refuse_masked
-from dist_sparse.slots.index import MOST_COUNTED, SlotIndex
-from dist_sparse.tables.modules import collection_of, torchrec_port
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.protocols import Collection
-from dist_sparse.torchrec.collections import configs_of
-from dist_sparse.torchrec.types import KeyedJaggedTensor
+from dist_sparse.torchrec.collections import KeyedJaggedTensor, collection, configs_of
+from dist_sparse.torchrec.port import compact_refusal
+
+# Which id holds each slot
+
+VACANT: Final = -1
+"""In the place of an id: none holds the slot, or comes into it."""
+
+MOST_COUNTED: Final = 2**31 - 3
+"""A table of so many ids counts each of them. The reservation for the largest is the smallest
+int32."""
+
+MOST_IDS: Final = 2**62
+
+_MULTIPLIER: Final = 0x9E3779B97F4A7C15 - 2**64
+"""Of Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3): the high bits of the
+product are the bucket."""
+
+
+def _swapped(ids: Tensor) -> Tensor:
+    """Return reservations for ids, or the ids of reservations: -2 for 0, -3 for 1, and so on."""
+    return -2 - ids
+
+
+class _Buckets(NamedTuple):
+    """The ids that hold slots, by bucket.
+
+    Args:
+        starts: where each bucket begins, int32 ``(2**bits,)``.
+        ids: bucket after bucket, and as many places behind them as a bucket has at most.
+        slots: of the ids, int32; behind them :data:`~dist_sparse.compaction.row_index.REMOVED`.
+        longest: ids of the fullest bucket, at least 1.
+    """
+
+    starts: Tensor
+    ids: Tensor
+    slots: Tensor
+    longest: int
+
+
+class SlotIndex(nn.Module):
+    """Which slot each id of one table holds.
+
+    Args:
+        rows: ids of the table, from 0.
+        slots: rows that it stores.
+        ids: of the first slots, int64; None for no id.
+
+    Attributes:
+        id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the state: an id,
+            :data:`VACANT`, or ``-2 - id`` where a slot is reserved. Loading other values into it is
+            enough.
+        rows, stored: ids of the table; its slots.
+        hashed: whether there are too many ids to count each.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse.slots.collections import SlotIndex
+        >>> index = SlotIndex(rows=10, slots=3, ids=torch.tensor([2, 5, 9]))
+        >>> index.hand_over(leaving=torch.tensor([5]), coming=torch.tensor([0]))
+        >>> index(torch.tensor([0, 2, 5, 9, 10]))  # 0 comes, 5 has left, 10 is out of range
+        tensor([-1,  0, -1,  2, -2], dtype=torch.int32)
+        >>> index.admit()
+        (tensor([0]), tensor([1]))
+        >>> index(torch.tensor([0, 2, 5, 9]))
+        tensor([ 1,  0, -1,  2], dtype=torch.int32)
+    """
+
+    id_of_slot: Tensor
+
+    def __init__(self, rows: int, slots: int, ids: Tensor | None = None) -> None:
+        super().__init__()
+        if not 1 <= rows <= MOST_IDS:
+            raise ValueError(
+                f"Invalid number of ids, {rows}: a following table has from 1 to {MOST_IDS}."
+            )
+        self.rows, self.stored, self.hashed = rows, slots, rows > MOST_COUNTED
+        dtype = torch.int64 if self.hashed else torch.int32
+        state = torch.full((slots,), VACANT, dtype=dtype)
+        if ids is not None:
+            state[: len(ids)] = ids
+        self.register_buffer("id_of_slot", state)
+        # From half an id a bucket to one, if all slots are held.
+        self._bits = max(1, (slots - 1).bit_length())
+        # The state that the buckets were made of. A load writes into it, moving it replaces it.
+        self._made_of: tuple[Tensor | None, int] = (None, -1)
+        self._buckets: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The version of a copied tensor begins anew: buckets of the old one would seem to be its.
+        return {**self.__dict__, "_made_of": (None, -1), "_buckets": None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state and of what lookups read."""
+        starts, ids, slots, _ = self._current()
+        return self.id_of_slot.nbytes + starts.nbytes + ids.nbytes + slots.nbytes
+
+    @property
+    def num_kept(self) -> int:
+        """How many ids hold a slot."""
+        return int((self.id_of_slot >= 0).count_nonzero())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the slots of ids: int32, in their shape; of an id without a slot
+        :data:`~dist_sparse.compaction.row_index.REMOVED`, of one out of ``[0, rows)``
+        :data:`~dist_sparse.compaction.row_index.UNKNOWN`.
+
+        ``ids`` (int32 or int64, any shape) is not changed.
+        """
+        buckets = self._current()
+        given = ids.reshape(-1).long()
+        # Cut to int32, an id out of range could be another one.
+        inside = given.clamp(0, self.rows - 1)
+        wanted = inside.to(buckets.ids.dtype)
+        found = place = buckets.starts.index_select(0, self._bucket(inside))
+        # At most one place has the id: all of a bucket are compared, and no branch is needed.
+        for _ in range(1, buckets.longest):
+            place = place + 1
+            found = torch.where(buckets.ids.index_select(0, place) == wanted, place, found)
+        slots = buckets.slots.index_select(0, found)
+        slots = torch.where(buckets.ids.index_select(0, found) == wanted, slots, REMOVED)
+        return torch.where(inside == given, slots, UNKNOWN).view(ids.shape)
+
+    def holders(self) -> tuple[Tensor, Tensor]:
+        """Return the ids that hold a slot, ascending, int64 ``(n,)``, and their slots, int64."""
+        [slots] = (self.id_of_slot >= 0).nonzero(as_tuple=True)
+        ids, order = self.id_of_slot[slots].long().sort()
+        return ids, slots[order]
+
+    def hand_over(self, leaving: Tensor, coming: Tensor) -> None:
+        """Free the slots of the ids ``leaving``, and reserve slots for the ids ``coming``: the
+        smallest free slot for the smallest id, and so on. Both are int64 ``(n,)``, ascending."""
+        self.id_of_slot[self(leaving).long()] = VACANT
+        [free] = (self.id_of_slot == VACANT).nonzero(as_tuple=True)
+        self.id_of_slot[free[: len(coming)]] = _swapped(coming).to(self.id_of_slot.dtype)
+
+    def admit(self) -> tuple[Tensor, Tensor]:
+        """Let ids hold the slots that are reserved for them; return these ids and slots, both int64
+        ``(n,)``."""
+        [slots] = (self.id_of_slot < VACANT).nonzero(as_tuple=True)
+        ids = _swapped(self.id_of_slot[slots])
+        self.id_of_slot[slots] = ids
+        return ids.long(), slots
+
+    def _bucket(self, ids: Tensor) -> Tensor:
+        """Return the bucket of ids, int64."""
+        # The sign is shifted in, and masked away.
+        last = (1 << self._bits) - 1
+        return (ids * _MULTIPLIER).bitwise_right_shift_(64 - self._bits).bitwise_and_(last)
+
+    def _current(self) -> _Buckets:
+        """Return the buckets, made of the state as it is now."""
+        state = self.id_of_slot
+        made_of, version = self._made_of
+        if made_of is state and version == state._version:
+            found: _Buckets = self._buckets
+            return found
+        [slots] = (state >= 0).nonzero(as_tuple=True)
+        bucket = self._bucket(state[slots].long())
+        sizes = torch.bincount(bucket, minlength=1 << self._bits)
+        slots = slots[bucket.int().argsort()]
+        longest = max(1, int(sizes.max()))
+        behind = state.new_full((longest,), VACANT)
+        self._buckets = made = _Buckets(
+            (sizes.cumsum(0) - sizes).int(),
+            torch.cat([state[slots], behind]),
+            torch.cat([slots.int(), behind.int()]),
+            longest,
+        )
+        self._made_of = (state, state._version)
+        return made
+
+
+# Collections
 
 _NOTED: Final = 1 << 22
 """Ids of batches that are copied; then they are counted, id by id."""
-
-
-@dataclass
-class Fates:
-    """Lookups of a table in training, on this rank, since the last update.
-
-    Args:
-        lookups: of all ids.
-        missed: of ids of the table without a slot.
-        unseen: of them, of ids that were never looked up before; known to the owners of the ids.
-        out_of_range: of ids that the table does not have.
-    """
-
-    lookups: int = 0
-    missed: int = 0
-    unseen: int = 0
-    out_of_range: int = 0
 
 
 class FollowingIds(CompactIds):
@@ -62,13 +218,15 @@ class FollowingIds(CompactIds):
         collection: the collection whose ids these are.
 
     Attributes:
-        fates: what has become of the lookups of each of them, once batches are sorted out.
+        fates: by table, lookups in training on this rank since the last update, once batches are
+            sorted out: of all ids; of ids of the table without a slot; of them, of ids that were
+            never looked up before, known to their owners; of ids out of range. int64 ``(4,)``.
         ahead: how many training batches are translated, and not looked up yet.
     """
 
     def __init__(self, tables: Sequence[Any], indexes: Mapping[str, Any], collection: Any) -> None:
         super().__init__(tables, indexes, collection)
-        self.fates = {name: Fates() for name in indexes}
+        self.fates = {name: torch.zeros(4, dtype=torch.int64) for name in indexes}
         # Training batches as they came: a step copies their ids, and leaves the rest to an update.
         self._batches: list[tuple[Tensor, list[int]]] = []
         self._noted = 0
@@ -133,8 +291,6 @@ class FollowingIds(CompactIds):
         both on the CPU."""
         self.sort_out()
         counted, self._counted[table] = self._counted[table], []
-        if len(counted) == 1:
-            return counted[0]
         none = torch.empty(0, dtype=self.slots[table].id_of_slot.dtype)
         both = torch.cat([none, *(some for some, _ in counted)])
         ids, places = torch.unique(both, return_inverse=True)
@@ -145,12 +301,11 @@ class FollowingIds(CompactIds):
 
     def _distinct(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of lookups that are in range, and how often each occurs."""
-        index, fates = self.slots[table], self.fates[table]
+        index = self.slots[table]
         inside = ids[(ids >= 0) & (ids < index.rows)].to(index.id_of_slot.dtype)
         found, times = torch.unique(inside, return_counts=True)
-        fates.lookups += len(ids)
-        fates.out_of_range += len(ids) - len(inside)
-        fates.missed += int(times[index(found) < 0].sum())
+        missed = int(times[index(found) < 0].sum())
+        self.fates[table] += torch.tensor([len(ids), missed, 0, len(ids) - len(inside)])
         return found.cpu(), times.cpu()
 
     @property
@@ -269,30 +424,33 @@ def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:
     return _of_compact(model) if rows is None else _of_collection(model, rows)
 
 
-def _of_collection(collection: nn.Module, rows: Mapping[str, int]) -> Any:
-    torchrec = cast(Any, torchrec_port())
-    found = torchrec and torchrec.collection(collection)
-    if not found or found.is_sharded:
+def _of_collection(given: nn.Module, rows: Mapping[str, int]) -> Any:
+    found = collection(given)
+    if found is None or found.is_sharded:
         raise ValueError(
-            f"Invalid collection of type {type(collection).__name__}: must be an"
+            f"Invalid collection of type {type(given).__name__}: must be an"
             " EmbeddingBagCollection or EmbeddingCollection that is not sharded yet."
         )
-    if not all(parameter.is_meta for parameter in collection.parameters()):
+    if not all(parameter.is_meta for parameter in given.parameters()):
         raise ValueError(
             "The collection must be on the meta device, device=torch.device('meta'): its tables"
             " have memory for all ids."
         )
-    if reason := torchrec.compact_refusal(collection, collection):
-        raise ValueError(f"This collection can't follow its traffic: {reason}.")
-    configs = configs_of(collection)
+    _refuse(given, given)
+    configs = configs_of(given)
     ids = {config.name: config.num_embeddings for config in configs}
-    if not (isinstance(rows, Mapping) and rows and set(rows) <= set(ids)):
+    if not rows or set(rows) - set(ids):
         raise ValueError(f"Invalid rows={rows!r}: the collection has the tables {sorted(ids)}.")
     indexes = {}
     for name, count in rows.items():
         checks.integer("rows", count, least=1, most=ids[name], of=name)
         indexes[name] = SlotIndex(ids[name], count)
     return _made(configs, indexes, found)
+
+
+def _refuse(model: nn.Module, inner: nn.Module) -> None:
+    if reason := compact_refusal(model, inner):
+        raise ValueError(f"This collection can't follow its traffic: {reason}.")
 
 
 def _made(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> Any:
@@ -303,26 +461,28 @@ def _made(configs: list[Any], indexes: Mapping[str, Any], found: Collection) -> 
 
 def _of_compact(model: nn.Module) -> nn.Module:
     """Put following collections in the places of compact ones, around the rows that they store."""
+    # By exact class: not the ones that follow already.
     kinds = (CompactEmbeddingBagCollection, CompactEmbeddingCollection)
     replaced: dict[nn.Module, nn.Module] = {}
     for old in model.modules():
-        if isinstance(old, kinds) and not isinstance(old, _Follows) and old.table_indexes():
+        if type(old) in kinds and cast(Any, old).table_indexes():
             replaced[old] = _around(old, model)
     if not replaced:
         raise ValueError(
             f"{type(model).__name__} has no compact collection with removed rows, which compact()"
             " makes. Of a collection, give rows={table: count}."
         )
-    return replace_modules(model, replaced)
+    for holder, name, old in places_of(model, replaced):
+        setattr(holder, name, replaced[old])
+    return replaced.get(model, model)
 
 
 def _around(old: Any, model: nn.Module) -> Any:
     """Return a following collection that has the rows of a compact one."""
     inner = old.inner
     found = collection_of(inner)
-    if reason := cast(Any, torchrec_port()).compact_refusal(model, inner):
-        raise ValueError(f"This collection can't follow its traffic: {reason}.")
-    refuse_masked([(name, weight) for name, weight in inner.named_parameters()])
+    _refuse(model, inner)
+    refuse_masked(list(inner.named_parameters()))
     stored = {table.name: table.rows for table in found.tables}
     indexes = {}
     for name, index in old.table_indexes().items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -23,15 +23,26 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
-from dist_sparse.compaction.moving import listed
-from dist_sparse.groups import Group, Parcels, group_over, world_ranks
+from dist_sparse.compaction.moving import Steppers, StoredTables
+from dist_sparse.compaction.tables import draw_rows
+from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.records import SlotChange, SlotUpdate
-from dist_sparse.slots.collections import Fates, FollowingCollection, FollowingIds
-from dist_sparse.slots.counts import CandidateCounts, LookupCounts, Weight
-from dist_sparse.slots.index import VACANT, SlotIndex
-from dist_sparse.slots.rows import Stored, stored_parts, write_rows
-from dist_sparse.slots.selection import PROTECTED, Contest, Holders, holders_here, winners
-from dist_sparse.tables.chunked import ChunkedTensor
+from dist_sparse.slots.collections import (
+    FollowingCollection,
+    FollowingIds,
+    SlotIndex,
+)
+from dist_sparse.slots.selection import (
+    PROTECTED,
+    CandidateCounts,
+    LookupCounts,
+    Weight,
+    bars,
+    exchanged,
+    gathered,
+    winners,
+)
+from dist_sparse.tables.modules import collection_of
 from dist_sparse.text import count, percent, table_lines
 
 
@@ -47,7 +58,7 @@ class _Table:
         counts: of this rank's range.
         protected: ids that always hold a slot, ascending, int64.
         candidates: how many ids have a count over all ranks, where there are too many ids.
-        totals: lookups of all ranks until the last update, as of :class:`Fates`: int64 ``(4,)``.
+        totals: lookups of all ranks until the last update, as :attr:`FollowingIds.fates`.
         new: ids of this rank's range that had no count at the last update, int64, in any order.
     """
 
@@ -69,17 +80,41 @@ class _Table:
     def index(self) -> SlotIndex:
         return self.ids.slots[self.name]
 
-    def parts(self, optimizers: Sequence[Any]) -> list[Stored]:
-        """Return what this rank stores of the table; see
-        :func:`~dist_sparse.slots.rows.stored_parts`."""
-        return stored_parts(self.collection.inner, self.name, optimizers)
+    @property
+    def fates(self) -> Tensor:
+        """Lookups on this rank since the last update: int64 ``(4,)``."""
+        return self.ids.fates[self.name]
+
+    def stored(self, steppers: Steppers) -> StoredTables:
+        """Return what this rank stores of the table."""
+        return StoredTables(self.collection.inner, [self.name], steppers)
+
+    @torch.no_grad()
+    def write(self, ids: Tensor, slots: Tensor, steppers: Steppers, seed: int) -> None:
+        """Write what this rank stores of rows that change hands: weights become the initial ones of
+        the id that comes, optimizer state that of a new row. No other row is read or written.
+
+        Args:
+            ids, slots: which ids come into which slots, int64 ``(n,)``.
+        """
+        stored = self.stored(steppers)
+        states = [
+            (shards, stored.initial(self.name, key))
+            for key, shards in stored.states(self.name).items()
+        ]
+        for number, (rect, weight) in enumerate(stored.located[self.name].shards):
+            inside = (slots >= rect.row) & (slots < rect.row_end)
+            places = slots[inside] - rect.row
+            draw_rows(weight, rect, places, ids[inside], seed, self.name, self.bounds)
+            for shards, initial in states:
+                shards[number][places.to(weight.device)] = initial
 
     def held_here(self) -> Tensor:
         """Return the ids of this rank's range that hold a slot, int64."""
-        ids = self.index.held().cpu()
+        ids = self.index.holders()[0].cpu()
         return ids[(ids >= self.counts.first) & (ids < self.counts.last)]
 
-    def keys(self, ids: Tensor, holds: bool) -> Tensor:
+    def keys(self, ids: Tensor, holds: bool | Tensor) -> Tensor:
         """Return what orders ids of this rank's range, int64 ``(n,)``: larger wins.
 
         Args:
@@ -95,17 +130,22 @@ class _Table:
 
     def count(self, arrived: Sequence[tuple[Tensor, Tensor]], weight: int) -> None:
         """Add lookups of this rank's ids: distinct ids and how often, from each rank."""
-        fates, added = self.ids.fates[self.name], [self.new]
+        added = [self.new]
         for ids, times in arrived:
             # Of an id that several ranks bring, or that a summary has counted since the last
             # update, all lookups are the first.
             first = (self.counts.of(ids.long()) == 0) | torch.isin(ids.long(), self.new)
             first &= ~self.holds(ids)
-            fates.unseen += int(times[first].sum())
+            self.fates[2] += times[first].sum()
             added.append(ids[first].long())
         self.new = torch.cat(added)
         for ids, times in arrived:
             self.counts.add(ids, times, weight)
+
+    def forget_fates(self) -> None:
+        """Begin the time after an update."""
+        self.fates.zero_()
+        self.new = self.new[:0]
 
     def seen(self) -> tuple[int, int]:
         """Return how many ids of this rank's range were looked up and hold no slot, and how many
@@ -114,18 +154,14 @@ class _Table:
         with_slot = int(self.counts.of(self.held_here()).count_nonzero())
         return seen - with_slot, self.counts.last - self.counts.first - seen
 
-    def newcomers(self, holders: Holders, least: int) -> Tensor:
+    def newcomers(self, least: int) -> Tensor:
         """Return the ids of this rank's range without a slot that may win one, ascending, int64.
 
         Args:
             least: count of an id that is not protected.
         """
-        if holders.number == self.index.stored:
-            # In a tie the holder keeps its slot.
-            least = max(least, holders.coldest + 1)
         mine = (self.protected >= self.counts.first) & (self.protected < self.counts.last)
-        both = torch.cat([self.counts.looked_up(least), self.protected[mine]])
-        ids = torch.unique(both)
+        ids = torch.unique(torch.cat([self.counts.looked_up(least), self.protected[mine]]))
         found: Tensor = ids[~self.holds(ids)]
         return found
 
@@ -197,12 +233,18 @@ class FollowingTables:
             self.seed = checks.integer("seed", seed)
             checks.integer("candidates", candidates, least=1)
             self._weight = Weight(decay)
-            self._optimizers = listed(optimizer)
+            self._steppers = Steppers(optimizer)
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
             self._tables = _tables_of(collections, protect_ids or {}, candidates, self._group)
+            if not all(collection_of(each.inner).is_sharded for each in collections):
+                raise ValueError(
+                    "The collection is not sharded yet: put the model under"
+                    " DistributedModelParallel first."
+                )
+            # Refuses what an update could not write.
             for table in self._tables.values():
-                table.parts(self._optimizers)
+                table.stored(self._steppers)
             facts.update(
                 every=every, admit_after=admit_after, decay=decay, seed=seed, **self._described()
             )
@@ -259,10 +301,9 @@ class FollowingTables:
     def _record(self, changes: Sequence[Sequence[Tensor]], started: float) -> None:
         """Sum up the lookups since the update before over all ranks. Collective."""
         tables, found = list(self._tables.values()), []
-        sums = self._group.all_reduce(_fates(tables))
+        sums = self._group.all_reduce(torch.stack([table.fates for table in tables]))
         for table, row, (leaving, coming) in zip(tables, sums, changes, strict=True):
-            table.ids.fates[table.name] = Fates()
-            table.new = table.new[:0]
+            table.forget_fates()
             table.totals.add_(row)
             lookups, missed, unseen, out_of_range = row.tolist()
             found.append(
@@ -291,7 +332,7 @@ class FollowingTables:
             for owner in owners:
                 mine = slice(cuts[owner], cuts[owner + 1])
                 outgoing[owner] += [ids[mine].long(), times[mine]]
-        arrived = _exchanged(outgoing, self._group)
+        arrived = exchanged(outgoing, self._group)
         for number, table in enumerate(tables):
             pairs = [(each[2 * number], each[2 * number + 1]) for each in arrived]
             table.count(pairs, self._weight.now)
@@ -301,37 +342,31 @@ class FollowingTables:
         bounded = [table for table in self._tables.values() if table.index.hashed]
         if not bounded:
             return
-        contests = []
-        for table in bounded:
-            keys = table.counts.counts.long()
-            contests.append(
-                Contest(table.candidates, cast(CandidateCounts, table.counts).ids, keys, keys > 0)
-            )
-        flags = winners(contests, self._group)
-        for table, contest, kept in zip(bounded, contests, flags, strict=True):
+        counts = [cast(CandidateCounts, table.counts) for table in bounded]
+        keys = [each.counts.long() for each in counts]
+        flags = winners([table.candidates for table in bounded], keys, self._group)
+        for each, kept in zip(counts, flags, strict=True):
             # Decay has brought some down to 0, which is that of any other id.
-            cast(CandidateCounts, table.counts).keep(kept & contest.holds)
+            each.keep(kept & (each.counts > 0))
 
     def _select(self) -> list[list[Tensor]]:
         """Return for each table the ids that lose their slots, and those that win one, over all
         ranks: ascending, int64. Collective."""
         tables, group = list(self._tables.values()), self._group
+        slots = [table.index.stored for table in tables]
         held = [table.held_here() for table in tables]
         keys = [table.keys(ids, True) for table, ids in zip(tables, held, strict=True)]
-        holders = holders_here(keys, group)
-        least = self.admit_after * self._weight.now
-        new = [each.newcomers(those, least) for each, those in zip(tables, holders, strict=True)]
-        contests = []
-        for table, old_ids, old_keys, new_ids in zip(tables, held, keys, new, strict=True):
-            ids, order = torch.cat([old_ids, new_ids]).sort()
-            all_keys = torch.cat([old_keys, table.keys(new_ids, False)])[order]
-            contests.append(Contest(table.index.stored, ids, all_keys, order < len(old_ids)))
+        least, contests = self.admit_after * self._weight.now, []
+        for table, ids, bar in zip(tables, held, bars(slots, keys, group), strict=True):
+            both, order = torch.cat([ids, table.newcomers(max(least, bar))]).sort()
+            holds = order < len(ids)
+            contests.append((both, holds, table.keys(both, holds)))
+        won = winners(slots, [keys for *_, keys in contests], group)
         changes = []
-        for contest, wins in zip(contests, winners(contests, group), strict=True):
-            ids, holds = contest.ids, contest.holds
+        for (ids, holds, _), wins in zip(contests, won, strict=True):
             changes += [ids[holds & ~wins], ids[wins & ~holds]]
-        gathered = _gathered(changes, group)
-        return [gathered[at : at + 2] for at in range(0, len(gathered), 2)]
+        all_changes = gathered(changes, group)
+        return [all_changes[at : at + 2] for at in range(0, len(all_changes), 2)]
 
     def _admit(self) -> None:
         """Write the reserved rows, and let their ids be found. Local."""
@@ -340,8 +375,7 @@ class FollowingTables:
             # Lookups so far found no row.
             table.ids.sort_out()
             ids, slots = table.index.admit()
-            parts = table.parts(self._optimizers)
-            write_rows(parts, ids.cpu(), slots.cpu(), self.seed, table.name, table.bounds)
+            table.write(ids.cpu(), slots.cpu(), self._steppers, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and steps, for torch.save and torch.distributed.checkpoint, which loads
@@ -356,7 +390,10 @@ class FollowingTables:
             "age": self._weight.age,
             "seed": self.seed,
             "tables": self._described(),
-            "counts": {name: _saved(table, self._group) for name, table in self._tables.items()},
+            "counts": {
+                name: table.counts.saved(table.candidates, self._group)
+                for name, table in self._tables.items()
+            },
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -378,7 +415,7 @@ class FollowingTables:
                     raise ValueError(f"The state has {key}={saved}, and here it is {value}.")
             steps = {key: int(state_dict[key]) for key in ("step", "admits_at", "age")}
             counts = {
-                name: _loaded(table, state_dict["counts"][name])
+                name: table.counts.part(name, state_dict["counts"][name])
                 for name, table in self._tables.items()
             }
             facts.update(steps)
@@ -387,8 +424,7 @@ class FollowingTables:
         self._admits_at = None if steps["admits_at"] < 0 else steps["admits_at"]
         for name, table in self._tables.items():
             table.ids.take_noted(name)
-            table.ids.fates[name] = Fates()
-            table.new = table.new[:0]
+            table.forget_fates()
             table.counts.load(*counts[name])
 
     def summary(self) -> str:
@@ -396,10 +432,11 @@ class FollowingTables:
         lookups of training batches on all ranks. Collective."""
         self._count()
         tables = list(self._tables.values())
-        here = torch.tensor([table.seen() for table in tables])
-        both = self._group.all_reduce(torch.cat([here, _fates(tables)], dim=1))
-        head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "handed over"]
-        head += ["lookups", "of removed ids", "of new ids", "out of range"]
+        here = [torch.cat([torch.tensor(table.seen()), table.fates]) for table in tables]
+        both = self._group.all_reduce(torch.stack(here))
+        # Narrow heads and short numbers: a table is one line in 80 columns.
+        head = ["table", "ids", "slots", "held", "seen, no slot", "never seen", "moved"]
+        head += ["lookups", "missed", "of new ids", "out of range"]
         lines = []
         for table, row in zip(tables, both, strict=True):
             index = table.index
@@ -407,10 +444,8 @@ class FollowingTables:
             lookups, missed, unseen, out = (row[2:] + table.totals).tolist()
             cells = [index.rows, index.stored, index.num_kept, waiting, never]
             cells += [self.moved[table.name], lookups]
-            shares = [
-                percent(part / lookups if lookups else None) for part in (missed - unseen, unseen)
-            ]
-            lines.append((table.name, *map(count, cells), *shares, count(out)))
+            shares = [percent(part / max(lookups, 1)) for part in (missed - unseen, unseen)]
+            lines.append((table.name, *map(_short, cells), *shares, _short(out)))
         return "\n".join([repr(self), *table_lines(head, lines, right=set(range(1, 11)))])
 
     def __repr__(self) -> str:
@@ -460,83 +495,19 @@ def _tables_of(
 def _protected(table: str, index: SlotIndex, ids: Sequence[int] | Tensor) -> Tensor:
     """Return protected ids: distinct, ascending, int64."""
     given = torch.as_tensor(ids)
-    if given.numel() and given.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"Invalid protect_ids of table {table!r}: must be integers.")
     found: Tensor = torch.unique(given.long())
-    if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < index.rows:
-        raise ValueError(f"Invalid protect_ids of table {table!r}: must be in [0, {index.rows}).")
-    if len(found) > index.stored:
+    fits = (given == given.long()).all() & (found >= 0).all() & (found < index.rows).all()
+    if len(found) > index.stored or not fits:
         raise ValueError(
-            f"Invalid protect_ids of table {table!r}: {len(found)} ids, but {index.stored} slots."
+            f"Invalid protect_ids of table {table!r}: must be at most {index.stored} ids, which"
+            f" have slots, in [0, {index.rows})."
         )
     return found
 
 
-def _exchanged(outgoing: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]:
-    """Send each rank as many tensors, int64 ``(n,)``; return those of each rank. Collective."""
-    sizes = torch.tensor([list(map(len, parts)) for parts in outgoing])
-    lengths = group.all_gather(sizes)[:, group.rank].tolist()
-    parcels, arriving = Parcels(group), []
-    for receiver, parts in enumerate(outgoing):
-        for part in parts:
-            parcels.send(receiver, part)
-    for sender, of_sender in enumerate(lengths):
-        reads = [parcels.expect(sender, (size,), torch.int64) for size in of_sender]
-        arriving.append(reads)
-    parcels.exchange(torch.device("cpu"))
-    found = []
-    for reads in arriving:
-        found.append([read() for read in reads])
-    return found
-
-
-def _gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return what all ranks have of each part, one after the other: int64 ``(n,)``. Collective."""
-    arrived = _exchanged([parts] * group.size, group)
-    return [torch.cat(pieces) for pieces in zip(*arrived, strict=True)]
-
-
-def _fates(tables: Sequence[_Table]) -> Tensor:
-    """Return this rank's lookups since the last update: int64 ``(tables, 4)``."""
-    return torch.tensor([astuple(table.ids.fates[table.name]) for table in tables])
-
-
-def _saved(table: _Table, group: Group) -> Tensor:
-    """Return the counts of a table as a state holds them; of some ids these ids and their counts,
-    int64 ``(2, n)``, which every rank has. Collective for them."""
-    owned = table.counts
-    if isinstance(owned, CandidateCounts):
-        both = torch.stack(_gathered([owned.ids, owned.counts.long()], group))
-        # A size that does not depend on the counts, which a checkpoint loads into.
-        unused = table.candidates - both.shape[1]
-        return nn.functional.pad(both, (0, unused), value=VACANT)
-    size = len(owned.counts)
-    # A rank behind the last id has nothing to write.
-    writes = [((owned.first,), owned.counts)] if size else []
-    wants = [((owned.first,), (size,))] if size else []
-    return ChunkedTensor((table.index.rows,), owned.counts.dtype, writes, wants)
-
-
-def _loaded(table: _Table, saved: Any) -> list[Tensor]:
-    """Return the counts of this rank's range from a state, and of some ids these ids."""
-    owned = table.counts
-    if isinstance(owned, CandidateCounts):
-        ids, counts = saved
-        mine = (ids >= owned.first) & (ids < owned.last)
-        found = [counts[mine].int(), ids[mine]]
-        fits = bool((found[1].diff() > 0).all())
-    else:
-        pieces = [owned.counts[:0]]
-        if isinstance(saved, ChunkedTensor):
-            own = [piece for (first,), piece in saved.writes if first == owned.first]
-            pieces += saved.loaded or own
-        found = [torch.cat(pieces)]
-        fits = found[0].shape == owned.counts.shape and found[0].dtype == owned.counts.dtype
-    if not fits:
-        raise ValueError(
-            f"Table {table.name!r}: the state has no counts of the ids [{owned.first},"
-            f" {owned.last}). Of other ranks, it must be loaded by torch.distributed.checkpoint."
-        )
-    if bool((found[0] < 0).any()):
-        raise ValueError(f"Table {table.name!r}: the state has counts below 0.")
-    return found
+def _short(value: int) -> str:
+    """Return a number in at most six characters: ``99,999``, ``1.1T``."""
+    if value < 100_000:
+        return count(value)
+    thousands = (len(str(value)) - 1) // 3
+    return f"{value / 1000**thousands:.4g}{'kMGTPE'[thousands - 1]}"

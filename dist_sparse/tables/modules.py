@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from dist_sparse.checks import name_list
 from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.protocols import TorchRecPort
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
+from dist_sparse.tables.shards import ShardedData, check_data, whole
 
 Patterns = str | Sequence[str] | None
 
@@ -403,19 +403,7 @@ def _replica(
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
     view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
-    whole = Rect(0, 0, *view.shape)
-    held = (whole,) if whole.numel else ()
-    return ShardedData(
-        name=name,
-        shape=(whole.rows, whole.cols),
-        dtype=view.dtype,
-        sharding="replicated",
-        ranks=ranks,
-        tiling=(held,) * len(ranks or (0,)),
-        shards=tuple(Shard(rect, view) for rect in held),
-        fqn=fqn,
-        features=features,
-    )
+    return whole(name, view, ranks, fqn=fqn, features=features)
 
 
 def _no_matrix(parameter: Any) -> str | None:

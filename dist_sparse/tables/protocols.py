@@ -267,9 +267,8 @@ class TorchRecPort(Protocol):
         """Return whether an optimizer only represents one that runs inside the backward."""
         ...
 
-    def named_parameters(self, optimizer: object) -> dict[str, Any] | None:
-        """Return the dict in which a keyed optimizer holds its parameters a second time, live; None
-        for another optimizer."""
+    def rename(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Replace a parameter where keyed optimizers hold it a second time, by name."""
         ...
 
     def is_sharded_model(self, model: nn.Module) -> bool:

@@ -134,6 +134,24 @@ class ShardedData:
         return sorted({rect for held in self.tiling for rect in held if rect.numel})
 
 
+def whole(
+    name: str, weight: Tensor, ranks: tuple[int, ...] | None = None, **more: Any
+) -> ShardedData:
+    """Return a matrix that every rank of ``ranks`` holds whole, with ``more`` of its arguments."""
+    rect = Rect(0, 0, *weight.shape)
+    held = (rect,) if rect.numel else ()
+    return ShardedData(
+        name=name,
+        shape=(rect.rows, rect.cols),
+        dtype=weight.dtype,
+        sharding="replicated",
+        ranks=ranks,
+        tiling=(held,) * len(ranks or (0,)),
+        shards=tuple(Shard(rect, weight) for rect in held),
+        **more,
+    )
+
+
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
     """Return for each rank the rectangles that it owns: the first of several holders does."""
     seen: set[Rect] = set()

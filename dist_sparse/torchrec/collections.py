@@ -17,37 +17,71 @@ from itertools import accumulate, chain
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
+import fbgemm_gpu
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
-from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
+from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData, whole
 from dist_sparse.tables.tensors import steps_in_backward
-from dist_sparse.torchrec import types
+from dist_sparse.torchrec import check_versions
+
+# Before TorchRec's own modules, whose errors name no release.
+check_versions(torch.__version__, torchrec.__version__, fbgemm_gpu.__version__)
+
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_module
+from torchrec.distributed.types import (
+    BoundsCheckMode,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    ParameterSharding,
+    ShardingEnv2D,
+    ShardingPlan,
+    ShardingStrategy,
+)
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    data_type_to_dtype,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 _FUSED: Final = ("fused", "fused_uvm", CACHED)
 _KERNELS: Final = ("dense", *_FUSED)
-_TYPES: Final = (types.DataType.FP32, types.DataType.FP16, types.DataType.BF16)
+_TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 _KNOWN: Final = (
-    types.EmbeddingBagCollection,
-    types.EmbeddingCollection,
-    types.ShardedEmbeddingBagCollection,
-    types.ShardedEmbeddingCollection,
-    types.ShardedFeatureProcessedEmbeddingBagCollection,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
 )
-_BAGS: Final = (types.EmbeddingBagCollection, types.ShardedEmbeddingBagCollection)
-_SHARDED: Final = (types.ShardedEmbeddingBagCollection, types.ShardedEmbeddingCollection)
-_FEATURE_PROCESSED: Final = (
-    types.FeatureProcessedEmbeddingBagCollection,
-    types.ShardedFeatureProcessedEmbeddingBagCollection,
-)
+_BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+_SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _ANY_COLLECTION: Final = (
-    types.EmbeddingBagCollectionInterface,
-    types.EmbeddingCollectionInterface,
-    types.ShardedEmbeddingModule,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    ShardedEmbeddingModule,
 )
 
 _QUANTIZED: Final = "it is quantized; sparsify the float model before quantizing"
@@ -82,7 +116,7 @@ def refusal(module: nn.Module) -> str | None:
     env = module._env if isinstance(module, _SHARDED) else None
     # One-dimensional parallelism has no strategy.
     strategy = getattr(env, "sharding_strategy", None)
-    if strategy is types.ShardingStrategy.FULLY_SHARDED:
+    if strategy is ShardingStrategy.FULLY_SHARDED:
         return (
             "fully sharded 2-D parallelism frees weights between forward and backward; the default"
             " strategy works"
@@ -99,18 +133,6 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def processes_features(module: nn.Module) -> bool:
-    """Return whether a module reads the collection in it without calling it, behind a feature
-    processor."""
-    return isinstance(module, _FEATURE_PROCESSED)
-
-
-def averages(module: nn.Module) -> bool:
-    """Return whether a module averages copies of its tables now and then, by its method
-    ``sync``."""
-    return isinstance(module, types.DMPCollection)
-
-
 def is_sharded(module: nn.Module) -> bool:
     """Return whether a module is a sharded collection."""
     return isinstance(module, _SHARDED)
@@ -125,16 +147,16 @@ def collection(module: nn.Module) -> Collection | None:
     """Return a collection as it is now, None for another module."""
     if is_sharded(module):
         return ShardedTables(module)
-    if isinstance(module, (types.EmbeddingBagCollection, types.EmbeddingCollection)):
+    if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
         return UnshardedTables(module)
     return None
 
 
 def configs_of(module: Any) -> list[Any]:
     """Return TorchRec's own configurations of a collection's tables, of a compact one too."""
-    if isinstance(module, types.ShardedEmbeddingBagCollection):
+    if isinstance(module, ShardedEmbeddingBagCollection):
         return list(module._embedding_bag_configs)
-    if isinstance(module, types.ShardedEmbeddingCollection):
+    if isinstance(module, ShardedEmbeddingCollection):
         return list(module._embedding_configs)
     bags = hasattr(module, "embedding_bag_configs")
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
@@ -175,8 +197,10 @@ STILL: Final = {
 }
 """Optimizers whose step is a multiple of the gradient and of the weight."""
 
+
 _PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
 """Multiples of the weight: the other modes count the lookups of each row, or compare norms."""
+
 
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
@@ -405,7 +429,7 @@ class UnshardedTables:
     def outputs(self) -> dict[str, str]:
         """Return the table of each output, in no order."""
         found = {}
-        by_table = types.get_embedding_names_by_table(self._configs)
+        by_table = get_embedding_names_by_table(self._configs)
         for config, names in zip(self._configs, by_table, strict=True):
             found.update(dict.fromkeys(names, config.name))
         return found
@@ -423,8 +447,9 @@ class UnshardedTables:
         return dict(getattr(self._module, self.attribute).items())
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
-        """Refuse: embedding modules have the weights."""
-        raise TypeError(f"{fqn} is not sharded.")
+        """Return a table under a registered name; this rank holds it whole."""
+        weight = self.embeddings()[table].get_parameter("weight")
+        return whole(name, weight.data, fqn=fqn)
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield this rank's kernels."""
@@ -506,12 +531,12 @@ class ShardedTables(UnshardedTables):
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
         modes = {
-            name: params.get("bounds_check_mode", types.BoundsCheckMode.WARNING)
+            name: params.get("bounds_check_mode", BoundsCheckMode.WARNING)
             for name, params in self.fused_params().items()
         }
         # FBGEMM lets this variable overrule the argument.
         if overruling := os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE"):
-            modes = dict.fromkeys(modes, types.BoundsCheckMode(int(overruling)))
+            modes = dict.fromkeys(modes, BoundsCheckMode(int(overruling)))
         return {name: mode.name.removeprefix("V2_") for name, mode in modes.items()}
 
     def optimizers(self) -> list[Any]:
@@ -527,9 +552,7 @@ class ShardedTables(UnshardedTables):
         places = self._places
         pieces = self._pieces[table]
         config = pieces.config
-        copied = (
-            isinstance(self._module._env, types.ShardingEnv2D) and config.local_metadata is not None
-        )
+        copied = isinstance(self._module._env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
         held = pieces.held[self._module._env.rank]
         sizes = [(rect.rows, rect.cols) for rect in held]
@@ -546,7 +569,7 @@ class ShardedTables(UnshardedTables):
         return ShardedData(
             name=name,
             shape=_shape(config),
-            dtype=types.data_type_to_dtype(config.data_type),
+            dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
             ranks=tuple(places) if len(places) > 1 else None,
             # A row-wise table smaller than the world leaves the last ranks pieces of zero rows:
@@ -568,11 +591,12 @@ class ShardedTables(UnshardedTables):
         """For each global rank that holds the tables, in order: its number among those that share
         one copy."""
         env = self._module._env
-        if isinstance(env, types.ShardingEnv2D):
-            places = {}
-            for copy in env.device_mesh.mesh.tolist():  # a row of ranks for each copy
-                places.update({rank: place for place, rank in enumerate(copy)})
-            return dict(sorted(places.items()))
+        if isinstance(env, ShardingEnv2D):
+            # A row of ranks for each copy.
+            mesh = env.device_mesh.mesh
+            places = torch.arange(mesh.shape[1]).expand_as(mesh)
+            pairs = zip(mesh.flatten().tolist(), places.flatten().tolist(), strict=True)
+            return dict(sorted(pairs))
         if env.world_size == 1:
             return {0: 0}
         if env.process_group is None:
@@ -590,9 +614,8 @@ class ShardedTables(UnshardedTables):
         # TorchRec has one lookup for each sharding, in the same order.
         for sharding, lookup in zip(self._shardings(), self._module._lookups, strict=True):
             for rank, config in _placed(sharding):
-                if config.name not in pieces:
-                    pieces[config.name] = _Pieces(config, [[] for _ in range(world)])
-                pieces[config.name].held[rank].append(_rect(config))
+                empty = _Pieces(config, [[] for _ in range(world)])
+                pieces.setdefault(config.name, empty).held[rank].append(_rect(config))
             for kernel in _kernels_of(lookup):
                 for config, view in _views(kernel):
                     pieces[config.name].views.append(view)
@@ -615,29 +638,32 @@ def _placed(sharding: Any) -> Iterator[tuple[int, Any]]:
 
 def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
     kernel = config.compute_kernel.value
-    if kernel not in _KERNELS:
-        raise ValueError(
-            f"Table {name!r}: the compute kernel {kernel!r} is not supported;"
-            f" {', '.join(_KERNELS)} are."
-        )
-    # Releases before 1.8 have no such field.
-    if getattr(config, "stash_weights", False):
-        raise ValueError(
-            f"Table {name!r}: memory stashing moves its weights away between forward and backward,"
-            " where masks do not follow. Set stash_weights=False in its configuration."
-        )
-    if config.data_type not in _TYPES:
-        types = ", ".join(each.value for each in _TYPES)
-        raise ValueError(
-            f"Table {name!r}: weights of type {config.data_type.value} are not supported;"
-            f" {types} are."
-        )
-    if copied and kernel not in _FUSED:
-        raise ValueError(
-            f"Table {name!r}: TorchRec's 2-D parallelism never averages tables with the compute"
-            f" kernel {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or"
-            " make it data-parallel."
-        )
+    types = ", ".join(each.value for each in _TYPES)
+    rules = (
+        (
+            kernel not in _KERNELS,
+            f"the compute kernel {kernel!r} is not supported; {', '.join(_KERNELS)} are.",
+        ),
+        # Releases before 1.8 have no such field.
+        (
+            getattr(config, "stash_weights", False),
+            "memory stashing moves its weights away between forward and backward, where masks do"
+            " not follow. Set stash_weights=False in its configuration.",
+        ),
+        (
+            config.data_type not in _TYPES,
+            f"weights of type {config.data_type.value} are not supported; {types} are.",
+        ),
+        (
+            copied and kernel not in _FUSED,
+            "TorchRec's 2-D parallelism never averages tables with the compute kernel"
+            f" {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or make it"
+            " data-parallel.",
+        ),
+    )
+    for holds, reason in rules:
+        if holds:
+            raise ValueError(f"Table {name!r}: {reason}")
 
 
 def _shape(config: Any) -> tuple[int, int]:

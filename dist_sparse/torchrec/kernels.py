@@ -1,9 +1,17 @@
-"""FBGEMM's operators that the package calls itself. Needs FBGEMM alone, without TorchRec."""
+"""FBGEMM's operators and modules for inference, and TorchRec's metrics.
+
+Imports neither of them before it is called: artifacts are served without TorchRec, and checked
+without FBGEMM.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HOST = 3
 """``EmbeddingLocation.HOST`` as a number."""
@@ -31,51 +39,37 @@ def select_jagged(values: Tensor, lengths: Tensor, chosen: Tensor) -> tuple[Tens
 
 
 def look_up_stored(
-    weights: Tensor,
-    no_weights: Tensor,
-    placements: Tensor,
-    starts: Tensor,
-    types: Tensor,
-    columns: Tensor,
-    total: int,
-    widest: dict[str, int],
-    rows: Tensor,
-    offsets: Tensor,
-    pooling: int,
-    factors: Tensor | None,
+    tables: Any, rows: Tensor, offsets: Tensor, pooling: str, factors: Tensor | None
 ) -> Tensor:
     """Return rows of tables in FBGEMM's format for inference, pooled, float32.
 
     Args:
-        weights: of all tables, uint8, on the host.
-        no_weights: the same of devices, empty.
-        placements: for each feature :data:`HOST`.
-        starts: for each feature where its table begins in ``weights``, in bytes.
-        types: for each feature one of :data:`SPARSE_TYPES`, all the same.
-        columns: where the columns of each feature begin in the result, and their number.
-        total: columns of the result.
-        widest: the columns of the widest table by type.
+        tables: has ``weights``, of all tables, uint8, on the host, and ``no_weights``, the same of
+            devices, empty. For each feature ``placements``, :data:`HOST`; ``starts``, where its
+            table begins in ``weights``, in bytes; ``types``, one of :data:`SPARSE_TYPES`, all the
+            same. ``columns``: where the columns of each feature begin in the result, and their
+            number, ``total``. ``widest``: the columns of the widest table by type.
         rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
         offsets: int32 ``(features * bags + 1,)``: where each bag starts.
         pooling: one of :data:`POOLING`.
         factors: float32 ``(n,)``, a factor for each row.
     """
     found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
-        weights,
-        no_weights,
-        placements,
-        starts,
-        types,
-        columns,
-        total,
+        tables.weights,
+        tables.no_weights,
+        tables.placements,
+        tables.starts,
+        tables.types,
+        tables.columns,
+        tables.total,
         0,
-        widest["int4"],
-        widest["int8"],
-        widest["fp16"],
-        widest["fp32"],
+        tables.widest["int4"],
+        tables.widest["int8"],
+        tables.widest["fp16"],
+        tables.widest["fp32"],
         rows,
         offsets,
-        pooling,
+        POOLING[pooling],
         factors,
         0,  # SparseType.FP32: the dtype of the results
         None,
@@ -83,3 +77,112 @@ def look_up_stored(
         1,  # alignment of rows in bytes
     )
     return found
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A table in FBGEMM's format for inference.
+
+    Args:
+        name: of the table.
+        features: that look it up.
+        columns: of its rows.
+        dtype: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``.
+        pooling: ``"sum"``, ``"mean"`` or ``"none"``.
+        rows: uint8 ``(n, bytes)``.
+        scale_bias: of 8 and 4 bits, uint8 ``(n, 4)``: two float16.
+        remap: the row of each id, -1 of removed ids: int32 ``(ids,)``; None in TorchRec's module.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    columns: int
+    dtype: str
+    pooling: str
+    rows: Tensor
+    scale_bias: Tensor | None
+    remap: Tensor | None = None
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """The rows, and their scales and biases."""
+        return self.rows, self.scale_bias
+
+
+def table_batch(tables: Sequence[StoredRows]) -> nn.Module:
+    """Return FBGEMM's module over tables of one pooling and a feature each, which takes the ids of
+    the models. They are remapped by arrays: 4 bytes per id of the original table."""
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+        IntNBitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    [pooling] = {table.pooling for table in tables}
+    module: nn.Module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [
+            (
+                table.name,
+                len(table.rows),
+                table.columns,
+                SparseType(table.dtype),
+                EmbeddingLocation.HOST,
+            )
+            for table in tables
+        ],
+        index_remapping=[table.remap for table in tables],
+        use_array_for_index_remapping=True,
+        pooling_mode=PoolingMode[pooling.upper()],
+        weight_lists=[table.weights for table in tables],
+        # Results in float16, the default, would round.
+        output_dtype=SparseType.FP32,
+        indices_dtype=torch.int64,
+        device=torch.device("cpu"),
+        # Rows without gaps between them, as in the artifact.
+        row_alignment=1,
+    )
+    return module
+
+
+def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module:
+    """Return TorchRec's quantized EmbeddingBagCollection, which takes rows for ids."""
+    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+    from torchrec.quant.embedding_modules import EmbeddingBagCollection
+
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=len(table.rows),
+            embedding_dim=table.columns,
+            feature_names=list(table.features),
+            pooling=PoolingType[table.pooling.upper()],
+            data_type=DataType[table.dtype.upper()],
+        )
+        for table in tables
+    ]
+    module: nn.Module = EmbeddingBagCollection(
+        configs,
+        is_weighted=is_weighted,
+        device=torch.device("cpu"),
+        table_name_to_quantized_weights={table.name: table.weights for table in tables},
+        # The names of shard_quant_model's state: a model that it has sharded loads this one's.
+        quant_state_dict_split_scale_bias=True,
+        row_alignment=1,
+    )
+    return module
+
+
+_ETA = 1e-12
+"""Keeps logarithms finite."""
+
+
+def auc_and_ne(predictions: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return AUC and normalized entropy of probabilities, ``(examples,)`` as the labels."""
+    from torchrec.metrics.auc import compute_auc
+    from torchrec.metrics.ne import compute_ne, get_ne_states
+
+    weights = torch.ones_like(labels)
+    auc = compute_auc(1, [predictions[None]], [labels[None]], [weights[None]])
+    state = get_ne_states(labels, predictions, weights, _ETA)
+    names = ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+    return float(auc), float(compute_ne(*(state[name] for name in names), _ETA))

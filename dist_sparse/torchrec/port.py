@@ -1,25 +1,393 @@
-"""The functions of :class:`~dist_sparse.tables.protocols.TorchRecPort`."""
+"""The functions of :class:`~dist_sparse.tables.protocols.TorchRecPort`: collections, models built
+again, optimizers, and the containers of ids and outputs.
+
+A DistributedModelParallel is built again around a module whose sharded collections were replaced.
+The new plan is derived from the old one, with the same sharding types, ranks and columns, so that
+the arithmetic of training stays the same.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_sparse.tables.protocols import Collection, Replacement
+from dist_sparse.tables.tensors import steps_in_backward
 from dist_sparse.torchrec.collections import (
-    averages,
+    CombinedOptimizer,
+    DistributedModelParallel,
+    DMPCollection,
+    EmbeddingModuleShardingPlan,
+    FeatureProcessedEmbeddingBagCollection,
+    FusedOptimizer,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedOptimizer,
+    KeyedTensor,
+    LazyAwaitable,
+    ParameterSharding,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+    ShardedTables,
+    ShardingPlan,
+    UnshardedTables,
     collection,
+    configs_of,
+    get_module,
     is_sharded,
     lookups,
-    processes_features,
     refusal,
 )
-from dist_sparse.torchrec.jagged import among, with_outputs
-from dist_sparse.torchrec.models import (
-    combined,
-    compact_plan,
-    compact_refusal,
-    dense_layers,
-    is_fused,
-    is_sharded_model,
-    named_parameters,
-    reshard,
-    unwrapped,
-    wrap_layers,
-)
+from dist_sparse.torchrec.kernels import select_jagged
+
+# Models and optimizers
+
+
+def processes_features(module: nn.Module) -> bool:
+    """Return whether a module reads the collection in it without calling it, behind a feature
+    processor."""
+    kinds = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
+    return isinstance(module, kinds)
+
+
+def averages(module: nn.Module) -> bool:
+    """Return whether a module averages copies of its tables now and then, by its method
+    ``sync``."""
+    return isinstance(module, DMPCollection)
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Return whether a model is a DistributedModelParallel."""
+    return isinstance(model, DistributedModelParallel)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's module inside a DistributedModelParallel."""
+    module: nn.Module = model.module  # type: ignore[assignment]
+    return module
+
+
+def dense_layers(model: nn.Module) -> nn.Module:
+    """Return the DDP module of a DistributedModelParallel's dense layers, the user's module if
+    there is none."""
+    module: nn.Module = get_module(model)
+    return module
+
+
+def compact_refusal(model: Any, module: Any) -> str | None:
+    """Return why a collection of ``model`` can't be compacted, or None."""
+    found = collection(module)
+    if found is None:
+        return "it is no collection of TorchRec's"
+    averaged = [table.name for table in found.tables if table.pooling == "mean"]
+    in_backward = any(map(steps_in_backward, module.parameters()))
+    reasons = [
+        (
+            any(_processes(each) and module in each.modules() for each in model.modules()),
+            "a feature processor weights ids by their positions, which removed ids would shift",
+        ),
+        *(_wrapper_reasons(model) if is_sharded_model(model) else ()),
+        (
+            found.is_sharded and not is_sharded_model(model),
+            "it is sharded, but the model is no DistributedModelParallel; pass that",
+        ),
+        (
+            in_backward and not is_sharded_model(model),
+            "its optimizer runs in the backward though it is not sharded; shard the model first",
+        ),
+        (
+            getattr(module.forward, "__self__", None) is not module,
+            "a train pipeline has replaced its forward; call pipeline.detach() first",
+        ),
+        (
+            found.weighted and averaged,
+            "it has weighted means, which TorchRec divides differently in different shardings; use"
+            " weighted sums",
+        ),
+        (
+            found.is_sharded and _misdivided(module, averaged),
+            "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
+            " divides those too; give them collections of their own",
+        ),
+        (found.needs_indices, "need_indices=True is not supported"),
+    ]
+    return next((reason for holds, reason in reasons if holds), None)
+
+
+def _processes(module: nn.Module) -> bool:
+    return isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
+
+
+def _wrapper_reasons(model: Any) -> list[tuple[bool, str]]:
+    """Return reasons against a DistributedModelParallel, and whether each holds."""
+    if type(model) is not DistributedModelParallel:
+        name = type(model).__name__
+        return [
+            (
+                True,
+                f"the model is a {name}; 2-D parallelism is not supported,"
+                " DistributedModelParallel is",
+            )
+        ]
+    wrapper = type(dense_layers(model))
+    return [
+        (
+            bool(model.model_trackers),
+            "the model tracks its ids; compact it before the tracker is initialized",
+        ),
+        (
+            wrapper not in (DistributedDataParallel, type(unwrapped(model))),
+            f"its dense part is wrapped in {wrapper.__name__}; DistributedDataParallel works",
+        ),
+    ]
+
+
+def _misdivided(module: Any, averaged: Iterable[str]) -> bool:
+    """Whether TorchRec's divisor for row-wise means is applied to tables that it is not meant
+    for."""
+    plan = module.module_sharding_plan
+    by_rows = {name: "row_wise" in plan[name].sharding_type for name in plan}
+    return any(by_rows[name] for name in averaged) and not all(by_rows.values())
+
+
+def row_shards(module: Any) -> dict[str, int]:
+    """Return into how many pieces a sharded collection cuts the rows of each table; tables that are
+    whole on each rank are missing."""
+    plan = module.module_sharding_plan if is_sharded(module) else {}
+    specs = {name: sharding.sharding_spec for name, sharding in plan.items()}
+    return {name: max(map(len, _by_columns(spec.shards))) for name, spec in specs.items() if spec}
+
+
+def _by_columns(shards: Iterable[ShardMetadata]) -> list[list[ShardMetadata]]:
+    """The shards of each group of columns."""
+    groups: dict[int, list[ShardMetadata]] = defaultdict(list)
+    for shard in shards:
+        groups[shard.shard_offsets[1]].append(shard)
+    return list(groups.values())
+
+
+def compact_plan(
+    model: Any,
+    root: nn.Module,
+    replacements: Iterable[Replacement],
+    planner: Callable[[nn.Module], Any] | None,
+) -> dict[str, Any]:
+    """Return the plan by path of a model in which collections have taken the places of others.
+
+    Args:
+        root: the user's module.
+        planner: returns a plan for ``root``; None derives it from the old one.
+    """
+    plan: dict[str, Any] = dict(model.plan.plan)
+    for each in replacements:
+        tables: dict[str, Any] = UnshardedTables(each.new).embeddings()
+        for name, parameters in ShardedTables(each.old).fused_params().items():
+            # TorchRec takes a fused kernel's arguments from these marks on the weight, which
+            # apply_optimizer_in_backward leaves.
+            tables[name].weight._optimizer_classes = [None]
+            tables[name].weight._optimizer_kwargs = [dict(parameters)]
+        old: Any = each.old
+        plan.pop(each.old_path, None)
+        shardings = old.module_sharding_plan.items()
+        cut = {name: _cut_again(sharding, tables[name]) for name, sharding in shardings}
+        plan[each.new_path] = EmbeddingModuleShardingPlan(cut)
+    return plan if planner is None else {**plan, **planner(root).plan}
+
+
+def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
+    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last
+    ones smaller. Of a table that loses columns those shards stay that hold columns that are
+    left."""
+    spec = sharding.sharding_spec
+    if spec is None:  # data-parallel
+        return sharding
+    rows, columns = table.num_embeddings, table.embedding_dim
+    left = [shard for shard in spec.shards if shard.shard_offsets[1] < columns]
+    cut: dict[int, ShardMetadata] = {}  # by the id of the old shard, to keep TorchRec's order
+    for group in _by_columns(left):
+        block = -(-rows // len(group))
+        for number, shard in enumerate(group):
+            top, bottom = min(number * block, rows), min((number + 1) * block, rows)
+            column = shard.shard_offsets[1]
+            sizes = [bottom - top, min(shard.shard_sizes[1], columns - column)]
+            cut[id(shard)] = ShardMetadata([top, column], sizes, shard.placement)
+    ranks = sharding.ranks
+    if len(left) < len(spec.shards):
+        ranks = [shard.placement.rank() for shard in left]
+    shards = EnumerableShardingSpec([cut[id(shard)] for shard in left])
+    return replace(sharding, ranks=ranks, sharding_spec=shards)
+
+
+def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
+    """Return a DistributedModelParallel like ``model`` around ``root``. Rows on the meta device are
+    sharded, not filled; dense layers are not under DDP yet.
+
+    Collective where a collection has data-parallel tables, which TorchRec puts under DDP at once.
+    """
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):  # sharding initializes weights, which are overwritten
+        made: nn.Module = DistributedModelParallel(
+            root,
+            env=model._env,
+            device=model.device,
+            plan=ShardingPlan(dict(plan)),
+            sharders=model.sharders,
+            init_data_parallel=False,
+            data_parallel_wrapper=model._data_parallel_wrapper,
+        )
+    return made
+
+
+def wrap_layers(made: Any, model: Any) -> None:
+    """Put the dense layers of a new DistributedModelParallel under DDP if ``model`` has them there.
+    Collective."""
+    if model._ddp_wrapped:
+        made.init_data_parallel()
+
+
+def combined(optimizer: object) -> list[Any] | None:
+    """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
+    if not isinstance(optimizer, CombinedOptimizer):
+        return None
+    return [part for _, part in optimizer.optimizers]
+
+
+def is_fused(optimizer: object) -> bool:
+    """Return whether an optimizer only represents one that runs inside the backward."""
+    return isinstance(optimizer, FusedOptimizer)
+
+
+def rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Replace a parameter where keyed optimizers hold it a second time, by name."""
+    for inside in combined(optimizer) or filter(None, [getattr(optimizer, "_optimizer", None)]):
+        rename(inside, old, new)
+    # A CombinedOptimizer collects the parameters of its parts anew at each read.
+    if isinstance(optimizer, KeyedOptimizer) and not isinstance(optimizer, CombinedOptimizer):
+        named = optimizer.params
+        named.update({name: new for name, parameter in named.items() if parameter is old})
+
+
+# TorchRec's containers to tensors, and back: chosen ids of inputs, changed parts of outputs
+
+
+def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    """Return some features of a KeyedJaggedTensor, in this order; one may come twice.
+
+    Raises:
+        ValueError: a feature is missing.
+    """
+    places = {key: place for place, key in enumerate(ids.keys())}
+    if missing := sorted(set(features) - set(places)):
+        raise ValueError(
+            f"Features {missing} are not in the KeyedJaggedTensor, which has {ids.keys()}."
+        )
+    return ids.permute([places[feature] for feature in features])
+
+
+def take(
+    ids: KeyedJaggedTensor, features: Sequence[str], weighted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return values, lengths and weights (None of a collection that is not weighted) in the order
+    of ``features``.
+
+    Raises:
+        ValueError: a feature or weights are missing, or batches differ in size by feature.
+    """
+    _refuse_unfit(ids, weighted)
+    if list(ids.keys()) != list(features):
+        ids = reordered(ids, features)
+    return ids.values(), ids.lengths(), ids.weights() if weighted else None
+
+
+def keyed(
+    keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None
+) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor of ids, feature after feature."""
+    return KeyedJaggedTensor(list(keys), values, weights=weights, lengths=lengths)
+
+
+def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
+    if not isinstance(ids, KeyedJaggedTensor):
+        raise ValueError(
+            f"Invalid ids, {type(ids)}: must be a KeyedJaggedTensor or tensors of values and"
+            " lengths."
+        )
+    # Both say that outputs have other rows than inputs.
+    if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
+        raise ValueError(
+            "A KeyedJaggedTensor with batches of different sizes or inverse indices is not"
+            " supported."
+        )
+    if weighted and ids.weights_or_none() is None:
+        raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
+
+
+def give(
+    found: Tensor, lengths: Tensor, outputs: Sequence[str], dims: Sequence[int], pooled: bool
+) -> KeyedTensor | dict[str, JaggedTensor]:
+    """Return pooled rows as a KeyedTensor, or the rows of ids as a JaggedTensor for each of
+    ``outputs``."""
+    if pooled:
+        return KeyedTensor(keys=list(outputs), length_per_key=list(dims), values=found)
+    # Feature after feature; a row of lengths for each.
+    each = lengths.view(len(outputs), -1)
+    parts = torch.split(found, each.sum(1).tolist())
+    return {
+        key: JaggedTensor(values=part, lengths=size)
+        for key, part, size in zip(outputs, parts, each, strict=True)
+    }
+
+
+def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+    """Return a KeyedJaggedTensor of the ids that are ``chosen``, bool ``(n,)``, and their weights,
+    through which gradients flow back."""
+    values, lengths = select_jagged(features.values(), features.lengths(), chosen)
+    weights = features.weights_or_none()
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=values,
+        weights=None if weights is None else weights.masked_select(chosen),
+        lengths=lengths,
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return the output of a collection with each of its parts changed once it has arrived.
+
+    Args:
+        change: takes an output's name and its values, ``(..., columns)``, and returns values of as
+            many rows.
+    """
+    if isinstance(output, LazyAwaitable):
+        output.callbacks.append(lambda arrived: with_outputs(arrived, change))
+        return output
+    if isinstance(output, KeyedTensor):
+        if output.values().dim() != 2:
+            raise ValueError(
+                f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be"
+                " 2-D."
+            )
+        keys = output.keys()
+        values = output.values().split(output.length_per_key(), dim=1)
+        parts = [change(key, part) for key, part in zip(keys, values, strict=True)]
+        return KeyedTensor(keys, [part.shape[1] for part in parts], torch.cat(parts, dim=1))
+    return {
+        key: JaggedTensor(
+            change(key, found.values()),
+            found.weights_or_none(),
+            found.lengths_or_none(),
+            found.offsets_or_none(),
+        )
+        for key, found in output.items()
+    }

@@ -170,7 +170,7 @@ def bytes_of(folder: Path) -> int:
 
 def auc_of(logits: Tensor, labels: Tensor) -> float:
     """Return the AUC of one process's predictions."""
-    from dist_sparse.torchrec.metrics import auc_and_ne
+    from dist_sparse.torchrec.kernels import auc_and_ne
 
     return auc_and_ne(torch.sigmoid(logits.double()), labels.double())[0]
 

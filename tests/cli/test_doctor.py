@@ -14,7 +14,7 @@ import pytest
 
 from dist_sparse.cli import doctor
 from dist_sparse.cli.doctor import TORCH, Diagnosis, Finding, probed
-from dist_sparse.torchrec.versions import installed
+from dist_sparse.torchrec import installed
 
 GOOD = {
     "torch": "2.13.0",
@@ -148,7 +148,7 @@ def test_a_driver_whose_gpu_torch_does_not_see(
 
 def test_a_probe_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probed("print(2)") == (None, "2\n")
-    assert probed("import dist_sparse.torchrec.versions")[0] is None, (
+    assert probed("import dist_sparse.torchrec")[0] is None, (
         "finds the package without a PYTHONPATH"
     )
     for code, fault in {

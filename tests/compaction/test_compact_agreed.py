@@ -19,11 +19,10 @@ from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 import dist_sparse.compaction.moving as moving
 import dist_sparse.compaction.replacing as replacing
 from dist_sparse import compact, sparsify
-from dist_sparse.compaction import kept_rows
-from dist_sparse.compaction.sites import CollectionSite
+from dist_sparse.compaction.replacing import CollectionSite
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import stats
-from dist_sparse.torchrec import types
+from dist_sparse.torchrec import port
 from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
 from tests.dist.enforcing import optimizer_of
@@ -79,15 +78,15 @@ PLACES = {
     "counting blocks": (stats, "_count", 1),
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
-    "in place": (replacing, "replace_modules", 1),
-    "sharding": (types, "ShardingPlan", 1),
+    "in place": (replacing, "places_of", 1),
+    "sharding": (port, "ShardingPlan", 1),
     "data-parallel lookups": (DpPooledEmbeddingSharding, "create_lookup", 1),
     "dense layers": (DistributedModelParallel, "init_data_parallel", 1),
-    "moving": (replacing, "_move_rows", 1),
-    "what a table holds": (moving, "fused_shards", 1),
-    "packing the first chunk": (kept_rows, "_send", 1),
-    "packing a later chunk": (kept_rows, "_send", 3),
-    "a chunk has arrived": (kept_rows, "_put_together", 2),
+    "moving": (replacing, "move_tables", 1),
+    "what a table holds": (moving, "StoredTables", 1),
+    "packing the first chunk": (moving, "_send", 1),
+    "packing a later chunk": (moving, "_send", 3),
+    "a chunk has arrived": (moving, "_put_together", 2),
     "optimizer state": (moving, "_by_shard", 1),
 }
 
@@ -121,7 +120,7 @@ def test_one_rank_fails_while_old_tables_are_released() -> None:
     """What is released can't be had back: no rank goes on with a model that others lack."""
     run, _ = two_runs()
     with (
-        patch.object(replacing, "_release_site", failing(replacing._release_site, 1)),
+        patch.object(replacing, "release_site", failing(replacing.release_site, 1)),
         pytest.raises(
             RuntimeError, match=r"failed on every rank, and no model is left.*rank 1: MemoryError"
         ),

@@ -32,7 +32,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
-from dist_sparse.compaction.kept_rows import kept_rows
+from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.tables.modules import collection_of, model_source
 from tests.dist.cells import Cell, batch, build, cells, gathered, marked
 from tests.dist.plugin import on_ranks

@@ -14,8 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from dist_sparse import compact, expand, sparsify
 from dist_sparse.compaction import replacing
-from dist_sparse.compaction.initial import initial_rows
-from dist_sparse.compaction.kept_rows import kept_rows
+from dist_sparse.compaction.moving import kept_rows
+from dist_sparse.compaction.tables import initial_rows
 from dist_sparse.enforcer.optimizers import leaves
 from dist_sparse.tables.modules import collection_of
 from tests.compaction.test_compact import OPTIMIZERS, Net
@@ -125,7 +125,7 @@ def test_refused() -> None:
     run.enforcer.detach()
     run.train(1)
     with (
-        patch.object(replacing, "move_collection", failing(replacing.move_collection, 1)),
+        patch.object(replacing, "move_tables", failing(replacing.move_tables, 1)),
         pytest.raises(ValueError, match=r"rank 1: MemoryError: none is left"),
     ):
         expand(run.model, optimizer=run.optimizer)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from dist_sparse.compaction.initial import initial_rows
+from dist_sparse.compaction.tables import initial_rows
 
 _WORD = (1 << 64) - 1
 

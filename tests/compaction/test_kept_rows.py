@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import DataNormSparsifier
-from dist_sparse.compaction.kept_rows import kept_rows, move_rows
+from dist_sparse.compaction.moving import kept_rows, move_rows
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import Rect, ShardedData
 from tests.dist.cells import build, cells, gathered

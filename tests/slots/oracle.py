@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dist_sparse.compaction.initial import initial_rows
+from dist_sparse.compaction.tables import initial_rows
 
 __all__ = ["Oracle"]
 

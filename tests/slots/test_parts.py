@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from dist_sparse.groups import group_over
-from dist_sparse.slots.counts import MOST, LookupCounts, Weight
-from dist_sparse.slots.index import SlotIndex
-from dist_sparse.slots.selection import Contest, winners
+from dist_sparse.slots.collections import SlotIndex
+from dist_sparse.slots.selection import MOST, LookupCounts, Weight, winners
 
 
 def test_index_follows_its_state() -> None:
@@ -79,16 +78,11 @@ def test_selection_is_a_sort() -> None:
             ids = sorted(choose.sample(range(100), size))
             keys = [choose.choice([0, 1, 2, 7, 2**20, 2**31 + 1, 2**31 + 2]) for _ in ids]
             order = sorted(range(size), key=lambda at: (-keys[at], ids[at]))[:slots]
-            contests.append(
-                Contest(
-                    slots,
-                    torch.tensor(ids, dtype=torch.int64),
-                    torch.tensor(keys, dtype=torch.int64),
-                    torch.zeros(size, dtype=torch.bool),
-                )
-            )
+            contests.append((slots, torch.tensor(keys, dtype=torch.int64)))
             expected.append([at in order for at in range(size)])
-        assert [each.tolist() for each in winners(contests, group_over(None))] == expected
+        assert [
+            each.tolist() for each in winners(*zip(*contests, strict=True), group_over(None))
+        ] == expected
 
 
 def test_counts_stop_and_divide() -> None:

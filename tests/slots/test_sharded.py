@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import FollowingTables, export
-from dist_sparse.slots.rows import stored_parts
+from dist_sparse.compaction.moving import Steppers, StoredTables
 from tests.dist.cells import gathered
 from tests.dist.plugin import on_ranks
 from tests.slots.models import FEATURES, IDS, SLOTS, batch, build, kinds
@@ -37,10 +39,11 @@ def everywhere(features: KeyedJaggedTensor) -> list[dict[str, list[list[int]]]]:
 
 def states(model: Any, optimizer: Any, table: str) -> list[tuple[Any, Tensor, list[Tensor]]]:
     """What this rank stores of a table, copied."""
-    inner = model.module.tables.inner
+    stored = StoredTables(model.module.tables.inner, [table], Steppers(optimizer))
+    held = stored.states(table).values()
     return [
-        (part.rect, part.weight.clone(), [state.clone() for state, _ in part.states])
-        for part in stored_parts(inner, table, [optimizer])
+        (rect, weight.clone(), [shards[number].clone() for shards in held])
+        for number, (rect, weight) in enumerate(stored.located[table].shards)
     ]
 
 
@@ -165,5 +168,11 @@ def test_hashed_ids(world: int, kind: str) -> None:
             after = states(built.model, built.optimizer, table)
             check_step(before[table], after, table, built.dim, oracle.written, spread=SPREAD)
     assert min(slots.moved.values()) > 10
+    # A line a table below the rule, whatever the terminal of the tests.
+    with patch.dict(os.environ, COLUMNS="80"):
+        lines = slots.summary().splitlines()
+    below = lines[next(at for at, line in enumerate(lines) if line.startswith("-")) + 1 :]
+    assert [line.split()[0] for line in below] == list(slots.moved)
+    assert max(map(len, below)) <= 80
     with pytest.raises(ValueError, match=r"Table 'item' has \d+ ids: the bitmap"):
         export(built.model, None, "never")

@@ -40,7 +40,7 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection  
 from torchrec.modules.itep_modules import GenericITEPModule  # noqa: E402
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection  # noqa: E402
 
-from dist_sparse.torchrec.versions import check_versions  # noqa: E402
+from dist_sparse.torchrec import check_versions  # noqa: E402
 
 
 def bags(*names: str, **options: Any) -> EmbeddingBagCollection:
