@@ -82,7 +82,7 @@ MUTATIONS = [
     # --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "            if self._rows.cleans_lookups:", "            if False:", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "(not lookup.masked or lookup.masks_key != self._masks_key())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
-    M("enforcer/ids.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
+    M("enforcer/rows.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("enforcer/fused.py", "whole if self._batch.keeps_zeros else set()", "whole", "tests/enforcer/test_weighing.py -k no_eps"),
     M("torchrec/collections.py", "    batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
     M("torchrec/collections.py", "    batch.reset_cache_states()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
@@ -92,11 +92,11 @@ MUTATIONS = [
     M("torchrec/jagged.py", "weights.masked_select(chosen)", "weights[: len(values)]", "tests/enforcer/test_ids.py"),
     M("sparsifiers/importance.py", 'return self.scored_by == "accumulator"', "return False", "tests/enforcer/test_ids.py"),
     M("enforcer/fused.py", "            self._current()  # masks may have been updated since the lookup\n", "", "tests/enforcer/test_weighing.py -k move"),
-    M("enforcer/ids.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
+    M("enforcer/rows.py", "return torch.where((ids < 0) | (ids >= rows), 0, ids)\n\n", "return ids.clamp(0, rows - 1)\n\n", "tests/dist/test_enforce.py -k ids_outside"),
     M("enforcer/enforcer.py", "        self.settle()\n        done = sync", "        done = sync", "tests/dist/test_copies.py"),
     M("enforcer/enforcer.py", "        self._loaded = True\n        # Masks", "        # Masks", "tests/dist/test_enforce.py tests/enforcer -k load"),
     M("enforcer/enforcer.py", "            self._reset_states(self._masks())\n        for batch", "            pass\n        for batch", "tests/dist/test_enforce_equals.py -k states"),
-    M("enforcer/dense.py", "target.clean(optimizers.step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
+    M("enforcer/dense.py", "target.clean(step_rows(optimizer, parameter))", "target.clean(torch.zeros(0, dtype=torch.int64))", "tests/dist/test_enforce_replicas.py"),
     # -- optim
     # -----------------------------------------------------------------------------------------------------------
     M("optim/gradients.py", "(norm + 1e-6), max=1.0)", "(norm + 1e-6))", "tests/optim/test_optim_gradients.py"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.kept_rows import move_rows
-from dist_sparse.enforcer.optimizers import initial_state, leaves
+from dist_sparse.enforcer.dense import initial_state, leaves
 from dist_sparse.groups import group_over
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import Collection

@@ -20,9 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights, Modules, Target, packed_targets, plain_targets
-from dist_sparse.enforcer.fused import (
+from dist_sparse.enforcer.dense import (
+    DenseWeights,
+    Masked,
+    Modules,
     Place,
+    State,
+    Stepped,
+    Target,
+    packed_targets,
+    plain_targets,
+    reset_state,
+    same_storage,
+)
+from dist_sparse.enforcer.fused import (
     Places,
     TableBatchHooks,
     collections_of,
@@ -31,15 +42,8 @@ from dist_sparse.enforcer.fused import (
     places_of,
 )
 from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.optimizers import (
-    Masked,
-    State,
-    Stepped,
-    reset_state,
-    same_storage,
-)
 from dist_sparse.facts import cut
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore

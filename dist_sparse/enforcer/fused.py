@@ -4,7 +4,7 @@ Hooks read the ids of a lookup at the kernel, after the input distribution: ther
 the shard, whatever the sharding. A table is masked in one of two ways:
 
 - *by its ids*, if it keeps or removes whole rows: the ids of removed rows are dropped or weigh
-  nothing (:mod:`~dist_sparse.enforcer.ids`), so that these rows stay zero by themselves.
+  nothing (:mod:`~dist_sparse.enforcer.rows`), so that these rows stay zero by themselves.
 - *by zeroing*, for all other blocks, for scores that need the gradients of removed rows, and for
   optimizers that move a row at gradient 0. Rows that a backward writes are flagged as dirty. They
   are cleaned before a lookup reads them, or before weights are scored, saved or read.
@@ -17,30 +17,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer.dense import Masked, Place, State, Stepped
 from dist_sparse.enforcer.hooks import Clock, Hook, timed
-from dist_sparse.enforcer.ids import Ends, LookupCounts, MaskedIds, SampledLookups
-from dist_sparse.enforcer.optimizers import Masked, State, Stepped
-from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, add_pruned, flag
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.enforcer.rows import (
+    Ends,
+    LookupCounts,
+    MaskedIds,
+    RowFlags,
+    SampledLookups,
+    Slot,
+    ZeroedRows,
+    add_pruned,
+    flag,
+)
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED, ShardedData
-
-
-class Place(NamedTuple):
-    """The mask of a shard: the registered name of its table, and the shard's number in it."""
-
-    name: str
-    number: int
-
 
 Places = Mapping[tuple[int, torch.Size], Place]
 """Masks by the address and the shape of the weights."""

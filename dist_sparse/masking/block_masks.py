@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masking import scores as scoring
-from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.cuts import (
     CutTable,
     Decision,
@@ -30,8 +29,16 @@ from dist_sparse.masking.cuts import (
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.flat import FlatScores, Limit, flat_width, kernels_on, too_large
+from dist_sparse.masking.device import (
+    FlatScores,
+    Limit,
+    flat_width,
+    kernels_on,
+    on_host,
+    pieces_on,
+    too_large,
+)
+from dist_sparse.masking.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
     HISTOGRAM,

@@ -18,8 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.flat import Pruned, prune
+from dist_sparse.masking.device import Pruned, on_host, pieces_on, prune
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
 
 # Bytes whose bits Python counts sooner than torch makes its first call.

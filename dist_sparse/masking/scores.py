@@ -29,8 +29,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import count_each, pieces_on, sent
-from dist_sparse.masking.flat import FlatMask, FlatScores, Limit
+from dist_sparse.masking.device import FlatMask, FlatScores, Limit, count_each, pieces_on, sent
 from dist_sparse.masking.masks import pack
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
@@ -374,7 +373,7 @@ class Segment:
     Attributes:
         joint: where the scores are stored if they are counted with those of other tables.
         count: counts scores without a pass over all of them, as
-            :meth:`~dist_sparse.masking.cached.kept_scores.IndexedScores.counts`.
+            :meth:`~dist_sparse.masking.kept_scores.IndexedScores.counts`.
     """
 
     joint: JointPart | None = None

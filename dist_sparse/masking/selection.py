@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import count_within, on_host
-from dist_sparse.masking.flat import NO_PLACE, FlatScores
+from dist_sparse.masking.device import NO_PLACE, FlatScores, count_within, on_host
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.scores import (
     HISTOGRAM,

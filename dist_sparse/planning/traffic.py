@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.compaction.kept_rows import gather_rows
+from dist_sparse.enforcer.dense import leaves, same_storage, stepped
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.enforcer.optimizers import leaves, same_storage, stepped
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.tables.shards import Rect, ShardedData
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.compaction.kept_rows import gather_rows
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.serving.sources import ServedTable
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Rect, ShardedData

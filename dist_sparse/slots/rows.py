@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dist_sparse.compaction.initial import draw_rows
 from dist_sparse.compaction.moving import fused_shards
-from dist_sparse.enforcer.optimizers import leaves, state_of
+from dist_sparse.enforcer.dense import leaves, state_of
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect
 
