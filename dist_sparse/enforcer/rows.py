@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import Pruned, kernels_on, prune, sent
-from dist_sparse.masking.masks import WORDS, BlockMask, positions, spread, wide
+from dist_sparse.masking.masks import WORDS, BlockMask, positions, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.protocols import TableBatch
@@ -354,40 +354,15 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     table, word = wide(live), WORDS[live.element_size()]
     if mask.grid.cols == 1 and live.is_cpu:
         # Whole rows are written without being read. A device would have to tell how many.
-        removed = _words(mask, block_rows, word).view(-1) == 0
+        removed = mask.keeps(block_rows).logical_not_()
         table.index_fill_(0, rows.masked_select(removed), 0)
         return
     # Read, mask, write back: an AND with the mask's words keeps every bit of a kept weight.
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
-        read.view(word).bitwise_and_(
-            _words(mask, blocks if mask.grid.rows > 1 else blocks[:1], word)
-        )
+        read.view(word).bitwise_and_(mask.words(blocks if mask.grid.rows > 1 else blocks[:1], word))
         table.index_copy_(0, some, read)
-
-
-def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none
-    where removed."""
-    width = mask.block[1]
-    cols, rect = mask.grid.cols, mask.rect
-    device = mask.bits.device
-    if cols % 8 == 0 and rect.cols == cols * width:
-        # Whole bytes: one look-up in a table expands each to the words of 8 blocks.
-        per_row = cols // 8
-        at = block_rows.unsqueeze(1) * per_row + torch.arange(per_row, device=device)
-        bytes_ = mask.bits.index_select(0, at.flatten()).to(torch.int32)
-        return spread(width, dtype, device).index_select(0, bytes_).view(-1, rect.cols)
-    # Rows of bits do not begin at bytes, or the shard cuts a block: one bit at a time.
-    at = (block_rows.unsqueeze(1) * cols + torch.arange(cols, device=device)).flatten()
-    kept = (mask.bits.index_select(0, at >> 3) >> (at & 7).to(torch.uint8)) & 1
-    kept = kept.to(dtype).neg_().view(-1, cols)
-    # A block of whole rows has one bit for all columns: it needs no copies of that.
-    if cols in (1, rect.cols):
-        return kept
-    columns = torch.arange(rect.col, rect.col_end, device=device) // width - mask.grid.col
-    return kept.index_select(1, columns)
 
 
 class RowFlags:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -31,7 +31,7 @@ from dist_sparse.masking.cuts import (
 )
 from dist_sparse.masking.device import (
     FlatScores,
-    Limit,
+    NewBits,
     flat_width,
     kernels_on,
     on_host,
@@ -45,7 +45,7 @@ from dist_sparse.masking.scores import (
     KEPT,
     NOT_FINITE,
     REMOVED,
-    JointPart,
+    Batch,
     JointScores,
     Segment,
     WeightedSquares,
@@ -53,7 +53,7 @@ from dist_sparse.masking.scores import (
 from dist_sparse.masking.selection import (
     NOTHING,
     Candidates,
-    DirtyRule,
+    Dirty,
     NewMask,
     Pool,
     Threshold,
@@ -62,6 +62,12 @@ from dist_sparse.masking.selection import (
 )
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
+
+# Most elements of a shard that is scored together with others.
+SMALL = 1 << 14
+
+# Elements of tables that are scored together, but for the last of them.
+_BATCH = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +207,7 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
     smallest.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces
-    if scores tie over ranks.
+    if scores tie at a threshold.
     """
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
     # rank that owns it.
@@ -220,13 +226,15 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
     for table in scored:
-        _set_limits(table)
+        if table.cuts is not None:
+            table.cuts.decision = _decide(table.goal, table.threshold, table.cuts.owned)
     if cut:
         return_decisions(cut, group, device)
+    known = _bits_of_batches(scored)
     made = []
     for table in scored:
         goal, threshold = table.goal, table.threshold
-        masks = [_new_mask(table, shard) for shard in goal.data.shards]
+        masks = [_new_mask(table, shard, known) for shard in goal.data.shards]
         removed = None if goal.by_element else threshold.removed
         made.append(MadeMasks(masks, goal.mask_block, threshold, removed))
     return made
@@ -275,26 +283,19 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     function scores together."""
     goal, data = table.goal, table.goal.data
     # Only of one shard, of whole blocks that no border cuts, by a norm.
-    if len(data.shards) != 1 or table.cuts or goal.by_element or not goal.shows_zeros:
+    by_norm = isinstance(goal.measure, str) and not goal.by_element and table.cuts is None
+    if not by_norm or len(data.shards) != 1:
         return (_score_alone,)
     [(rect, tensor)] = data.shards
-    measure = goal.measure if isinstance(goal.measure, str) else WeightedSquares
-    common = data.ranks, tensor.device, data.dtype, measure
-    if width := _width_for_kernels(goal, rect, tensor):
+    common = data.ranks, tensor.device, data.dtype, goal.measure
+    # Products of two float64 are rounded, by kernels and CPUs in different places.
+    exact = tensor.dtype != torch.float64 and kernels_on(tensor.device) is not None
+    if exact and (width := flat_width(rect, goal.block, tensor)) is not None:
         return _score_flat, *common, width
     # Single elements are scored without a copy; taller blocks may reach into the next shard.
-    if goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= scoring.SMALL:
+    if goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= SMALL:
         return _score_small, *common, data.shape[1], rect.col, rect.cols, goal.block
     return (_score_alone,)
-
-
-def _width_for_kernels(goal: Goal, rect: Rect, tensor: Tensor) -> int | None:
-    """Return the block width of a shard that kernels can score, else None."""
-    # Products of two float64 are rounded, by kernels and CPUs in different places.
-    by_norm = isinstance(goal.measure, str) and tensor.dtype != torch.float64
-    if tensor.is_cpu or not by_norm or kernels_on(tensor.device) is None:
-        return None
-    return flat_width(rect, goal.block, tensor)
 
 
 def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
@@ -308,9 +309,7 @@ def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
 
 
 def _joint_segments(
-    tables: Sequence[ScoredTable],
-    scores: FlatScores | JointScores,
-    held: Sequence[Tensor | None],
+    tables: Sequence[ScoredTable], scores: Batch, held: Sequence[Tensor | None]
 ) -> list[Segment]:
     """Return the segments of tables that are scored together, with the scores that are held."""
     segments = []
@@ -319,7 +318,7 @@ def _joint_segments(
         segment = _add_segment(table, table.goal.data.shards[0], reads=bits is None)
         if bits is not None:
             segment.add(bits.view(-1, len(segment.columns)))
-        segment.joint = JointPart(scores, i)
+        segment.batch, segment.number = scores, i
         segments.append(segment)
     return segments
 
@@ -327,25 +326,23 @@ def _joint_segments(
 def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
     """Score small tables, in as many passes as memory asks for."""
     elements = accumulate(table.goal.data.shards[0].rect.numel for table in tables)
-    numbered = zip((upto // scoring.BATCH for upto in elements), tables, strict=True)
+    numbered = zip((upto // _BATCH for upto in elements), tables, strict=True)
     for _, batch in groupby(numbered, key=itemgetter(0)):
         yield _score_together([table for _, table in batch])
 
 
 def _score_together(tables: Sequence[ScoredTable]) -> _Counted:
-    """Score small tables in one pass."""
-    goals = [table.goal for table in tables]
-    shards = [goal.data.shards[0] for goal in goals]
-    width, block = goals[0].data.shape[1], goals[0].block
-    scores, rows = scoring.score_batch(shards, width, block, [goal.measure for goal in goals])
-    bits = scores.view(torch.int32)
-    extremes = torch.stack(bits.aminmax())
-    starts = [row * bits.shape[1] for row in rows]
-    blocks = [grid_of(shard.rect, block).blocks for shard in shards]
-    joint = JointScores(bits.view(-1), starts, blocks)
-    joint.mark_gaps()
-    segments = _joint_segments(tables, joint, joint.parts())
-    return _Counted(segments, joint.first_histograms(), extremes.long())
+    """Score small tables in one pass: alike in all but their rows, one below the other."""
+    goal, shards = tables[0].goal, [table.goal.data.shards[0] for table in tables]
+    weights = torch.cat([tensor for _, tensor in shards])
+    rows, first = len(weights), shards[0].rect
+    rect = Rect(0, first.col, rows, first.cols)
+    data = replace(goal.data, shape=(rows, goal.data.shape[1]))
+    pieces = _score_pieces(replace(goal, data=data), Shard(rect, weights))
+    bits = torch.cat([piece for _, piece in pieces])
+    joint = JointScores(bits.view(-1), [rect.rows * bits.shape[1] for rect, _ in shards])
+    segments = _joint_segments(tables, joint, joint.held)
+    return _Counted(segments, joint.first_histograms(), torch.stack(bits.aminmax()).long())
 
 
 def _score_alone(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
@@ -539,8 +536,7 @@ def _candidates(table: ScoredTable, pooled: bool) -> Candidates:
     if table.cuts is not None:
         segments += table.cuts.owned.segments
     k = goal.most if pooled else goal.k
-    spread = _spread_replicas(goal.data)
-    return Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
+    return Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros)
 
 
 def _device_of(scored: Sequence[ScoredTable]) -> torch.device:
@@ -566,23 +562,32 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-def _set_limits(table: ScoredTable) -> None:
-    """Decide about blocks whose scores are not in this table's own segments alone."""
-    threshold = table.threshold
-    if table.cuts is not None:
-        table.cuts.decision = _decide(table.goal, threshold, table.cuts.owned)
-    for segment in table.segments.values():
-        if segment.joint is not None:
-            limit = Limit(threshold.bits, segment.places_upto(threshold.last))
-            segment.joint.scores.limits[segment.joint.number] = limit
+def _bits_of_batches(scored: Sequence[ScoredTable]) -> dict[tuple[object, int], NewBits]:
+    """Return the new masks of shards whose scores are stored with those of others, by the place of
+    their segments."""
+    limits: dict[Batch, dict[int, tuple[int, int]]] = {}
+    for table in scored:
+        threshold = table.threshold
+        for segment in table.segments.values():
+            if segment.batch is not None:
+                limit = threshold.bits, segment.places_upto(threshold.last)
+                limits.setdefault(segment.batch, {})[segment.number] = limit
+    made: dict[tuple[object, int], NewBits] = {}
+    for batch, of_tables in limits.items():
+        for number, bits in batch.masks(of_tables).items():
+            made[batch, number] = bits
+    return made
 
 
-def _new_mask(table: ScoredTable, shard: Shard) -> NewMask:
-    """Return the new mask of one shard, from its scores and the decision on its cut blocks."""
+def _new_mask(
+    table: ScoredTable, shard: Shard, known: Mapping[tuple[object, int], NewBits]
+) -> NewMask:
+    """Return the new mask of one shard, from its scores and the decision on its cut blocks, unless
+    it is ``known``."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold
     segment = table.segments[rect]
-    if segment.joint is not None:
-        kept, dirty, removes = segment.joint.scores.masks[segment.joint.number]
+    if (bits := known.get((segment.batch, segment.number))) is not None:
+        kept, dirty, removes = bits
         mask = BlockMask(rect, goal.block, kept)
         if removes is not None:
             mask.learn_removes(removes)
@@ -593,29 +598,21 @@ def _new_mask(table: ScoredTable, shard: Shard) -> NewMask:
         _note_decision(table.cuts, segment, rect)
     if goal.by_element:
         return _mask_of_elements(table, shard, slabs)
-    rule = _dirty_rule(table, shard.tensor)
+    dirty_blocks = _dirty_blocks(table, shard.tensor)
     scores = table.kept_scores(rect)
     if scores is not None:
-        return scores.new_mask(rect, goal.block, segment, threshold, rule)
-    return mask_of_blocks(rect, goal.block, segment, threshold, rule)
+        return scores.new_mask(rect, goal.block, segment, threshold, dirty_blocks)
+    return mask_of_blocks(rect, goal.block, segment, threshold, dirty_blocks)
 
 
-def _dirty_rule(table: ScoredTable, live: Tensor) -> DirtyRule | None:
-    """Return how to find removed blocks that are not zero yet; None if there are none."""
+def _dirty_blocks(table: ScoredTable, live: Tensor) -> Dirty:
+    """Return which removed blocks may not be zero yet."""
     if not live.is_cpu:
         return None  # all that is removed is written there, in one pass
     if not table.goal.shows_zeros:
-        return _any_removed
+        return "removed"
     # At a threshold of 0 all that is removed scores 0.
-    return _not_zero if table.threshold.bits else None
-
-
-def _any_removed(removed: Tensor, bits: Tensor) -> Tensor:
-    return removed
-
-
-def _not_zero(removed: Tensor, bits: Tensor) -> Tensor:
-    return removed & bits.to(torch.bool)
+    return "nonzero" if table.threshold.bits else None
 
 
 def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
@@ -660,8 +657,3 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
     mask = BlockMask(rect, (1, 1), kept.close())
     # Scores are of blocks: nothing tells which of the removed elements are zero.
     return NewMask(mask, ~mask.bits)
-
-
-def _spread_replicas(data: ShardedData) -> bool:
-    """Return whether there are replicas and some rank holds only a part of the table."""
-    return data.replicated and any(set(held) != set(data.tiling[0]) for held in data.tiling)

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,26 +173,9 @@ def _fits(listed: int, weights: Tensor) -> bool:
     return not too_large(_LISTED * listed, 2 * weights.nbytes)
 
 
-class Limit(NamedTuple):
-    """Blocks that score less than ``bits`` are removed, and those that score as much before the
-    flat place ``upto``."""
-
-    bits: int
-    upto: int
-
-
-class FlatMask(NamedTuple):
-    """The new mask of a shard.
-
-    Args:
-        kept: its bits, uint8, 1 = kept.
-        dirty: bits of the removed blocks that do not score 0, uint8.
-        removes: whether anything is removed; None if it is not known.
-    """
-
-    kept: Tensor
-    dirty: Tensor
-    removes: bool | None
+NewBits = tuple[Tensor, Tensor, bool | None]
+"""The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
+whether anything is removed (None: not known)."""
 
 
 @dataclass(eq=False)
@@ -225,7 +208,6 @@ class FlatScores:
         absolute: whether a block scores the mean of absolute values, not of squares.
 
     Attributes:
-        limits: of the shards, by their number. Set them before reading :attr:`masks`.
         held: the scores of each shard, int32 ``(blocks,)``; empty where they are computed again.
         counts: what :meth:`first_histograms` returned, in CPU memory. Set it before calling
             :meth:`histograms`.
@@ -237,7 +219,6 @@ class FlatScores:
         self._weights = [tensor for _, tensor in shards]
         rects = [rect for rect, _ in shards]
         self._grids = list(map(grid_of, rects, blocks))
-        self.limits: dict[int, Limit] = {}
         tensor = self._weights[0]
         self._device = tensor.device
         self._kernels = kernels_on(self._device)
@@ -321,13 +302,17 @@ class FlatScores:
         self._sweep(tasks, lists=True)
         return found
 
-    @cached_property
-    def masks(self) -> dict[int, FlatMask]:
-        """The new masks of shards, by their numbers. One wait for all of them."""
+    def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
+        """Return the new masks of shards, by their numbers. One wait for all of them.
+
+        Args:
+            limits: of each shard a score and a flat place: blocks that score less are removed, and
+                those that score as much before that place.
+        """
         words: dict[int, tuple[Tensor, Tensor]] = {}
         tasks: dict[int, dict[str, int]] = {}
         removed: list[tuple[int, Tensor]] = []
-        for number, (score, upto) in self.limits.items():
+        for number, (score, upto) in limits.items():
             narrowed = self._listed(number, score, score)
             if narrowed is None:
                 kept, dirty = self._words(number), self._words(number)
@@ -341,11 +326,11 @@ class FlatScores:
         removed += [(number, counts[0]) for number, counts in swept.items()]
         counted = on_host([count.view(1) for _, count in removed])
         removing = {number for (number, _), count in zip(removed, counted, strict=True) if count}
-        made = {}
+        made: dict[int, NewBits] = {}
         for number, (kept, dirty) in words.items():
             whole = slice(self._grids[number].bytes)
             kept, dirty = kept.view(torch.uint8)[whole], dirty.view(torch.uint8)[whole]
-            made[number] = FlatMask(kept, dirty, number in removing)
+            made[number] = kept, dirty, number in removing
         return made
 
     def _words(self, number: int) -> Tensor:
