@@ -82,7 +82,7 @@ MUTATIONS = [
     # --------------------------------------------------------------------------------------------------------
     M("enforcer/fused.py", "            if self._rows.cleans_lookups:", "            if False:", "tests/dist/test_enforce.py -k batches"),
     M("enforcer/fused.py", "(not lookup.masked or lookup.masks_key != self._masks_key())", "not lookup.masked", "tests/enforcer/test_weighing.py -k move"),
-    M("enforcer/rows.py", "self._batch.restore_pooling()", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),
+    M("enforcer/fused.py", "self._batch.restore_pooling()", "None", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("enforcer/fused.py", "whole if self._batch.keeps_zeros else set()", "whole", "tests/enforcer/test_weighing.py -k no_eps"),
     M("torchrec/collections.py", "    batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
     M("torchrec/collections.py", "    batch.reset_cache_states()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),

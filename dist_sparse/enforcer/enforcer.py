@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from dist_sparse.enforcer.dense import (
     Place,
     State,
     Stepped,
-    Target,
     packed_targets,
     plain_targets,
     reset_state,
@@ -51,8 +50,6 @@ from dist_sparse.sparsifiers.step import Enforcer
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
-
-_STATES: Final = ("keep", "reset")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
@@ -128,8 +125,8 @@ class MaskEnforcer(Enforcer):
                 f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a data"
                 " sparsifier."
             )
-        if optimizer_state not in _STATES:
-            raise ValueError(f"Invalid {optimizer_state=}: must be one of {_STATES}.")
+        if optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"Invalid {optimizer_state=}: must be one of ('keep', 'reset').")
         self.clock = Clock()
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
@@ -328,6 +325,7 @@ class MaskEnforcer(Enforcer):
         if not self.attached:
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
 
+    @timed
     def _clean(self) -> None:
         """Clean dirty rows, except in collections that TorchRec has resharded: it calls their
         ``state_dict`` before it does, so that they were cleaned then."""
@@ -432,7 +430,10 @@ class MaskEnforcer(Enforcer):
         if check:
             _check_not_compiled(walked.modules, [*collections, *dense.owners])
             dense.check_stepped()
-            refuse_masked(_weights(walked.located, targets), but=self)
+            weights = [(target.name, target.weight) for target in targets]
+            for name, data in walked.located.items():
+                weights += [(name, shard.tensor) for shard in data.shards]
+            refuse_masked(weights, but=self)
         # Last: nothing of the old hooks is lost if something above is refused.
         for hooks, places in fused:
             hooks.moved_to(places)
@@ -471,7 +472,7 @@ class MaskEnforcer(Enforcer):
         for module in self._known_lookups:
             self._handles += [
                 module.register_forward_pre_hook(Hook(self._before_forward)),
-                module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
+                module.register_state_dict_pre_hook(Hook(lambda *_: self._clean())),  # type: ignore[no-untyped-call]
             ]
         torchrec = torchrec_port()
         for model in models:
@@ -516,10 +517,6 @@ class MaskEnforcer(Enforcer):
         for dense in self._dense:
             dense.clean()
 
-    @timed
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._clean()
-
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replaces a 2-D model's ``sync()``: what one copy has revived must not be averaged into
         the others."""
@@ -538,16 +535,6 @@ class MaskEnforcer(Enforcer):
         # Masks may be loaded after weights, so that nothing is zeroed before the next read.
         for batch in self._batches:
             batch.mark_all()
-
-
-def _weights(
-    located: Mapping[str, ShardedData], targets: Sequence[Target]
-) -> list[tuple[str, Tensor]]:
-    """Return the weights of registered tables and of what plain optimizers step, by name."""
-    weights = [(target.name, target.weight) for target in targets]
-    for name, data in located.items():
-        weights += [(name, shard.tensor) for shard in data.shards]
-    return weights
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:
@@ -603,14 +590,12 @@ def _check_not_compiled(modules: Modules, registered: Sequence[nn.Module]) -> No
     holding = set(registered)
     for by_path in modules.values():
         for path, module in by_path.items():
-            if _is_compiled(module) and not holding.isdisjoint(module.modules()):
+            # torch.compile(module) wraps it; module.compile() replaces its call in place.
+            wrapped = hasattr(module, "_orig_mod")
+            compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
+            if compiled and not holding.isdisjoint(module.modules()):
                 raise ValueError(
                     f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run"
                     " inside torch.compile, so removed weights would come back unseen. Attach to"
                     " the model as it was before torch.compile."
                 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # torch.compile(module) wraps it; module.compile() replaces its call in place.
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -16,7 +16,7 @@ table counts as row 0, which FBGEMM's bounds check makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
@@ -28,7 +28,6 @@ from dist_sparse.masking.device import Pruned, kernels_on, prune, sent
 from dist_sparse.masking.masks import WORDS, BlockMask, positions, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
-from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import Shard
 
 Ends = Sequence[int] | Tensor
@@ -71,10 +70,19 @@ def rows_by_feature(
                 mine = feature_of_each == feature
                 yield table, in_table(ids, rows[table]).masked_fill(~mine, 0), mine
         return
+    for table, at in ids_of_tables(rows, features, ends):
+        found = in_table(ids[at], rows[table])
+        yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
+
+
+def ids_of_tables(
+    tables: Container[int], features: Sequence[int], ends: Sequence[int]
+) -> Iterator[tuple[int, slice]]:
+    """Yield the table of each feature that has ids, if it is one of ``tables``, and where the ids
+    of the feature are."""
     for table, (start, stop) in zip(features, pairwise(ends), strict=True):
-        if table in rows and start != stop:
-            found = in_table(ids[start:stop], rows[table])
-            yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
+        if table in tables and start != stop:
+            yield table, slice(start, stop)
 
 
 def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
@@ -105,13 +113,11 @@ class KeptIds:
         if isinstance(ends, Tensor):
             return self._flags_on_device(ids, ends)
         found = torch.ones(ids.numel(), dtype=torch.bool)
-        for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
-            kept = self._kept.get(table)
-            if kept is not None and start != stop:
-                named = ids[start:stop]
-                # index_select() checks the range of every id.
-                rows = named if strict else in_table(named, len(kept))
-                torch.index_select(kept, 0, rows, out=found[start:stop])
+        for table, at in ids_of_tables(self._kept, self._features, ends):
+            kept = self._kept[table]
+            # index_select() checks the range of every id.
+            rows = ids[at] if strict else in_table(ids[at], len(kept))
+            torch.index_select(kept, 0, rows, out=found[at])
         return found
 
     def among(self, features: Any) -> Any:
@@ -150,69 +156,6 @@ class KeptIds:
         of = [number.get(table, len(kept) - 1) for table in (-1, *self._features, -1)]
         first, rows = [starts[i] for i in of], [lengths[i] for i in of]
         return torch.cat(kept), sent(first, device), sent(rows, device)
-
-
-class MaskedIds:
-    """Masks the lookups of one batch by their ids: those of removed rows are dropped, or weigh
-    nothing.
-
-    Args:
-        batch: FBGEMM's batch.
-        drops: ids are dropped, where all of a lookup are in range.
-
-    Attributes:
-        masked: whether ids of removed rows were dropped or weighed nothing in the last lookup.
-    """
-
-    def __init__(self, batch: TableBatch, drops: bool) -> None:
-        self._batch = batch
-        self._drops = drops
-        self._kept: KeptIds | None = None
-        self._to_weigh = False
-        self.masked = False
-
-    @property
-    def any_removed(self) -> bool:
-        """Whether a table masked by its ids has removed rows."""
-        return self._kept is not None
-
-    def use(self, kept: Mapping[int, Tensor]) -> None:
-        """Take the kept rows, bool ``(rows,)``, of the tables masked by their ids."""
-        self._kept = KeptIds(kept, self._batch.features) if kept else None
-
-    def pass_on(self, requested: Any) -> Any:
-        """Return the features of a lookup without the dropped ids."""
-        passed = requested
-        if self._drops and self._kept is not None:
-            passed = self._kept.among(requested)
-        self.masked = passed is not requested
-        # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
-        self._to_weigh = not self.masked and torch.is_grad_enabled()
-        return passed
-
-    def before_kernel(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
-        """Forward pre-hook of FBGEMM's module: let ids of removed rows weigh nothing, unless they
-        were dropped."""
-        if not self._to_weigh:
-            return None
-        self.masked = True
-        changed = None if self._kept is None else self._batch.weighed(call, self._kept.flags)
-        return None if changed is None else (args, changed)
-
-    def after_kernel(self, kernel: Any, args: Any, output: Any) -> None:
-        """Forward hook of FBGEMM's module."""
-        self._batch.restore_pooling()
-
-    def without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
-        """Return the gradient of a sequence with zeros for removed rows; None for no change."""
-        if self._kept is None or self._batch.pooling != "none":
-            return None
-        removed = self._kept.flags(ids, ends).logical_not_()
-        if not grad.is_cpu:
-            return grad.masked_fill(removed.unsqueeze(1), 0)
-        # Takes half the time of masked_fill(), but the host would wait for a device.
-        copied = grad.clone(memory_format=torch.contiguous_format)
-        return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
 
 class LookupCounts:
@@ -437,9 +380,8 @@ def flag(
         flags: by the number of the table; ids of other tables are left out.
         features: for each feature the number of its table.
     """
-    for table, (start, stop) in zip(features, pairwise(ends), strict=True):
-        if table in flags and start != stop:
-            flags[table].add_ids(ids[start:stop])
+    for table, at in ids_of_tables(flags, features, ends):
+        flags[table].add_ids(ids[at])
 
 
 def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> None:
@@ -524,17 +466,13 @@ class ZeroedRows:
         if isinstance(ends, Tensor) or self._kernel is not None:
             self._kernel.clean_read(ids, ends)
             return
-        for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
-            slot = self._removing.get(table)
-            if slot is not None and start != stop:
-                self._clean_read(table, slot, ids[start:stop])
-
-    def _clean_read(self, table: int, slot: Slot, ids: Tensor) -> None:
-        if many(slot.mask, ids.numel()):
-            slot.mask.apply_(slot.weight)
-        else:
-            # They stay flagged: the rows that a training step reads are about to be written.
-            zero_rows(slot.weight, slot.mask, self._flags[table].among(ids))
+        for table, at in ids_of_tables(self._removing, self._features, ends):
+            slot = self._removing[table]
+            if many(slot.mask, ids[at].numel()):
+                slot.mask.apply_(slot.weight)
+            else:
+                # They stay flagged: the rows that a training step reads are about to be written.
+                zero_rows(slot.weight, slot.mask, self._flags[table].among(ids[at]))
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Flag the rows that a backward is about to write."""

@@ -125,11 +125,6 @@ class Goal:
         return isinstance(self.measure, (str, WeightedSquares))
 
     @property
-    def mask_block(self) -> Block:
-        """What one bit of the masks stands for."""
-        return (1, 1) if self.by_element else self.block
-
-    @property
     def by_element(self) -> bool:
         """Whether the masks are not constant on blocks."""
         return self.zeros < self.block[0] * self.block[1]
@@ -192,10 +187,10 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
         table = ScoredTable(goal, cuts_of(goal), goal.data.owned(rank))
         tables.append(table)
         groups.setdefault(_way_to_score(table), []).append(table)
-    counted: list[_Counted] = []
+    extremes: list[Tensor] = []
     for (score, *_), alike in groups.items():
-        counted += score(alike)
-    _read(counted, goals)
+        extremes += score(alike)
+    _read(tables, extremes)
     return tables
 
 
@@ -212,13 +207,23 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
     # rank that owns it.
     cut = [table.cuts for table in scored if table.cuts is not None]
-    device = _device_of(scored)
+    devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
+    device = next(devices, torch.device("cpu"))
     if cut:
         exchange_partials(cut, group, device)
 
     # 2. Select: the exact threshold of every table.
-    pool = _pool_of(scored) if pooled else None
-    candidates = [_candidates(table, pooled=pool is not None) for table in scored]
+    pool = None
+    if pooled and (need := sum(table.goal.k * table.goal.price for table in scored)):
+        pool = Pool(need, [table.goal.price for table in scored if table.goal.most])
+    candidates = []
+    for table in scored:
+        goal, segments = table.goal, [*table.segments.values()]
+        if table.cuts is not None:
+            segments += table.cuts.owned.segments
+        k = goal.k if pool is None else goal.most
+        name, only_zeros = goal.data.name, goal.only_zeros
+        candidates.append(Candidates(name, k, goal.blocks, segments, only_zeros))
     thresholds = select_smallest(candidates, group, pool)
     for table, threshold in zip(scored, thresholds, strict=True):
         table.threshold = threshold
@@ -235,47 +240,34 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
     for table in scored:
         goal, threshold = table.goal, table.threshold
         masks = [_new_mask(table, shard, known) for shard in goal.data.shards]
-        removed = None if goal.by_element else threshold.removed
-        made.append(MadeMasks(masks, goal.mask_block, threshold, removed))
+        if goal.by_element:
+            made.append(MadeMasks(masks, (1, 1), threshold))
+        else:
+            made.append(MadeMasks(masks, goal.block, threshold, threshold.removed))
     return made
 
 
-class _Counted(NamedTuple):
-    """Scores that are counted on their device, where the host has not read the counts yet.
+def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
+    """Bring the histograms of all segments to the host, with one wait.
 
     Args:
-        segments: of the scores.
-        histograms: int64 ``(segments, HISTOGRAM)``.
         extremes: some least and largest scores, int64 ``(n,)``. Histograms do not show negative
             ones.
-        flat: where kernels have counted.
-    """
-
-    segments: Sequence[Segment]
-    histograms: Tensor
-    extremes: Tensor
-    flat: FlatScores | None = None
-
-
-def _read(counted: Sequence[_Counted], goals: Sequence[Goal]) -> None:
-    """Bring the histograms of all segments to the host, with one wait.
 
     Raises:
         ValueError: a score is negative or not finite.
     """
-    waiting = [each.histograms for each in counted] + [each.extremes for each in counted]
-    read = on_host(waiting)
-    refused = any(map(_refused, read[len(counted) :]))
-    for (segments, *_, flat), counts in zip(counted, read, strict=False):
-        histograms = counts.view(-1, HISTOGRAM)
-        refused |= bool(histograms[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
-        for segment, histogram in zip(segments, histograms, strict=True):
-            segment.histogram = histogram
-        if flat is not None:
-            flat.counts = histograms
+    segments = [segment for table in tables for segment in table.segments.values()]
+    read = on_host([*(segment.histogram for segment in segments), *extremes])
+    for segment, histogram in zip(segments, read, strict=False):
+        segment.histogram = histogram
+    refused = any(map(_refused, read[len(segments) :]))
+    if segments:
+        counts = torch.stack(read[: len(segments)])
+        refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
     # One of them raises, with the name of its table.
-    for goal in goals if refused else ():
-        _find_refused(goal)
+    for table in tables if refused else ():
+        _find_refused(table.goal)
 
 
 def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
@@ -298,32 +290,26 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     return (_score_alone,)
 
 
-def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
     """Score tables by kernels."""
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
-    scores = FlatScores(shards, blocks, tables[0].goal.measure == "L1")
-    segments = _joint_segments(tables, scores, scores.held or [None] * len(tables))
-    counts = scores.first_histograms()
-    yield _Counted(segments, counts, counts.new_empty(0), scores)
+    _add_batch(tables, FlatScores(shards, blocks, tables[0].goal.measure == "L1"))
+    return []
 
 
-def _joint_segments(
-    tables: Sequence[ScoredTable], scores: Batch, held: Sequence[Tensor | None]
-) -> list[Segment]:
-    """Return the segments of tables that are scored together, with the scores that are held."""
-    segments = []
-    for i, (table, bits) in enumerate(zip(tables, held, strict=True)):
+def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
+    """Give the scores of a batch to its tables, in their order."""
+    counts = batch.first_histograms()
+    for i, (table, histogram) in enumerate(zip(tables, counts, strict=True)):
         # Scored again for what kernels leave to torch: ties that they have not listed.
-        segment = _add_segment(table, table.goal.data.shards[0], reads=bits is None)
-        if bits is not None:
-            segment.add(bits.view(-1, len(segment.columns)))
-        segment.batch, segment.number = scores, i
-        segments.append(segment)
-    return segments
+        segment = _add_segment(table, table.goal.data.shards[0], reads=not batch.held)
+        if batch.held:
+            segment.add(batch.held[i].view(-1, len(segment.columns)))
+        segment.batch, segment.number, segment.histogram = batch, i, histogram
 
 
-def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
     """Score small tables, in as many passes as memory asks for."""
     elements = accumulate(table.goal.data.shards[0].rect.numel for table in tables)
     numbered = zip((upto // _BATCH for upto in elements), tables, strict=True)
@@ -331,7 +317,7 @@ def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
         yield _score_together([table for _, table in batch])
 
 
-def _score_together(tables: Sequence[ScoredTable]) -> _Counted:
+def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
     """Score small tables in one pass: alike in all but their rows, one below the other."""
     goal, shards = tables[0].goal, [table.goal.data.shards[0] for table in tables]
     weights = torch.cat([tensor for _, tensor in shards])
@@ -340,37 +326,42 @@ def _score_together(tables: Sequence[ScoredTable]) -> _Counted:
     data = replace(goal.data, shape=(rows, goal.data.shape[1]))
     pieces = _score_pieces(replace(goal, data=data), Shard(rect, weights))
     bits = torch.cat([piece for _, piece in pieces])
-    joint = JointScores(bits.view(-1), [rect.rows * bits.shape[1] for rect, _ in shards])
-    segments = _joint_segments(tables, joint, joint.held)
-    return _Counted(segments, joint.first_histograms(), torch.stack(bits.aminmax()).long())
+    sizes = [rect.rows * bits.shape[1] for rect, _ in shards]
+    _add_batch(tables, JointScores(bits.view(-1), sizes))
+    return torch.stack(bits.aminmax()).long()
 
 
-def _score_alone(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
     """Score each shard of some tables in a pass of its own."""
+    extremes: list[Tensor] = []
     for table in tables:
         for shard in table.goal.data.shards:
             # A rank may hold two replicas of a shard.
             if shard.rect not in table.segments:
-                yield from _score_shard(table, shard)
+                extremes += _score_shard(table, shard)
+    return extremes
 
 
-def _score_shard(table: ScoredTable, shard: Shard) -> Iterator[_Counted]:
+def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
     """Score a shard, and note in ``table`` what is known of its cut blocks."""
     goal, kept = table.goal, table.kept_scores(shard.rect)
     if kept is not None and goal.keeping is not None:
         score_all = partial(_score_all, goal, shard)
         kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
         kept.fill(_add_segment(table, shard))
-        return
-    again = goal.block == (1, 1) or (table.cuts is None and _takes_much_memory(goal, shard))
+        return []
+    # Where scores are too large to be held, or as large as the weights, they are computed again.
+    scores = 4 * grid_of(shard.rect, goal.block).blocks
+    large = not (shard.tensor.is_cpu or goal.by_element) and too_large(scores, shard.tensor.nbytes)
+    again = goal.block == (1, 1) or (table.cuts is None and large)
     segment = _add_segment(table, shard, reads=again)
     if table.cuts is None:
-        histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
+        segment.histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
     else:
         cut = table.cuts.add_shard(shard.rect, shard.tensor.device)
-        histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
+        segment.histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
         _score_slabs(goal, shard, cut)
-    yield _Counted([segment], histogram, extremes)
+    return [extremes]
 
 
 def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segment:
@@ -489,13 +480,6 @@ def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     return torch.cat(pieces), histogram
 
 
-def _takes_much_memory(goal: Goal, shard: Shard) -> bool:
-    """Whether the scores of a shard are too large to be held."""
-    if shard.tensor.is_cpu or goal.by_element:
-        return False
-    return too_large(4 * grid_of(shard.rect, goal.block).blocks, shard.tensor.nbytes)
-
-
 def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(start, scores)`` of a shard that no border cuts, int32, flat."""
     for first, bits in _score_pieces(goal, shard):
@@ -522,26 +506,6 @@ def _find_refused(goal: Goal) -> None:
                 f" {float(bits.view(torch.float32)[i, j])}; scores must be finite and not negative,"
                 " so no mask was changed."
             )
-
-
-def _pool_of(scored: Sequence[ScoredTable]) -> Pool | None:
-    """Return the pool of tables; None if nothing is to be removed."""
-    need = sum(table.goal.k * table.goal.price for table in scored)
-    prices = [table.goal.price for table in scored if table.goal.most]
-    return Pool(need, prices) if need else None
-
-
-def _candidates(table: ScoredTable, pooled: bool) -> Candidates:
-    goal, segments = table.goal, [*table.segments.values()]
-    if table.cuts is not None:
-        segments += table.cuts.owned.segments
-    k = goal.most if pooled else goal.k
-    return Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros)
-
-
-def _device_of(scored: Sequence[ScoredTable]) -> torch.device:
-    devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
-    return next(devices, torch.device("cpu"))
 
 
 def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:

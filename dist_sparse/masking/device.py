@@ -173,6 +173,9 @@ def _fits(listed: int, weights: Tensor) -> bool:
     return not too_large(_LISTED * listed, 2 * weights.nbytes)
 
 
+Prefixes = Mapping[int, tuple[int, Tensor]]
+"""By the number of a shard the leading bits of scores that are counted, and its first histogram."""
+
 NewBits = tuple[Tensor, Tensor, bool | None]
 """The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
 whether anything is removed (None: not known)."""
@@ -209,11 +212,7 @@ class FlatScores:
 
     Attributes:
         held: the scores of each shard, int32 ``(blocks,)``; empty where they are computed again.
-        counts: what :meth:`first_histograms` returned, in CPU memory. Set it before calling
-            :meth:`histograms`.
     """
-
-    counts: Tensor
 
     def __init__(self, shards: Sequence[Shard], blocks: Sequence[Block], absolute: bool) -> None:
         self._weights = [tensor for _, tensor in shards]
@@ -244,20 +243,18 @@ class FlatScores:
         )
         return counts
 
-    def histograms(
-        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
-    ) -> list[Tensor]:
+    def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
         """As :meth:`~dist_sparse.masking.scores.JointScores.histograms`."""
         to_count: dict[int, dict[str, int]] = {}
         to_narrow: dict[int, dict[str, int]] = {}
         narrowed: dict[int, _Narrowed] = {}
         lengths = self._ints(len(self._grids))
-        for number, prefix in prefixes.items():
+        for number, (prefix, counts) in prefixes.items():
             # Zeros have a bucket of their own in the first round.
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
             task = {"low": low, "high": high, "shift": shift}
             first_round = before == LEADING_SHIFT and not self.held
-            inside = int(self.counts[number, 1 + prefix]) if first_round else 0
+            inside = int(counts[1 + prefix]) if first_round else 0
             if not first_round or not _fits(inside, self._weights[number]):
                 to_count[number] = task
                 continue

@@ -27,7 +27,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import FlatScores, NewBits, count_each, pieces_on, sent
+from dist_sparse.masking.device import FlatScores, NewBits, Prefixes, count_each, pieces_on, sent
 from dist_sparse.masking.masks import pack
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, grid_of
@@ -413,7 +413,7 @@ class JointScores:
     def __init__(self, bits: Tensor, sizes: Sequence[int]) -> None:
         self._bits, self._sizes = bits, sent(sizes, bits.device)
         self._starts = [0, *accumulate(sizes)]
-        self.held = torch.split(bits, list(sizes))
+        self.held = [*torch.split(bits, list(sizes))]
 
     def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return for each score the value of its table. Not kept: it is as large as the scores."""
@@ -429,15 +429,17 @@ class JointScores:
         at = self._of_scores(range(0, tables * HISTOGRAM, HISTOGRAM)).add_(leading)
         return _bincount(at, tables * HISTOGRAM).view(-1, HISTOGRAM)
 
-    def histograms(
-        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
-    ) -> list[Tensor]:
+    def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
         """Return, for each table with a prefix, how many of its scores other than 0 that have the
         prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
-        ``(buckets,)``."""
+        ``(buckets,)``.
+
+        Args:
+            prefixes: by the number of the table, with its :meth:`first_histograms` in CPU memory.
+        """
         # By table: the prefix (no score has -1), and its row in the result.
         wanted, place = [-1] * len(self.held), [0] * len(self.held)
-        for row, (number, prefix) in enumerate(prefixes.items()):
+        for row, (number, (prefix, _)) in enumerate(prefixes.items()):
             wanted[number], place[number] = prefix, row * buckets
         bits = self._bits
         inside = ((bits >> before) == self._of_scores(wanted, torch.int32)) & (bits != 0)

@@ -397,18 +397,20 @@ def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int)
     """Return the histograms of a later round, int64 ``(searches, buckets)``: of scores that tables
     share in one pass."""
     parts: list[tuple[int, Tensor]] = []
-    together: dict[Batch, dict[int, int]] = {}
+    together: dict[Batch, dict[int, tuple[int, Segment]]] = {}
     for row, search in enumerate(searches):
         for segment in search.counted:
             if segment.batch is None:
                 parts += [(row, part) for part in search.histograms(segment, shift, buckets)]
             else:
-                together.setdefault(segment.batch, {})[segment.number] = row
+                together.setdefault(segment.batch, {})[segment.number] = row, segment
     before = searches[0].shift  # the same for all: they are in the same round
-    for scores, rows in together.items():
-        prefixes = {number: searches[row].prefix for number, row in rows.items()}
+    for scores, counted in together.items():
+        prefixes = {}
+        for number, (row, segment) in counted.items():
+            prefixes[number] = searches[row].prefix, segment.histogram
         found = scores.histograms(prefixes, before, shift, buckets)
-        parts += zip(rows.values(), found, strict=True)
+        parts += zip((row for row, _ in counted.values()), found, strict=True)
     return _added(parts, len(searches), buckets)
 
 
