@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.enforcer import Hook
 from dist_sparse.rotation.outputs import expect_bases
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.training.arguments import SparsifyArgs

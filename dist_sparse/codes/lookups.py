@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction import tables as compact
+from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import collections_of, lookups_of
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.protocols import LookupKernel
 from dist_sparse.tables.shards import Rect, ShardedData

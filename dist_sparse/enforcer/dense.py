@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Clock, Hook, timed
-from dist_sparse.enforcer.rows import SampledLookups, zero_rows
+from dist_sparse.enforcer import Clock, Hook, timed
+from dist_sparse.enforcer.rows import zero_rows
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -261,7 +261,6 @@ class Target:
         mask: returns the current mask: packed bits, or dense for plain data.
         parameter: the model's tensor over that storage, if there is one.
         owner: the module that holds it, and its name there.
-        samples: returns the sums of sampled lookups of a table's shard, live; None for plain data.
 
     Attributes:
         aliases: tensors over that storage whose writes torch counts: the parameter, and the
@@ -275,7 +274,6 @@ class Target:
     mask: Callable[[], BlockMask | Tensor]
     parameter: Tensor | None = None
     owner: tuple[nn.Module, str] | None = None
-    samples: Callable[[], Tensor] | None = None
     stepping: bool = False
     clean_at: int = 0
 
@@ -372,8 +370,24 @@ class DenseWeights:
         """
         stepped = same_storage([*chain.from_iterable(map(_parameters_of, self._optimizers))])
         for target in self.targets:
-            if not stepped(target.weight):
-                _refuse_trained(target)
+            if stepped(target.weight):
+                continue
+            if target.parameter is not None and target.parameter.requires_grad:
+                raise ValueError(
+                    f"No optimizer given steps {target.name!r}, which requires a gradient: its"
+                    " removed weights would come back unseen. Pass all optimizers, or freeze it by"
+                    " requires_grad_(False)."
+                )
+            # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen
+            # parameter. A shard of an unknown model may be written by anything.
+            packed = isinstance(target.mask(), BlockMask)
+            if packed and not isinstance(target.parameter, nn.Parameter):
+                raise ValueError(
+                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
+                    " the given optimizers steps it, so removed weights might come back undetected."
+                    " Register the model that contains it by add_model(), or call squash_mask()"
+                    " first."
+                )
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -400,10 +414,6 @@ class DenseWeights:
             self._before_read()
             self._clean(target)
 
-        # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
-        if type(module) in (nn.Embedding, nn.EmbeddingBag) and target.samples is not None:
-            look = Hook(partial(_sample, SampledLookups([0]), target.mask, target.samples))
-            self._handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
         self._handles += [
             module.register_forward_pre_hook(Hook(before)),
             module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
@@ -482,25 +492,6 @@ class DenseWeights:
                     target.clean(step_rows(optimizer, parameter))
 
 
-def _refuse_trained(target: Target) -> None:
-    """Refuse a target that none of the given optimizers steps, if something else may write it."""
-    if target.parameter is not None and target.parameter.requires_grad:
-        raise ValueError(
-            f"No optimizer given steps {target.name!r}, which requires a gradient: its removed"
-            " weights would come back unseen. Pass all optimizers, or freeze it by"
-            " requires_grad_(False)."
-        )
-    # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen parameter. A
-    # shard of an unknown model may be written by anything.
-    packed = isinstance(target.mask(), BlockMask)
-    if packed and not isinstance(target.parameter, nn.Parameter):
-        raise ValueError(
-            f"Can't tell what writes {target.name!r}: it is not a parameter, and none of the given"
-            " optimizers steps it, so removed weights might come back undetected. Register the"
-            " model that contains it by add_model(), or call squash_mask() first."
-        )
-
-
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
@@ -524,25 +515,6 @@ def _meet_new_optimizers() -> RemovableHandle:
     return register_optimizer_step_pre_hook(meet)
 
 
-def _sample(
-    lookups: SampledLookups,
-    mask: Callable[[], Any],
-    samples: Callable[[], Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Count the lookups of one forward of an embedding, if it is one of the sample."""
-    ids = args[0] if args else kwargs.get("input")
-    # Lookups of an evaluation are no traffic.
-    if not torch.is_grad_enabled() or not isinstance(ids, Tensor):
-        return
-    lookups.use({0: mask()}, {0: samples()})
-    if lookups.due():
-        with torch.no_grad():
-            lookups.add(ids.reshape(-1), [0, ids.numel()])
-
-
 def packed_targets(
     tables: PackedStore, modules: Modules, located: Mapping[str, ShardedData], fused: Set[Place]
 ) -> Iterator[Target]:
@@ -555,13 +527,12 @@ def packed_targets(
                 continue
             found = holding(shard.tensor)
             parameter, owner = held[found[0]] if found else (None, None)
-            mask = partial(_numbered, tables.masks, name, number)
-            samples = partial(_numbered, tables.samples, name, number)
-            yield Target(name, shard.tensor, mask, parameter, owner, samples)
+            mask = partial(_mask_of, tables, name, number)
+            yield Target(name, shard.tensor, mask, parameter, owner)
 
 
-def _numbered(of_shards: Callable[[str], Sequence[Any]], name: str, number: int) -> Any:
-    return of_shards(name)[number]
+def _mask_of(tables: PackedStore, name: str, number: int) -> BlockMask:
+    return tables.masks(name)[number]
 
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:

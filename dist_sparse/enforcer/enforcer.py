@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer import Clock, Hook, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
     Masked,
@@ -33,14 +34,10 @@ from dist_sparse.enforcer.dense import (
     same_storage,
 )
 from dist_sparse.enforcer.fused import (
-    Places,
     TableBatchHooks,
     collections_of,
     lookups_of,
-    places_in,
-    places_of,
 )
-from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
 from dist_sparse.facts import cut
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
@@ -422,7 +419,7 @@ class MaskEnforcer(Enforcer):
         tables.reshard(walked.located)
         modules = chain.from_iterable(each.values() for each in walked.modules.values())
         collections = list(collections_of(modules))
-        fused = self._fused_tables(collections, places_of(walked.located))
+        fused = self._fused_tables(collections, walked.located)
         known = set(chain.from_iterable(places.values() for _, places in fused))
         packed = packed_targets(tables, walked.modules, walked.located, known)
         targets = [*packed, *plain_targets(self._sparsifier)]
@@ -448,16 +445,25 @@ class MaskEnforcer(Enforcer):
             self._reset_states(self._masks())
 
     def _fused_tables(
-        self, collections: Sequence[nn.Module], places: Places
+        self, collections: Sequence[nn.Module], located: Mapping[str, ShardedData]
     ) -> list[tuple[TableBatchHooks, dict[int, Place]]]:
         """Return the hooks of batches with registered tables, and the places of their masks. All
         other batches get no hooks, and cost nothing."""
         # A batch that stays keeps its hooks, since a backward may be on its way to them.
         attached = {hooks.module: hooks for hooks in self._batches}
+        places: dict[tuple[int, torch.Size], Place] = {}
+        for name, data in located.items():
+            for number, (_, weight) in enumerate(data.shards):
+                places[weight.data_ptr(), weight.shape] = Place(name, number)
         found = []
         for collection in collections:
             for batch in collection_of(collection).batches():
-                if registered := places_in(batch, places):
+                # By the number of the table in the batch.
+                registered: dict[int, Place] = {}
+                for table, weight in enumerate(batch.weights()):
+                    if place := places.get((weight.data_ptr(), weight.shape)):
+                        registered[table] = place
+                if registered:
                     hooks = attached.get(batch.module)
                     if hooks is None:
                         hooks = TableBatchHooks(batch, collection, self._sparsifier, self.clock)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer import Clock, Hook, timed
 from dist_sparse.enforcer.dense import Masked, Place, State, Stepped
-from dist_sparse.enforcer.hooks import Clock, Hook, timed
 from dist_sparse.enforcer.rows import (
     Ends,
     KeptIds,
@@ -41,10 +41,7 @@ from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.tables.shards import CACHED, ShardedData
-
-Places = Mapping[tuple[int, torch.Size], Place]
-"""Masks by the address and the shape of the weights."""
+from dist_sparse.tables.shards import CACHED
 
 Ids = tuple[Tensor, Ends]
 """The ids of a lookup, and where those of each feature begin and end."""
@@ -436,25 +433,6 @@ class TableBatchHooks:
         pooled = self._batch.pooling != "none"
         if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):
             self._rows.revived |= self._kept is not None
-
-
-def places_of(located: Mapping[str, ShardedData]) -> Places:
-    """Return where the masks of this rank's shards are."""
-    found = {}
-    for name, data in located.items():
-        for number, shard in enumerate(data.shards):
-            found[_memory(shard.tensor)] = Place(name, number)
-    return found
-
-
-def _memory(weight: Tensor) -> tuple[int, torch.Size]:
-    return weight.data_ptr(), weight.shape
-
-
-def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
-    """Return the places of a batch's registered tables, by their number in the batch."""
-    found = map(places.get, map(_memory, batch.weights()))
-    return {table: place for table, place in enumerate(found) if place is not None}
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, State]:

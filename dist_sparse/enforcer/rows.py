@@ -24,11 +24,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import Pruned, kernels_on, prune, sent
-from dist_sparse.masking.masks import WORDS, BlockMask, positions, wide
+from dist_sparse.masking.device import kernels_on, sent
+from dist_sparse.masking.masks import WORDS, BlockMask, positions, prune, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
-from dist_sparse.tables.shards import Shard
 
 Ends = Sequence[int] | Tensor
 """Where the ids of each feature begin and, last, where they end: one more than there are features.
@@ -202,7 +201,7 @@ class SampledLookups:
     :data:`EVERY`: next to nothing, for any score.
 
     The sums are stored with the masks
-    (:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with new
+    (:meth:`~dist_sparse.sparsifiers.packed_store.Held.samples`) and start at 0 with new
     ones.
 
     Args:
@@ -222,10 +221,8 @@ class SampledLookups:
         Args:
             sums: int64 ``(2,)`` each, all lookups and those of removed rows, added to in place.
         """
-        self._sums = sums
-        if [*map(id, masks.values())] != [*map(id, self._masks.values())]:
-            self._removed, self._forwards = {}, 0
-        self._masks = masks
+        self._masks, self._sums = masks, sums
+        self._removed, self._forwards = {}, 0
 
     def due(self) -> bool:
         """Whether this forward is counted."""
@@ -502,14 +499,8 @@ class ZeroedRows:
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        slots = [slot for slot in self._slots.values() if slot.mask.removes]
-        shards = [
-            Pruned(Shard(slot.mask.rect, slot.weight), slot.mask.block, slot.mask.bits)
-            for slot in slots
-        ]
-        # One launch, where there are kernels.
-        for i in prune(shards):
-            slots[i].mask.apply_(slots[i].weight)
+        slots = self._slots.values()
+        prune((slot.mask, slot.weight, None) for slot in slots if slot.mask.removes)
         self._forget()
         self.revived = False
 

@@ -213,20 +213,7 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
         exchange_partials(cut, group, device)
 
     # 2. Select: the exact threshold of every table.
-    pool = None
-    if pooled and (need := sum(table.goal.k * table.goal.price for table in scored)):
-        pool = Pool(need, [table.goal.price for table in scored if table.goal.most])
-    candidates = []
-    for table in scored:
-        goal, segments = table.goal, [*table.segments.values()]
-        if table.cuts is not None:
-            segments += table.cuts.owned.segments
-        k = goal.k if pool is None else goal.most
-        name, only_zeros = goal.data.name, goal.only_zeros
-        candidates.append(Candidates(name, k, goal.blocks, segments, only_zeros))
-    thresholds = select_smallest(candidates, group, pool)
-    for table, threshold in zip(scored, thresholds, strict=True):
-        table.threshold = threshold
+    _select(scored, group, pooled)
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
@@ -245,6 +232,23 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
         else:
             made.append(MadeMasks(masks, goal.block, threshold, threshold.removed))
     return made
+
+
+def _select(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
+    """Find the threshold of every table. Collective over ``group``."""
+    # Without anything to remove there is no pool.
+    need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
+    pool = Pool(need, [table.goal.price for table in scored if table.goal.most]) if need else None
+    candidates = []
+    for table in scored:
+        goal, segments = table.goal, [*table.segments.values()]
+        if table.cuts is not None:
+            segments += table.cuts.owned.segments
+        k = goal.most if need else goal.k
+        candidates.append(Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros))
+    thresholds = select_smallest(candidates, group, pool)
+    for table, threshold in zip(scored, thresholds, strict=True):
+        table.threshold = threshold
 
 
 def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
@@ -285,7 +289,7 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     if exact and (width := flat_width(rect, goal.block, tensor)) is not None:
         return _score_flat, *common, width
     # Single elements are scored without a copy; taller blocks may reach into the next shard.
-    if goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= SMALL:
+    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= SMALL:
         return _score_small, *common, data.shape[1], rect.col, rect.cols, goal.block
     return (_score_alone,)
 
@@ -562,21 +566,15 @@ def _new_mask(
         _note_decision(table.cuts, segment, rect)
     if goal.by_element:
         return _mask_of_elements(table, shard, slabs)
-    dirty_blocks = _dirty_blocks(table, shard.tensor)
+    dirty_blocks: Dirty = "nonzero" if goal.shows_zeros else "removed"
+    # On a device all that is removed is written, in one pass. At a threshold of 0 all that is
+    # removed scores 0.
+    if not shard.tensor.is_cpu or (goal.shows_zeros and threshold.bits == 0):
+        dirty_blocks = None
     scores = table.kept_scores(rect)
     if scores is not None:
         return scores.new_mask(rect, goal.block, segment, threshold, dirty_blocks)
     return mask_of_blocks(rect, goal.block, segment, threshold, dirty_blocks)
-
-
-def _dirty_blocks(table: ScoredTable, live: Tensor) -> Dirty:
-    """Return which removed blocks may not be zero yet."""
-    if not live.is_cpu:
-        return None  # all that is removed is written there, in one pass
-    if not table.goal.shows_zeros:
-        return "removed"
-    # At a threshold of 0 all that is removed scores 0.
-    return "nonzero" if table.threshold.bits else None
 
 
 def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -376,41 +376,3 @@ class FlatScores:
 def _addresses(**tensors: Tensor) -> dict[str, int]:
     """Return the addresses of tensors, as fields of a job."""
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
-
-
-class Pruned(NamedTuple):
-    """What is to be zeroed in a shard.
-
-    Args:
-        shard: live.
-        block: the sparse block.
-        kept: bits, uint8.
-        changed: bits of the blocks that were kept before, and of those that may not be zero; None
-            is all blocks.
-    """
-
-    shard: Shard
-    block: Block
-    kept: Tensor
-    changed: tuple[Tensor, Tensor] | None = None
-
-
-def prune(shards: Sequence[Pruned]) -> list[int]:
-    """Write zero to what is removed, in one launch for all shards that are alike. Return the places
-    of the shards that the kernels can't take."""
-    left: list[int] = []
-    launches: dict[tuple[Any, ...], list[Any]] = {}
-    for i, (shard, block, kept, changed) in enumerate(shards):
-        rect, tensor = shard
-        kernels, width = kernels_on(tensor.device), flat_width(rect, block, tensor)
-        if kernels is None or width is None:
-            left.append(i)
-            continue
-        addresses = [bits.data_ptr() for bits in changed or ()]
-        job = kernels.Pruning(tensor.data_ptr(), grid_of(rect, block).blocks, kept.data_ptr())
-        job = job._replace(**dict(zip(("before", "dirty"), addresses, strict=False)))
-        alike = kernels, width, tensor.element_size(), tensor.device, changed is None
-        launches.setdefault(alike, []).append(job)
-    for (kernels, *how, _), jobs in launches.items():
-        kernels.prune(jobs, *how)
-    return left

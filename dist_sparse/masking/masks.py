@@ -9,15 +9,16 @@ same bit in every shard that it touches. Masks that are not constant on blocks u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import Pruned, on_host, pieces_on, prune
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
+from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on
+from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
 # Bytes whose bits Python counts sooner than torch makes its first call.
 _FEW = 1 << 8
@@ -349,6 +350,10 @@ class BlockMask:
         contiguous = self.grid.cols * width == self.rect.cols and live.is_contiguous()
         if live.is_cpu and self.block[0] == 1 and contiguous:
             blocks = wide(live.view(-1, width))
+            if len(gone) <= _FEW:
+                # Small tables are many: one call instead of five.
+                blocks.masked_fill_(unpack(gone, len(blocks)).unsqueeze(1), 0)
+                return
             for first in range(0, len(gone), _WRITTEN):
                 found = positions(gone[first : first + _WRITTEN]).add_(8 * first)
                 if first + _WRITTEN >= len(gone):
@@ -459,14 +464,35 @@ def _apply_on_devices(
     found = on_host([mask._any_removed().view(1) for mask in unknown])
     for mask, removes in zip(unknown, found, strict=True):
         mask.learn_removes(bool(removes))
-    removing = [change for change in changes if change[0].removes]
-    shards = []
-    for mask, tensor, before, dirty in removing:
-        changed = None
-        if dirty is not None and before.block == mask.block:
-            changed = before.bits, dirty
-        shards.append(Pruned(Shard(mask.rect, tensor), mask.block, mask.bits, changed))
-    for i in prune(shards):
-        # To find what is to be written would wait for the device.
-        mask, tensor, _, _ = removing[i]
-        mask.apply_(tensor)
+    shards: list[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]] = []
+    for mask, tensor, before, dirty in changes:
+        if mask.removes:
+            changed = None
+            if dirty is not None and before.block == mask.block:
+                changed = before.bits, dirty
+            shards.append((mask, tensor, changed))
+    prune(shards)
+
+
+def prune(shards: Iterable[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]]) -> None:
+    """Write zero to what masks remove in live shards, where there are kernels in one launch for all
+    that are alike.
+
+    Args:
+        shards: with each the bits of the blocks that were kept before, and of those that may not be
+            zero; None is all blocks.
+    """
+    launches: dict[tuple[Any, ...], list[Any]] = {}
+    for mask, tensor, changed in shards:
+        kernels = kernels_on(tensor.device)
+        width = None if kernels is None else flat_width(mask.rect, mask.block, tensor)
+        if width is None:
+            # To find what is to be written would wait for the device.
+            mask.apply_(tensor)
+            continue
+        addresses = [bits.data_ptr() for bits in changed or ()]
+        job = kernels.Pruning(tensor.data_ptr(), mask.blocks, mask.bits.data_ptr(), *addresses)
+        alike = kernels, width, tensor.element_size(), tensor.device, changed is None
+        launches.setdefault(alike, []).append(job)
+    for (kernels, *how, _), jobs in launches.items():
+        kernels.prune(jobs, *how)

@@ -402,8 +402,8 @@ _ALL: Final = 1 << 62
 
 
 class JointScores:
-    """The scores of several small tables, one after the other, so that they are counted in one
-    pass.
+    """The scores of several small tables in CPU memory, one after the other, so that they are
+    counted in one pass.
 
     Args:
         bits: int32 ``(sum of sizes,)``.
@@ -411,14 +411,13 @@ class JointScores:
     """
 
     def __init__(self, bits: Tensor, sizes: Sequence[int]) -> None:
-        self._bits, self._sizes = bits, sent(sizes, bits.device)
+        self._bits, self._sizes = bits, torch.tensor(sizes)
         self._starts = [0, *accumulate(sizes)]
         self.held = [*torch.split(bits, list(sizes))]
 
     def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return for each score the value of its table. Not kept: it is as large as the scores."""
-        values = sent(of_tables, self._bits.device, dtype)
-        return values.repeat_interleave(self._sizes, output_size=self._bits.numel())
+        return torch.tensor(of_tables, dtype=dtype).repeat_interleave(self._sizes)
 
     def first_histograms(self) -> Tensor:
         """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
@@ -427,7 +426,7 @@ class JointScores:
         leading.mul_(self._bits != 0).clamp_(min=0)  # what is refused later must count somewhere
         tables = len(self.held)
         at = self._of_scores(range(0, tables * HISTOGRAM, HISTOGRAM)).add_(leading)
-        return _bincount(at, tables * HISTOGRAM).view(-1, HISTOGRAM)
+        return torch.bincount(at, minlength=tables * HISTOGRAM).view(-1, HISTOGRAM)
 
     def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
         """Return, for each table with a prefix, how many of its scores other than 0 that have the
@@ -444,14 +443,15 @@ class JointScores:
         bits = self._bits
         inside = ((bits >> before) == self._of_scores(wanted, torch.int32)) & (bits != 0)
         at = self._of_scores(place) + ((bits >> shift) & (buckets - 1))
-        return [*_bincount(at, len(prefixes) * buckets, inside).view(-1, buckets).unbind()]
+        counts = torch.bincount(at[inside], minlength=len(prefixes) * buckets)
+        return [*counts.view(-1, buckets).unbind()]
 
     def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
         """As :meth:`~dist_sparse.masking.device.FlatScores.masks`."""
         scores, ends = [0] * len(self.held), [0] * len(self.held)
         for number, (score, upto) in limits.items():
             scores[number], ends[number] = score, self._starts[number] + upto
-        places = torch.arange(self._bits.numel(), device=self._bits.device)
+        places = torch.arange(self._bits.numel())
         gone = self._bits < self._of_scores(scores) + (places < self._of_scores(ends))
         dirty = gone & (self._bits != 0)
         found: dict[int, NewBits] = {}
@@ -462,14 +462,6 @@ class JointScores:
 
 
 Batch = FlatScores | JointScores
-
-
-def _bincount(at: Tensor, buckets: int, wanted: Tensor | None = None) -> Tensor:
-    """Return torch.bincount of many buckets, of the ``wanted`` (None: all), on any device."""
-    if at.is_cpu:
-        return torch.bincount(at if wanted is None else at[wanted], minlength=buckets)
-    ones = torch.ones_like(at) if wanted is None else wanted.to(torch.int64)
-    return torch.zeros(buckets, dtype=torch.int64, device=at.device).index_add_(0, at, ones)
 
 
 def with_prefix(bits: Tensor, prefix: int, shift: int) -> Tensor:

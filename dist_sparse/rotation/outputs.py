@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.enforcer import Hook
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.dense import combines, leaves
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.tables.modules import torchrec_port
 
 
