@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer import Clock, Hook, timed
-from dist_sparse.enforcer.rows import zero_rows
+from dist_sparse.enforcer.rows import SampledLookups, zero_rows
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -186,11 +186,13 @@ def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
         mask: packed, of one shard, or dense, of plain data.
         states: those with neither the shape of the mask nor its number of rows are left alone.
     """
-    shape = torch.Size(mask.rect[2:]) if isinstance(mask, BlockMask) else mask.shape
     if isinstance(mask, Tensor):
+        shape = mask.shape
         # A vector, too, is masked row by row.
         matrix = mask.unsqueeze(-1).flatten(1)
         mask = BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
+    else:
+        shape = torch.Size(mask.rect[2:])
     if not mask.removes:
         return
     for state, initial in states:
@@ -261,6 +263,7 @@ class Target:
         mask: returns the current mask: packed bits, or dense for plain data.
         parameter: the model's tensor over that storage, if there is one.
         owner: the module that holds it, and its name there.
+        samples: returns the sums of sampled lookups of a table's shard, live; None for plain data.
 
     Attributes:
         aliases: tensors over that storage whose writes torch counts: the parameter, and the
@@ -274,6 +277,7 @@ class Target:
     mask: Callable[[], BlockMask | Tensor]
     parameter: Tensor | None = None
     owner: tuple[nn.Module, str] | None = None
+    samples: Callable[[], Tensor] | None = None
     stepping: bool = False
     clean_at: int = 0
 
@@ -414,6 +418,10 @@ class DenseWeights:
             self._before_read()
             self._clean(target)
 
+        # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
+        if type(module) in (nn.Embedding, nn.EmbeddingBag) and target.samples is not None:
+            look = Hook(partial(_sample, SampledLookups([0]), target.mask, target.samples))
+            self._handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
         self._handles += [
             module.register_forward_pre_hook(Hook(before)),
             module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
@@ -515,6 +523,25 @@ def _meet_new_optimizers() -> RemovableHandle:
     return register_optimizer_step_pre_hook(meet)
 
 
+def _sample(
+    lookups: SampledLookups,
+    mask: Callable[[], Any],
+    samples: Callable[[], Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Count the lookups of one forward of an embedding, if it is one of the sample."""
+    ids = args[0] if args else kwargs.get("input")
+    # Lookups of an evaluation are no traffic.
+    if not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+        return
+    lookups.use({0: mask()}, {0: samples()})
+    if lookups.due():
+        with torch.no_grad():
+            lookups.add(ids.reshape(-1), [0, ids.numel()])
+
+
 def packed_targets(
     tables: PackedStore, modules: Modules, located: Mapping[str, ShardedData], fused: Set[Place]
 ) -> Iterator[Target]:
@@ -527,12 +554,13 @@ def packed_targets(
                 continue
             found = holding(shard.tensor)
             parameter, owner = held[found[0]] if found else (None, None)
-            mask = partial(_mask_of, tables, name, number)
-            yield Target(name, shard.tensor, mask, parameter, owner)
+            mask = partial(_numbered, tables.masks, name, number)
+            samples = partial(_numbered, tables.samples, name, number)
+            yield Target(name, shard.tensor, mask, parameter, owner, samples)
 
 
-def _mask_of(tables: PackedStore, name: str, number: int) -> BlockMask:
-    return tables.masks(name)[number]
+def _numbered(of_shards: Callable[[str], Sequence[Any]], name: str, number: int) -> Any:
+    return of_shards(name)[number]
 
 
 def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:

@@ -322,7 +322,6 @@ class MaskEnforcer(Enforcer):
         if not self.attached:
             raise RuntimeError("The enforcer is not attached: call attach(optimizer) first.")
 
-    @timed
     def _clean(self) -> None:
         """Clean dirty rows, except in collections that TorchRec has resharded: it calls their
         ``state_dict`` before it does, so that they were cleaned then."""
@@ -478,7 +477,7 @@ class MaskEnforcer(Enforcer):
         for module in self._known_lookups:
             self._handles += [
                 module.register_forward_pre_hook(Hook(self._before_forward)),
-                module.register_state_dict_pre_hook(Hook(lambda *_: self._clean())),  # type: ignore[no-untyped-call]
+                module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
             ]
         torchrec = torchrec_port()
         for model in models:
@@ -522,6 +521,10 @@ class MaskEnforcer(Enforcer):
         self._before_read()
         for dense in self._dense:
             dense.clean()
+
+    @timed
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._clean()
 
     def _before_average(self, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replaces a 2-D model's ``sync()``: what one copy has revived must not be averaged into

@@ -230,8 +230,8 @@ class TableBatchHooks:
                 for table, slot in slots.items()
                 if worth_keeping(slot.mask.rect, slot.mask.block)
             }
-        record = self._written.get(reader)
-        if record is None or record.keys() != slots.keys():
+        record = self._written.get(reader, {})
+        if record.keys() != slots.keys():
             record = {table: RowFlags(len(slot.weight)) for table, slot in slots.items()}
             self._written[reader] = record
             for rows in record.values():

@@ -24,10 +24,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import kernels_on, sent
+from dist_sparse.masking.device import kernels_on
 from dist_sparse.masking.masks import WORDS, BlockMask, positions, prune, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
+from dist_sparse.tables.shards import sent
 
 Ends = Sequence[int] | Tensor
 """Where the ids of each feature begin and, last, where they end: one more than there are features.
@@ -201,7 +202,7 @@ class SampledLookups:
     :data:`EVERY`: next to nothing, for any score.
 
     The sums are stored with the masks
-    (:meth:`~dist_sparse.sparsifiers.packed_store.Held.samples`) and start at 0 with new
+    (:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with new
     ones.
 
     Args:
@@ -221,8 +222,10 @@ class SampledLookups:
         Args:
             sums: int64 ``(2,)`` each, all lookups and those of removed rows, added to in place.
         """
-        self._masks, self._sums = masks, sums
-        self._removed, self._forwards = {}, 0
+        self._sums = sums
+        if [*map(id, masks.values())] != [*map(id, self._masks.values())]:
+            self._removed, self._forwards = {}, 0
+        self._masks = masks
 
     def due(self) -> bool:
         """Whether this forward is counted."""
@@ -301,7 +304,7 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
-        read.view(word).bitwise_and_(mask.words(blocks if mask.grid.rows > 1 else blocks[:1], word))
+        read.view(word).bitwise_and_(mask.words(blocks, word))
         table.index_copy_(0, some, read)
 
 
@@ -488,14 +491,17 @@ class ZeroedRows:
         """Zero removed weights in the dirty rows."""
         if self.revived:
             self.clean_all()
-        elif self._any_dirty and self._kernel is not None:
-            self._kernel.clean()
-            self._forget()
         elif self._any_dirty:
-            for table, slot in self._removing.items():
-                for rows in self._flags[table].parts():
-                    zero_rows(slot.weight, slot.mask, rows)
+            if self._kernel is not None:
+                self._kernel.clean()
+            else:
+                self._clean_flagged()
             self._forget()
+
+    def _clean_flagged(self) -> None:
+        for table, slot in self._removing.items():
+            for rows in self._flags[table].parts():
+                zero_rows(slot.weight, slot.mask, rows)
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""

@@ -33,7 +33,6 @@ from dist_sparse.masking.device import (
     FlatScores,
     NewBits,
     flat_width,
-    kernels_on,
     on_host,
     pieces_on,
     too_large,
@@ -266,9 +265,9 @@ def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
     for segment, histogram in zip(segments, read, strict=False):
         segment.histogram = histogram
     refused = any(map(_refused, read[len(segments) :]))
-    if segments:
-        counts = torch.stack(read[: len(segments)])
-        refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
+    # With zeros, as a rank may hold no shard.
+    counts = torch.stack([torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]])
+    refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
     # One of them raises, with the name of its table.
     for table in tables if refused else ():
         _find_refused(table.goal)
@@ -285,7 +284,7 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     [(rect, tensor)] = data.shards
     common = data.ranks, tensor.device, data.dtype, goal.measure
     # Products of two float64 are rounded, by kernels and CPUs in different places.
-    exact = tensor.dtype != torch.float64 and kernels_on(tensor.device) is not None
+    exact = tensor.dtype != torch.float64
     if exact and (width := flat_width(rect, goal.block, tensor)) is not None:
         return _score_flat, *common, width
     # Single elements are scored without a copy; taller blocks may reach into the next shard.
@@ -557,8 +556,7 @@ def _new_mask(
     if (bits := known.get((segment.batch, segment.number))) is not None:
         kept, dirty, removes = bits
         mask = BlockMask(rect, goal.block, kept)
-        if removes is not None:
-            mask.learn_removes(removes)
+        mask.learn_removes(removes)
         return NewMask(mask, dirty)
     slabs: dict[int, Tensor] = {}
     if table.cuts is not None:

@@ -106,13 +106,6 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return a tensor of ``values`` on a device, without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
 # Mask updates of shards that are flat sequences of equal blocks, by Triton kernels on CUDA.
 #
 # Blocks are parts of a row, as wide as a kernel can add up in the CPU's order, and no border cuts
@@ -150,6 +143,8 @@ def kernels_on(device: torch.device) -> Any:
 def flat_width(rect: Rect, block: Block, tensor: Tensor) -> int | None:
     """Return the elements of a block of the shard ``rect`` if the kernels can take it, else
     None."""
+    if kernels_on(tensor.device) is None:
+        return None
     grid = grid_of(rect, block)
     width = rect.cols if grid.cols == 1 else block[1]
     equal = block[0] == 1 and rect.cols == grid.cols * width
@@ -176,9 +171,9 @@ def _fits(listed: int, weights: Tensor) -> bool:
 Prefixes = Mapping[int, tuple[int, Tensor]]
 """By the number of a shard the leading bits of scores that are counted, and its first histogram."""
 
-NewBits = tuple[Tensor, Tensor, bool | None]
+NewBits = tuple[Tensor, Tensor, bool]
 """The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
-whether anything is removed (None: not known)."""
+whether anything is removed."""
 
 
 @dataclass(eq=False)
@@ -254,10 +249,10 @@ class FlatScores:
             low, high = max(1, prefix << before), ((prefix + 1) << before) - 1
             task = {"low": low, "high": high, "shift": shift}
             first_round = before == LEADING_SHIFT and not self.held
-            inside = int(counts[1 + prefix]) if first_round else 0
-            if not first_round or not _fits(inside, self._weights[number]):
+            if not (first_round and _fits(int(counts[1 + prefix]), self._weights[number])):
                 to_count[number] = task
                 continue
+            inside = int(counts[1 + prefix])
             scores, kept, dirty = self._ints(inside), self._words(number), self._words(number)
             made = _Narrowed(low, high, scores, torch.empty_like(scores), kept, dirty)
             narrowed[number] = made

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dist_sparse.masking.device import sent
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.tables.shards import sent
 
 # Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES: Final = 16
@@ -139,9 +138,14 @@ def sweep(
     counts = torch.zeros(len(jobs), 1 + buckets, dtype=torch.int64, device=device)
     # Counts need no places.
     listed = from_list and any(does.values())
-    constants = {"BUCKETS": buckets, "LISTED": listed, **scoring.constants()}
-    for name in ("holds", "lists", "packs"):
-        constants[name.upper()] = does.get(name, False)
+    constants = {
+        "BUCKETS": buckets,
+        "LISTED": listed,
+        "HOLDS": does.get("holds", False),
+        "LISTS": does.get("lists", False),
+        "PACKS": does.get("packs", False),
+        **scoring.constants(),
+    }
     _launch(sweep_kernel, jobs, scoring.width, device, counts, **constants)
     return counts
 
@@ -414,7 +418,7 @@ class Feature(NamedTuple):
     """Address of the flags of the rows."""
 
     @classmethod
-    def of(cls, weight: Tensor, mask: BlockMask, flags: Tensor) -> Feature:
+    def of(cls, weight: Tensor, mask: Any, flags: Tensor) -> Feature:
         rect, grid = mask.rect, mask.grid
         row_offset, block_rows = _axis(rect.row, rect.rows, mask.block[0], grid.rows)
         col_offset, block_cols = _axis(rect.col, rect.cols, mask.block[1], grid.cols)
@@ -457,9 +461,9 @@ class TritonRowCleaner:
             device and one dtype, as the tables of a batch have.
     """
 
-    def __init__(self, slots: Sequence[tuple[Tensor, BlockMask, Tensor] | None]) -> None:
-        self._alive = [slot for slot in slots if slot is not None]
-        self.needed = bool(self._alive)
+    def __init__(self, slots: Sequence[tuple[Tensor, Any, Tensor] | None]) -> None:
+        self._alive = list(filter(None, slots))
+        self.needed, self._cols = bool(self._alive), 1
         if not self.needed:
             return
         features, self._shifts = _features(slots)
@@ -491,7 +495,7 @@ class TritonRowCleaner:
                 with any stride: ``offsets[::batch_size]`` of FBGEMM's offsets costs neither a copy
                 nor a wait.
         """
-        self._on_ids(ids, ends, cols=self._cols if self.needed else 1, marks=False)
+        self._on_ids(ids, ends, cols=self._cols, marks=False)
 
     def clean(self) -> None:
         """Clean all flagged rows. They stay flagged."""
@@ -542,7 +546,7 @@ class TritonRowCleaner:
 
 
 def _features(
-    slots: Sequence[tuple[Tensor, BlockMask, Tensor] | None],
+    slots: Sequence[tuple[Tensor, Any, Tensor] | None],
 ) -> tuple[list[Feature], bool]:
     """Return the parameters of all features, and whether the kernel shifts."""
     features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]

@@ -202,13 +202,11 @@ class BlockMask:
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
         """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``;
         ``first`` must be a multiple of 8 (or grid.cols be), as those of :meth:`row_chunks` are."""
-        last = self.grid.rows if last is None else last
-        start = first * self.grid.cols
+        rows, start = len(range(self.grid.rows)[first:last]), first * self.grid.cols
         assert start % 8 == 0
-        count = (last - first) * self.grid.cols
-        return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(
-            last - first, self.grid.cols
-        )
+        count = rows * self.grid.cols
+        packed = self.bits[start // 8 : -(-(start + count) // 8)]
+        return unpack(packed, count).view(rows, self.grid.cols)
 
     def row_chunks(self, most: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks (None: as many
@@ -279,7 +277,7 @@ class BlockMask:
             return
         # Whole bytes of bits.
         step = max(1, pieces_on(live.device).flags // max(1, self.rect.cols) // 8) * 8
-        for first in range(0, self.rect.rows if self.blocks else 0, step):
+        for first in range(0, self.rect.rows, step):
             rows = slice(first, min(first + step, self.rect.rows))
             live[rows].view(word).bitwise_and_(self.words(rows, word))
 
@@ -313,7 +311,7 @@ class BlockMask:
         if self.grid.rows == 1 or self.block[0] != 1:
             return self.grid.rows == 1
         uncut = self.rect.cols == self.grid.cols * self.block[1]
-        return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0)
+        return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0 < self.grid.cols)
 
     @staticmethod
     def apply_all_changed_(
@@ -356,9 +354,7 @@ class BlockMask:
                 return
             for first in range(0, len(gone), _WRITTEN):
                 found = positions(gone[first : first + _WRITTEN]).add_(8 * first)
-                if first + _WRITTEN >= len(gone):
-                    found = found[found < len(blocks)]
-                blocks.index_fill_(0, found, 0)
+                blocks.index_fill_(0, found[found < len(blocks)], 0)
             return
         others = BlockMask(self.rect, self.block, ~gone)
         for rows, kept in others.element_chunks(only_removing=live.is_cpu):
@@ -484,8 +480,7 @@ def prune(shards: Iterable[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None
     """
     launches: dict[tuple[Any, ...], list[Any]] = {}
     for mask, tensor, changed in shards:
-        kernels = kernels_on(tensor.device)
-        width = None if kernels is None else flat_width(mask.rect, mask.block, tensor)
+        kernels, width = kernels_on(tensor.device), flat_width(mask.rect, mask.block, tensor)
         if width is None:
             # To find what is to be written would wait for the device.
             mask.apply_(tensor)

@@ -27,10 +27,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import FlatScores, NewBits, Prefixes, count_each, pieces_on, sent
+from dist_sparse.masking.device import FlatScores, NewBits, Prefixes, count_each, pieces_on
 from dist_sparse.masking.masks import pack
 from dist_sparse.records import LEADING_SHIFT
-from dist_sparse.tables.shards import Block, Rect, grid_of
+from dist_sparse.tables.shards import Block, Rect, grid_of, sent
 
 # The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
 NOT_FINITE = 0x7F800000
@@ -457,7 +457,7 @@ class JointScores:
         found: dict[int, NewBits] = {}
         for number in limits:
             table = slice(*self._starts[number : number + 2])
-            found[number] = pack(~gone[table]), pack(dirty[table]), None
+            found[number] = pack(~gone[table]), pack(dirty[table]), bool(gone[table].any())
         return found
 
 

@@ -154,10 +154,12 @@ def select_smallest(
     thresholds = [NOTHING] * len(candidates)
     searches: dict[int, _ScoreSearch] = {}
     for i, table in enumerate(candidates):
+        if table.k <= 0:
+            continue
         # Only a pool can keep blocks of a table that it may remove as a whole.
-        if table.k > 0 and (pool or table.only_zeros or table.k < table.blocks):
+        if pool or table.only_zeros or table.k < table.blocks:
             searches[i] = _ScoreSearch(table)
-        elif table.k > 0:
+        else:
             thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds

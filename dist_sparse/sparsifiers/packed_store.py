@@ -390,6 +390,10 @@ class PackedStore:
         """Return the masks of this rank's shards, in their order."""
         return self._tables[name].masks
 
+    def samples(self, name: str) -> list[Tensor]:
+        """Return :attr:`Held.samples` of this rank's shards."""
+        return [held.samples for held in self._tables[name].shards]
+
     def block(self, name: str) -> Block:
         """Return the block that one bit of the table's masks covers, known on ranks without a
         shard too."""

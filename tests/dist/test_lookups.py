@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_sparse import RunLog, sparsify
 from dist_sparse.enforcer import rows as rows_module
@@ -80,6 +80,29 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
     ]
     assert logged == wanted and any(removed for _, removed in wanted[-1].values())
     assert f"lookups of removed rows: {percent(whole)}\n" in inspect_text(run) + "\n"
+    sparse.detach()
+
+
+def test_embeddings_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second forward is counted, in training only, and from the last mask update on."""
+    monkeypatch.setattr(rows_module, "EVERY", 2)
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(40, 4), "word": nn.Embedding(30, 4)})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    sparse = sparsify(model, optimizer, level=0.5, begin=0, end=0, min_rows=0)
+    ids = [torch.randint(30, (6, 5)) for _ in range(4)]
+    for batch_ids in ids:
+        loss = model["bag"](batch_ids).sum() + model["word"](input=batch_ids).sum()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model["bag"](torch.zeros(1, 50, dtype=torch.int64))
+        sparse.step()
+    text = sparse.summary().splitlines()[-1]
+    for name in ("bag", "word"):
+        removed = sparse.sparsifier.full_mask(name)[:, 0] == 0
+        # The first forward was before the mask update at step 0.
+        hit = torch.cat([removed[ids[1]], removed[ids[3]]]).float().mean()
+        assert f"{name} {percent(float(hit))}" in text
     sparse.detach()
 
 
