@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Hook
+from dist_sparse.enforcer import Hook
 from dist_sparse.rotation.rotate import expect_bases
 from dist_sparse.sparsifiers.recorder import configured_level
 from dist_sparse.training.arguments import SparsifyArgs

@@ -21,8 +21,8 @@ from dist_sparse.checks import digest, integer, number
 from dist_sparse.codes.books import ENTRIES, assign, entries_at, learned, refit, sampled
 from dist_sparse.compaction import tables as compact
 from dist_sparse.compaction.moving import sparsifier_of
+from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import collections_of, lookups_of
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

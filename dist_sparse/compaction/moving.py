@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.enforcer.optimizers import initial_state, leaves
+from dist_sparse.enforcer.dense import initial_state, leaves
 from dist_sparse.groups import Group, Parcels, group_over
 from dist_sparse.masking.masks import BlockMask, pack, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -1,5 +1,127 @@
-"""Removed weights stay zero while a model trains."""
+"""Removed weights stay zero while a model trains.
 
-from dist_sparse.enforcer.enforcer import MaskEnforcer
+Here are the hooks that a copy of a model does not inherit, methods wrapped for a while, and the
+time spent in them.
 
-__all__ = ["MaskEnforcer"]
+``copy.deepcopy(model)`` (a moving average of the weights) and ``torch.save(model)`` copy a module's
+hooks, and with a bound method everything that it refers to. So a :class:`Hook` is copied and
+pickled as one that does nothing, and a :class:`Wrapped` method as the plain one.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+_ATTACHED: Final = (
+    "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
+    " that, not before."
+)
+
+
+class Hook:
+    """Calls a function, until it is copied.
+
+    Raises:
+        RuntimeError: ``torch.export`` or the capture of a CUDA graph runs it: what it does is no
+            part of a graph.
+        AttributeError: ``torch.jit.script`` asks for its ``__name__``.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call is None:
+            return None
+        if torch.compiler.is_exporting():
+            raise RuntimeError(f"torch.export can't trace {_ATTACHED}")
+        # A replay would run no hooks, and read masks at the addresses of the capture.
+        cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if cuda_runs and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph can't capture the hooks that keep removed weights at zero: leave"
+                " sparsified tables and the optimizers of such weights out of the capture."
+            )
+        return self._call(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        # TorchScript compiles hooks by name. An AttributeError, so that hasattr() and getattr()
+        # work as before.
+        raise AttributeError(f"TorchScript can't compile {_ATTACHED}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class Wrapped:
+    """Replaces one object's method: ``around(method, *args, **kwargs)`` is called instead, until
+    :meth:`remove`. The same method may be wrapped several times, and the wrappers removed in any
+    order."""
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name = owner, name
+        # None once it is removed.
+        self._around: Callable[..., Any] | None = around
+        # The class's method, bound, or the wrapper below this one.
+        self._method = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._around is None:
+            return self._method(*args, **kwargs)
+        return self._around(self._method, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Restore the method. A wrapper below another one only passes calls on from now on."""
+        self._around = None
+        top = self._owner.__dict__.get(self._name)
+        while isinstance(top, Wrapped) and top._around is None:
+            # Uncover what is below, which was perhaps removed before.
+            delattr(self._owner, self._name)
+            top = top._method
+            if isinstance(top, Wrapped):
+                setattr(self._owner, self._name, top)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # deepcopy enters an object in its memo before its attributes.
+        copied = memo.get(id(self._owner), self._owner)
+        return getattr(type(copied), self._name).__get__(copied)
+
+
+class Clock:
+    """Host seconds spent in :func:`timed` methods. Methods that call each other count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._started = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._started
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the time of a method to the ``clock`` of its object."""
+
+    @functools.wraps(method)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.clock:
+            return method(self, *args, **kwargs)
+
+    return measured

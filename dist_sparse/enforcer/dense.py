@@ -5,32 +5,249 @@ parameters, data-parallel tables.
 rows of a sparse gradient. Hooks see the steps of every torch optimizer, also of one made later.
 Torch counts other writes (a load, ``copy_`` under ``no_grad``); they are masked before a module
 next reads the weight.
+
+First the optimizers: which one of several wrapped ones steps, which rows a step writes, and the
+state of removed weights. TorchRec, Lightning and others wrap optimizers in optimizers. A post-step
+hook runs only on those whose ``step`` torch has wrapped, so hooks are registered on the innermost
+ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer import optimizers
-from dist_sparse.enforcer.fused import Place
-from dist_sparse.enforcer.hooks import Clock, Hook, timed
-from dist_sparse.enforcer.ids import SampledLookups
-from dist_sparse.enforcer.optimizers import Masked, Stepped, local, same_storage
-from dist_sparse.enforcer.rows import zero_rows
+from dist_sparse.enforcer import Clock, Hook, timed
+from dist_sparse.enforcer.rows import SampledLookups, zero_rows
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.shards import ShardedData
+from dist_sparse.tables.modules import torchrec_port
+from dist_sparse.tables.shards import Rect, ShardedData, memory_of
+
+State = tuple[Tensor, float]
+"""A live view, and the optimizer's initial value."""
+
+
+class Place(NamedTuple):
+    """The mask of a shard: the registered name of its table, and the shard's number in it."""
+
+    name: str
+    number: int
+
+
+class Masked(NamedTuple):
+    """A registered weight: its name, live storage and current mask (packed bits, or dense for plain
+    data)."""
+
+    name: str
+    weight: Tensor
+    mask: BlockMask | Tensor
+
+
+class Stepped(NamedTuple):
+    """A registered weight, and the state that an optimizer keeps of it.
+
+    Args:
+        name: under which it is registered.
+        weight: its live storage.
+        states: for each weight, for each row, or step counts.
+        sums: the squared gradients that Adagrad has summed; None of another optimizer.
+        by_element: it has state for each element, which a first step may yet have to make.
+    """
+
+    name: str
+    weight: Tensor
+    states: list[State]
+    sums: State | None
+    by_element: bool
+
+
+def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers inside ``optimizer`` that step parameters themselves: not TorchRec's
+    fused ones, whose tables are updated inside the backward.
+
+    Raises:
+        ValueError: something in there is no optimizer.
+    """
+    torchrec = torchrec_port()
+    parts = torchrec.combined(optimizer) if torchrec else None
+    # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
+    if parts is None and hasattr(optimizer, "_optimizer"):
+        parts = [optimizer._optimizer]
+    if parts is not None:
+        for part in parts:
+            yield from leaves(part)
+    elif combines(optimizer):
+        return
+    elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(
+        optimizer, "_optimizer_step_post_hooks"
+    ):
+        yield optimizer
+    else:
+        raise ValueError(
+            f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer"
+            " whose constructor has run, or a wrapper of one in its attribute _optimizer: masks"
+            " are applied by a hook on its step()."
+        )
+
+
+def combines(optimizer: object) -> bool:
+    """Whether an optimizer is TorchRec's, of several ones or of what runs inside the backward."""
+    torchrec = torchrec_port()
+    return torchrec is not None and (
+        torchrec.is_fused(optimizer) or torchrec.combined(optimizer) is not None
+    )
+
+
+def keeps_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer keeps, or will keep, state for each element of a weight. Plain
+    SGD and row-wise ones, with a number for each row, do not."""
+    # By class and name, not by state: before the first step there is none.
+    if type(optimizer) is torch.optim.SGD:
+        return any(group["momentum"] for group in optimizer.param_groups)
+    return not type(optimizer).__name__.lower().startswith("rowwise")
+
+
+def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """Return the rows of ``parameter`` that the last step may have written, int64 ``(n,)``,
+    possibly repeated.
+
+    None means any row: only for sparse gradients, and optimizers that write no other row, the rows
+    are known.
+    """
+    grad = parameter.grad
+    if grad is None or not grad.is_sparse:
+        return None
+    # Exactly these classes: a subclass may write more.
+    only_those = {
+        torch.optim.SparseAdam: True,
+        torch.optim.Adagrad: True,
+        # Momentum moves every row that was ever touched.
+        torch.optim.SGD: not keeps_elements(optimizer),
+    }
+    return grad._indices()[0] if only_those.get(type(optimizer)) else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the storage of this rank behind a parameter: of a DTensor its local tensor."""
+    # Without to_local(), which would make another tensor, with an autograd node.
+    inner = getattr(tensor, "_local_tensor", None)
+    return inner if isinstance(inner, Tensor) else tensor
+
+
+def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
+    """Return a function that lists the indices of those ``tensors`` that share memory with a given
+    one.
+
+    Views and ``.data`` of a parameter are other objects than the parameter; memory is what they
+    have in common.
+    """
+    # By storage: most hold one tensor.
+    known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for i, tensor in enumerate(map(local, tensors)):
+        # Empty tensors share nothing.
+        if tensor.numel():
+            known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
+
+    def find(tensor: Tensor) -> list[int]:
+        held = known.get(tensor.untyped_storage().data_ptr())
+        if not held or not tensor.numel():
+            return []
+        first, end = memory_of(tensor)
+        return [i for i, start, behind in held if max(first, start) < min(end, behind)]
+
+    return find
+
+
+_INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
+"""State whose initial value is not 0, and the option that holds that value: in Adagrad and row-wise
+Adagrad, and in Rprop."""
+
+
+def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
+    """Set the state of weights removed by ``mask`` to its initial value.
+
+    State with an element for each weight is reset with its element. State with one for each row of
+    a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other state
+    (step counts) belongs to no weight.
+
+    Args:
+        mask: packed, of one shard, or dense, of plain data.
+        states: those with neither the shape of the mask nor its number of rows are left alone.
+    """
+    if isinstance(mask, Tensor):
+        shape = mask.shape
+        # A vector, too, is masked row by row.
+        matrix = mask.unsqueeze(-1).flatten(1)
+        mask = BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
+    else:
+        shape = torch.Size(mask.rect[2:])
+    if not mask.removes:
+        return
+    for state, initial in states:
+        if state.shape == shape:
+            by_row = state.data.view(mask.rect[2:])
+            for rows, kept in mask.element_chunks():
+                by_row[rows].masked_fill_(~kept, initial)
+        # One number for each row: (rows,) or (rows, 1).
+        elif state.dim() in (1, 2) and shape[:1] == (state.numel(),) == state.shape[:1]:
+            state.data.view(-1).masked_fill_(mask.dead_rows().to(state.device), initial)
+
+
+def state_of(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
+) -> dict[str, State]:
+    """Return the optimizer's state by name for ``weight``, which is ``parameter``, its matrix of
+    one row, or a part of it."""
+    found: dict[str, State] = {}
+    here = local(parameter)
+    # A part of a parameter is contiguous elements of it, from the first one on.
+    first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
+    last = first + weight.numel()
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        state, initial = local(value), initial_state(optimizer, parameter, name)
+        if state.shape == here.shape and state.is_contiguous():
+            found[name] = state.view(-1)[first:last].view_as(weight), initial
+        elif here.dim() and here.numel() and state.numel() == here.shape[0]:
+            # One number for each row: a part of whole rows has a part of them.
+            width = here.numel() // here.shape[0]
+            found[name] = state.view(-1)[first // width : last // width], initial
+    return found
+
+
+def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
+    """Return the initial value of a parameter's state, by the options of its group."""
+    # By identity: == of tensors compares elements.
+    [group] = [
+        group for group in optimizer.param_groups if id(parameter) in map(id, group["params"])
+    ]
+    return float(group.get(_INITIAL.get(name, ""), 0.0))
+
+
+def stepped(
+    name: str, optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
+) -> Stepped:
+    """Return what an optimizer keeps of ``weight``, a part of ``parameter``."""
+    states = state_of(optimizer, parameter, weight)
+    is_adagrad = "initial_accumulator_value" in optimizer.defaults
+    sums = states.get("sum") if is_adagrad else None
+    return Stepped(name, weight, [*states.values()], sums, keeps_elements(optimizer))
+
+
+# Weights that plain optimizers step.
 
 Modules = Mapping[nn.Module, Mapping[str, nn.Module]]
 """All modules by path, by model."""
@@ -141,7 +358,7 @@ class DenseWeights:
     ) -> None:
         self.targets, self.clock, self._before_read = targets, clock, before_read
         self._handles: list[RemovableHandle] = []
-        self._optimizers = [*chain.from_iterable(map(optimizers.leaves, given))]
+        self._optimizers = [*chain.from_iterable(map(leaves, given))]
         self._over = same_storage([target.weight for target in self.targets])
         # Of each optimizer the targets that it steps, each with its parameter there, and the number
         # of all its parameters.
@@ -157,8 +374,24 @@ class DenseWeights:
         """
         stepped = same_storage([*chain.from_iterable(map(_parameters_of, self._optimizers))])
         for target in self.targets:
-            if not stepped(target.weight):
-                _refuse_trained(target)
+            if stepped(target.weight):
+                continue
+            if target.parameter is not None and target.parameter.requires_grad:
+                raise ValueError(
+                    f"No optimizer given steps {target.name!r}, which requires a gradient: its"
+                    " removed weights would come back unseen. Pass all optimizers, or freeze it by"
+                    " requires_grad_(False)."
+                )
+            # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen
+            # parameter. A shard of an unknown model may be written by anything.
+            packed = isinstance(target.mask(), BlockMask)
+            if packed and not isinstance(target.parameter, nn.Parameter):
+                raise ValueError(
+                    f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
+                    " the given optimizers steps it, so removed weights might come back undetected."
+                    " Register the model that contains it by add_model(), or call squash_mask()"
+                    " first."
+                )
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -221,7 +454,7 @@ class DenseWeights:
         """Yield the targets, each with the state of an optimizer that steps it."""
         for leaf, (pairs, _) in self._stepped.items():
             for target, parameter in pairs:
-                yield optimizers.stepped(target.name, leaf, parameter, target.weight)
+                yield stepped(target.name, leaf, parameter, target.weight)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with its parameter there. A new one gets
@@ -264,26 +497,7 @@ class DenseWeights:
             for target, parameter in self.meet(optimizer):
                 # Without a gradient, torch's optimizers leave a parameter alone.
                 if target.dirty or parameter.grad is not None:
-                    target.clean(optimizers.step_rows(optimizer, parameter))
-
-
-def _refuse_trained(target: Target) -> None:
-    """Refuse a target that none of the given optimizers steps, if something else may write it."""
-    if target.parameter is not None and target.parameter.requires_grad:
-        raise ValueError(
-            f"No optimizer given steps {target.name!r}, which requires a gradient: its removed"
-            " weights would come back unseen. Pass all optimizers, or freeze it by"
-            " requires_grad_(False)."
-        )
-    # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen parameter. A
-    # shard of an unknown model may be written by anything.
-    packed = isinstance(target.mask(), BlockMask)
-    if packed and not isinstance(target.parameter, nn.Parameter):
-        raise ValueError(
-            f"Can't tell what writes {target.name!r}: it is not a parameter, and none of the given"
-            " optimizers steps it, so removed weights might come back undetected. Register the"
-            " model that contains it by add_model(), or call squash_mask() first."
-        )
+                    target.clean(step_rows(optimizer, parameter))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -302,7 +516,7 @@ def _meet_new_optimizers() -> RemovableHandle:
 
     def meet(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Wrappers call the step of an inner optimizer, which comes here too.
-        if not hasattr(optimizer, "_optimizer") and not optimizers.combines(optimizer):
+        if not hasattr(optimizer, "_optimizer") and not combines(optimizer):
             for weights in list(_hooked):
                 weights.meet(optimizer)
 

@@ -14,32 +14,32 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.dense import DenseWeights, Modules, Target, packed_targets, plain_targets
-from dist_sparse.enforcer.fused import (
-    Place,
-    Places,
-    TableBatchHooks,
-    collections_of,
-    lookups_of,
-    places_in,
-    places_of,
-)
-from dist_sparse.enforcer.hooks import Clock, Hook, Wrapped, timed
-from dist_sparse.enforcer.optimizers import (
+from dist_sparse.enforcer import Clock, Hook, Wrapped, timed
+from dist_sparse.enforcer.dense import (
+    DenseWeights,
     Masked,
+    Modules,
+    Place,
     State,
     Stepped,
+    packed_targets,
+    plain_targets,
     reset_state,
     same_storage,
 )
+from dist_sparse.enforcer.fused import (
+    TableBatchHooks,
+    collections_of,
+    lookups_of,
+)
 from dist_sparse.groups import cut
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -47,8 +47,6 @@ from dist_sparse.sparsifiers.step import Enforcer
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
-
-_STATES: Final = ("keep", "reset")
 
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 """All that are attached, so that no weight gets two masks."""
@@ -124,8 +122,8 @@ class MaskEnforcer(Enforcer):
                 f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a data"
                 " sparsifier."
             )
-        if optimizer_state not in _STATES:
-            raise ValueError(f"Invalid {optimizer_state=}: must be one of {_STATES}.")
+        if optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"Invalid {optimizer_state=}: must be one of ('keep', 'reset').")
         self.clock = Clock()
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
@@ -420,7 +418,7 @@ class MaskEnforcer(Enforcer):
         tables.reshard(walked.located)
         modules = chain.from_iterable(each.values() for each in walked.modules.values())
         collections = list(collections_of(modules))
-        fused = self._fused_tables(collections, places_of(walked.located))
+        fused = self._fused_tables(collections, walked.located)
         known = set(chain.from_iterable(places.values() for _, places in fused))
         packed = packed_targets(tables, walked.modules, walked.located, known)
         targets = [*packed, *plain_targets(self._sparsifier)]
@@ -428,7 +426,10 @@ class MaskEnforcer(Enforcer):
         if check:
             _check_not_compiled(walked.modules, [*collections, *dense.owners])
             dense.check_stepped()
-            refuse_masked(_weights(walked.located, targets), but=self)
+            weights = [(target.name, target.weight) for target in targets]
+            for name, data in walked.located.items():
+                weights += [(name, shard.tensor) for shard in data.shards]
+            refuse_masked(weights, but=self)
         # Last: nothing of the old hooks is lost if something above is refused.
         for hooks, places in fused:
             hooks.moved_to(places)
@@ -443,16 +444,25 @@ class MaskEnforcer(Enforcer):
             self._reset_states(self._masks())
 
     def _fused_tables(
-        self, collections: Sequence[nn.Module], places: Places
+        self, collections: Sequence[nn.Module], located: Mapping[str, ShardedData]
     ) -> list[tuple[TableBatchHooks, dict[int, Place]]]:
         """Return the hooks of batches with registered tables, and the places of their masks. All
         other batches get no hooks, and cost nothing."""
         # A batch that stays keeps its hooks, since a backward may be on its way to them.
         attached = {hooks.module: hooks for hooks in self._batches}
+        places: dict[tuple[int, torch.Size], Place] = {}
+        for name, data in located.items():
+            for number, (_, weight) in enumerate(data.shards):
+                places[weight.data_ptr(), weight.shape] = Place(name, number)
         found = []
         for collection in collections:
             for batch in collection_of(collection).batches():
-                if registered := places_in(batch, places):
+                # By the number of the table in the batch.
+                registered: dict[int, Place] = {}
+                for table, weight in enumerate(batch.weights()):
+                    if place := places.get((weight.data_ptr(), weight.shape)):
+                        registered[table] = place
+                if registered:
                     hooks = attached.get(batch.module)
                     if hooks is None:
                         hooks = TableBatchHooks(batch, collection, self._sparsifier, self.clock)
@@ -536,16 +546,6 @@ class MaskEnforcer(Enforcer):
             batch.mark_all()
 
 
-def _weights(
-    located: Mapping[str, ShardedData], targets: Sequence[Target]
-) -> list[tuple[str, Tensor]]:
-    """Return the weights of registered tables and of what plain optimizers step, by name."""
-    weights = [(target.name, target.weight) for target in targets]
-    for name, data in located.items():
-        weights += [(name, shard.tensor) for shard in data.shards]
-    return weights
-
-
 def settle_all(weights: Sequence[Tensor]) -> None:
     """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
     Local."""
@@ -599,14 +599,12 @@ def _check_not_compiled(modules: Modules, registered: Sequence[nn.Module]) -> No
     holding = set(registered)
     for by_path in modules.values():
         for path, module in by_path.items():
-            if _is_compiled(module) and not holding.isdisjoint(module.modules()):
+            # torch.compile(module) wraps it; module.compile() replaces its call in place.
+            wrapped = hasattr(module, "_orig_mod")
+            compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
+            if compiled and not holding.isdisjoint(module.modules()):
                 raise ValueError(
                     f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run"
                     " inside torch.compile, so removed weights would come back unseen. Attach to"
                     " the model as it was before torch.compile."
                 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # torch.compile(module) wraps it; module.compile() replaces its call in place.
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

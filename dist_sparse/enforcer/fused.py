@@ -4,7 +4,7 @@ Hooks read the ids of a lookup at the kernel, after the input distribution: ther
 the shard, whatever the sharding. A table is masked in one of two ways:
 
 - *by its ids*, if it keeps or removes whole rows: the ids of removed rows are dropped or weigh
-  nothing (:mod:`~dist_sparse.enforcer.ids`), so that these rows stay zero by themselves.
+  nothing (:mod:`~dist_sparse.enforcer.rows`), so that these rows stay zero by themselves.
 - *by zeroing*, for all other blocks, for scores that need the gradients of removed rows, and for
   optimizers that move a row at gradient 0. Rows that a backward writes are flagged as dirty. They
   are cleaned before a lookup reads them, or before weights are scored, saved or read.
@@ -17,33 +17,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer.hooks import Clock, Hook, timed
-from dist_sparse.enforcer.ids import Ends, LookupCounts, MaskedIds, SampledLookups
-from dist_sparse.enforcer.optimizers import Masked, State, Stepped
-from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, add_pruned, flag
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.enforcer import Clock, Hook, timed
+from dist_sparse.enforcer.dense import Masked, Place, State, Stepped
+from dist_sparse.enforcer.rows import (
+    Ends,
+    KeptIds,
+    LookupCounts,
+    RowFlags,
+    SampledLookups,
+    Slot,
+    ZeroedRows,
+    add_pruned,
+    flag,
+)
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.tables.shards import CACHED, ShardedData
-
-
-class Place(NamedTuple):
-    """The mask of a shard: the registered name of its table, and the shard's number in it."""
-
-    name: str
-    number: int
-
-
-Places = Mapping[tuple[int, torch.Size], Place]
-"""Masks by the address and the shape of the weights."""
+from dist_sparse.tables.shards import CACHED
 
 Ids = tuple[Tensor, Ends]
 """The ids of a lookup, and where those of each feature begin and end."""
@@ -148,7 +146,11 @@ class TableBatchHooks:
         self._drops = self._on_cpu and self._batch.pooling == "sum"
         self._features = list(batch.features)
         self._order = StreamOrder(device)
-        self._ids = MaskedIds(batch, self._drops)
+        # Of tables that are masked by their ids, if they have removed rows.
+        self._kept: KeptIds | None = None
+        # Whether ids of removed rows were dropped, or weighed nothing, in the last lookup, and
+        # whether those of the kernel's next call are to weigh nothing.
+        self._masked = self._to_weigh = False
         self._rows = ZeroedRows(self._features, device)
         self._counts = LookupCounts(self._features)
         self._sampled = SampledLookups(self._features)
@@ -169,7 +171,7 @@ class TableBatchHooks:
             self.module.register_forward_hook(Hook(self._after_lookup)),
         ]
         if self._batch.pooling != "none":
-            weigh, restore = Hook(self._ids.before_kernel), Hook(self._ids.after_kernel)
+            weigh, restore = Hook(self._weigh), Hook(lambda *_: self._batch.restore_pooling())
             self._handles += [
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
@@ -228,8 +230,8 @@ class TableBatchHooks:
                 for table, slot in slots.items()
                 if worth_keeping(slot.mask.rect, slot.mask.block)
             }
-        record = self._written.get(reader)
-        if record is None or record.keys() != slots.keys():
+        record = self._written.get(reader, {})
+        if record.keys() != slots.keys():
             record = {table: RowFlags(len(slot.weight)) for table, slot in slots.items()}
             self._written[reader] = record
             for rows in record.values():
@@ -321,7 +323,7 @@ class TableBatchHooks:
             # Otherwise its ids pass unchanged.
             if mask.removes:
                 kept[table] = mask.dead_rows().logical_not_()
-        self._ids.use(kept)
+        self._kept = KeptIds(kept, self._features) if kept else None
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
@@ -343,8 +345,12 @@ class TableBatchHooks:
     def _before_lookup(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._order.before_read()
         self._current()
-        requested = args[0]
-        passed = self._ids.pass_on(requested)
+        requested = passed = args[0]
+        if self._drops and self._kept is not None:
+            passed = self._kept.among(requested)
+        self._masked = passed is not requested
+        # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
+        self._to_weigh = not self._masked and torch.is_grad_enabled()
         sampled = self._sampled.due()
         with torch.no_grad():
             if sampled:
@@ -355,6 +361,15 @@ class TableBatchHooks:
                 self._rows.clean_read(*_local_ids(passed))
         self._last = requested, passed
         return passed, *args[1:]
+
+    def _weigh(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
+        """Forward pre-hook of FBGEMM's module: let ids of removed rows weigh nothing, unless they
+        were dropped."""
+        if not self._to_weigh:
+            return None
+        self._masked = True
+        changed = None if self._kept is None else self._batch.weighed(call, self._kept.flags)
+        return None if changed is None else (args, changed)
 
     def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         requested, passed = self._last
@@ -368,7 +383,7 @@ class TableBatchHooks:
         lookup = _Lookup(
             every=_copied_ids(requested) if is_ours and self._counts else written,
             written=written,
-            masked=is_ours and self._ids.masked,
+            masked=is_ours and self._masked,
             # The key begins with _masks_key().
             masks_key=self._key[:2],
         )
@@ -392,7 +407,18 @@ class TableBatchHooks:
                 self._record_writes(lookup)
             if self._counts:
                 self._counts.add(*lookup.every)
-            return self._ids.without_removed(grad, *lookup.written)
+            return self._without_removed(grad, *lookup.written)
+
+    def _without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
+        """Return the gradient of a sequence with zeros for removed rows; None for no change."""
+        if self._kept is None or self._batch.pooling != "none":
+            return None
+        removed = self._kept.flags(ids, ends).logical_not_()
+        if not grad.is_cpu:
+            return grad.masked_fill(removed.unsqueeze(1), 0)
+        # Takes half the time of masked_fill(), but the host would wait for a device.
+        copied = grad.clone(memory_format=torch.contiguous_format)
+        return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
     def _record_writes(self, lookup: _Lookup) -> None:
         """Record the rows that a backward is about to write."""
@@ -406,26 +432,7 @@ class TableBatchHooks:
         # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"
         if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):
-            self._rows.revived |= self._ids.any_removed
-
-
-def places_of(located: Mapping[str, ShardedData]) -> Places:
-    """Return where the masks of this rank's shards are."""
-    found = {}
-    for name, data in located.items():
-        for number, shard in enumerate(data.shards):
-            found[_memory(shard.tensor)] = Place(name, number)
-    return found
-
-
-def _memory(weight: Tensor) -> tuple[int, torch.Size]:
-    return weight.data_ptr(), weight.shape
-
-
-def places_in(batch: TableBatch, places: Places) -> dict[int, Place]:
-    """Return the places of a batch's registered tables, by their number in the batch."""
-    found = map(places.get, map(_memory, batch.weights()))
-    return {table: place for table, place in enumerate(found) if place is not None}
+            self._rows.revived |= self._kept is not None
 
 
 def fused_sums(models: Iterable[nn.Module]) -> dict[int, State]:

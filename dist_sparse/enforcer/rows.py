@@ -1,27 +1,255 @@
-"""Zero the removed weights of a few rows of a table, and flag the rows that were written.
+"""The rows that lookups name: removed ones masked by their ids, dirty ones zeroed, all counted.
 
-A row is *dirty* from the backward that wrote it until its removed weights are zeroed again. To
-clean a row, 16 to 64 bytes of its mask are read, and nothing of other rows. On CUDA a kernel in
-:mod:`dist_sparse.enforcer.rows_triton` flags and cleans rows, without the host knowing which.
+A removed row is a row of zeros, and stays one if no optimizer moves it. So whole rows are masked by
+their ids alone. In sums on a CPU, ids of removed rows are dropped before the lookup: they are not
+read and get no gradient. All others keep their order, so that sums and updates are the same, bit
+for bit. Elsewhere these ids weigh nothing: on a device the host would wait in every forward for the
+number of remaining ids; a mean counts all ids; a sequence has a place for each.
 
-Arguments ``ids`` and ``ends`` are as in :mod:`~dist_sparse.enforcer.ids`.
+Of other blocks, a row is *dirty* from the backward that wrote it until its removed weights are
+zeroed again. To clean a row, 16 to 64 bytes of its mask are read, and nothing of other rows. On
+CUDA a kernel flags and cleans rows, without the host knowing which.
+
+Ids come feature after feature, int32 or int64 ``(n,)``, as local row numbers. An id outside of its
+table counts as row 0, which FBGEMM's bounds check makes of it.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dist_sparse.enforcer.ids import Ends, in_table
-from dist_sparse.masking.flat import Pruned, prune
-from dist_sparse.masking.masks import WORDS, BlockMask, positions, spread, wide
-from dist_sparse.tables.shards import Shard
+from dist_sparse.masking.device import kernels_on
+from dist_sparse.masking.masks import WORDS, BlockMask, positions, prune, wide
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED
+from dist_sparse.tables.modules import torchrec_port
+from dist_sparse.tables.shards import sent
+
+Ends = Sequence[int] | Tensor
+"""Where the ids of each feature begin and, last, where they end: one more than there are features.
+On a device a tensor, so that the host does not wait for it."""
+
+EVERY: Final = 16
+"""One forward in so many is sampled, beginning with the first after a mask update."""
+
+
+def in_table(ids: Tensor, rows: int | Tensor) -> Tensor:
+    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``: of one table, or of the
+    table of each id."""
+    ids = ids.long()
+    # Reading two numbers is quicker than three more passes, where that does not wait for a device.
+    if isinstance(rows, int) and ids.is_cpu:
+        least, most = ids.aminmax()
+        if int(least) >= 0 and int(most) < rows:
+            return ids
+    return torch.where((ids < 0) | (ids >= rows), 0, ids)
+
+
+def rows_by_feature(
+    rows: Mapping[int, int], features: Sequence[int], ids: Tensor, ends: Ends
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the table of each feature, the rows that its ids name, int64 ``(n,)``, and which of
+    them count, bool ``(n,)``.
+
+    On a device, where slices would wait for ``ends``, all ids come with each feature, and count as
+    none in row 0 if they belong to another one.
+
+    Args:
+        rows: of each table, by its number; ids of other tables are left out.
+        features: for each feature the number of its table.
+    """
+    if isinstance(ends, Tensor):
+        feature_of_each = _feature_of_each(ids, ends)
+        for feature, table in enumerate(features):
+            if table in rows:
+                mine = feature_of_each == feature
+                yield table, in_table(ids, rows[table]).masked_fill(~mine, 0), mine
+        return
+    for table, at in ids_of_tables(rows, features, ends):
+        found = in_table(ids[at], rows[table])
+        yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
+
+
+def ids_of_tables(
+    tables: Container[int], features: Sequence[int], ends: Sequence[int]
+) -> Iterator[tuple[int, slice]]:
+    """Yield the table of each feature that has ids, if it is one of ``tables``, and where the ids
+    of the feature are."""
+    for table, (start, stop) in zip(features, pairwise(ends), strict=True):
+        if table in tables and start != stop:
+            yield table, slice(start, stop)
+
+
+def _feature_of_each(ids: Tensor, ends: Tensor) -> Tensor:
+    """Return the number of each id's feature, int64 ``(n,)``, without waiting for the device. Ids
+    before the first feature get -1, those behind the last the number of features."""
+    places = torch.arange(ids.numel(), device=ids.device)
+    return torch.bucketize(places, ends.long().contiguous(), right=True) - 1
+
+
+class KeptIds:
+    """Finds the ids of kept rows in a kernel's features.
+
+    Args:
+        kept: kept rows, bool ``(rows,)``, by the number of the table. Other tables keep all ids.
+        features: the number of each feature's table.
+    """
+
+    def __init__(self, kept: Mapping[int, Tensor], features: Sequence[int]) -> None:
+        self._kept = kept
+        self._features = features
+
+    def flags(self, ids: Tensor, ends: Ends, strict: bool = False) -> Tensor:
+        """Return which ids are kept, bool ``(n,)``.
+
+        Raises:
+            IndexError: an id is outside of its table, if ``strict``.
+        """
+        if isinstance(ends, Tensor):
+            return self._flags_on_device(ids, ends)
+        found = torch.ones(ids.numel(), dtype=torch.bool)
+        for table, at in ids_of_tables(self._kept, self._features, ends):
+            kept = self._kept[table]
+            # index_select() checks the range of every id.
+            rows = ids[at] if strict else in_table(ids[at], len(kept))
+            torch.index_select(kept, 0, rows, out=found[at])
+        return found
+
+    def among(self, features: Any) -> Any:
+        """Return a KeyedJaggedTensor of the kept ids in ``features`` and their weights, on a CPU.
+        Gradients flow back to all weights, 0 to the weights of dropped ids.
+
+        If an id is outside of its table, return ``features`` itself: FBGEMM raises an error, or
+        warns and takes row 0.
+        """
+        try:
+            chosen = self.flags(features.values(), features.offset_per_key(), strict=True)
+        except IndexError:
+            return features
+        torchrec = torchrec_port()
+        # It has made the features.
+        assert torchrec is not None
+        return torchrec.among(features, chosen)
+
+    def _flags_on_device(self, ids: Tensor, ends: Tensor) -> Tensor:
+        flags, starts, rows = self._flat
+        # Ids before the first feature and behind the last one are of no table.
+        feature = _feature_of_each(ids, ends) + 1
+        return flags.index_select(0, starts[feature] + in_table(ids, rows[feature]))
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The flags of all tables in one tensor, as on a device each read is a launch; and where
+        the table of each feature begins in it, and how many rows it has."""
+        device = next(iter(self._kept.values())).device
+        # The last flag is for the ids of all other tables, which so have one row.
+        kept = [*self._kept.values(), torch.ones(1, dtype=torch.bool, device=device)]
+        number = {table: i for i, table in enumerate(self._kept)}
+        lengths = [*map(len, kept)]
+        starts = [0, *accumulate(lengths)]
+        # Of each feature, and of the ids before the first one and behind the last one.
+        of = [number.get(table, len(kept) - 1) for table in (-1, *self._features, -1)]
+        first, rows = [starts[i] for i in of], [lengths[i] for i in of]
+        return torch.cat(kept), sent(first, device), sent(rows, device)
+
+
+class LookupCounts:
+    """Counts the lookups of each row, for scores that ask for them.
+
+    Args:
+        features: for each feature the number of its table.
+    """
+
+    def __init__(self, features: Sequence[int]) -> None:
+        self._features = features
+        self._counts: Mapping[int, Tensor] = {}
+        # Lookups until counts must be clamped, so that no integer overflows.
+        self._room = 0
+
+    def __bool__(self) -> bool:
+        """Whether any table is counted."""
+        return bool(self._counts)
+
+    def use(self, counts: Mapping[int, Tensor]) -> None:
+        """Take the counts to add to, live, int32 or float64 ``(rows,)``, by the number of the
+        table."""
+        # New tensors, loaded or moved, may hold the largest count already.
+        self._room = 0
+        self._counts = counts
+
+    def add(self, ids: Tensor, ends: Ends) -> None:
+        """Count the lookups of one forward."""
+        # No count grows by more than the number of ids: with room left, none can overflow. So
+        # counts are clamped once in 2**30 lookups, not checked each time.
+        self._room -= ids.numel()
+        if self._room < 0:
+            for count in self._counts.values():
+                count.clamp_(max=MOST_COUNTED)
+            self._room = MOST_COUNTED - 1 - ids.numel()
+        sizes = {table: count.numel() for table, count in self._counts.items()}
+        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+            count = self._counts[table]
+            count.index_add_(0, rows, mine.to(count.dtype))
+
+
+class SampledLookups:
+    """Counts lookups of tables, and lookups of removed rows, in one training forward of
+    :data:`EVERY`: next to nothing, for any score.
+
+    The sums are stored with the masks
+    (:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with new
+    ones.
+
+    Args:
+        features: for each feature the number of its table.
+    """
+
+    def __init__(self, features: Sequence[int]) -> None:
+        self._features = features
+        self._masks: Mapping[int, BlockMask] = {}
+        self._sums: Mapping[int, Tensor] = {}
+        self._removed: dict[int, Tensor] = {}
+        self._forwards = 0
+
+    def use(self, masks: Mapping[int, BlockMask], sums: Mapping[int, Tensor]) -> None:
+        """Take new masks; both by the number of the table.
+
+        Args:
+            sums: int64 ``(2,)`` each, all lookups and those of removed rows, added to in place.
+        """
+        self._sums = sums
+        if [*map(id, masks.values())] != [*map(id, self._masks.values())]:
+            self._removed, self._forwards = {}, 0
+        self._masks = masks
+
+    def due(self) -> bool:
+        """Whether this forward is counted."""
+        # Lookups of an evaluation are no traffic.
+        if not torch.is_grad_enabled():
+            return False
+        counted = self._forwards % EVERY == 0
+        self._forwards += 1
+        return counted
+
+    def add(self, ids: Tensor, ends: Ends) -> None:
+        """Count one forward."""
+        sizes = {table: mask.rect.rows for table, mask in self._masks.items()}
+        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+            sums, mask = self._sums[table], self._masks[table]
+            sums[0] += mine.sum()
+            if mask.removes:
+                # Made once for each mask.
+                if table not in self._removed:
+                    self._removed[table] = mask.dead_rows()
+                sums[1] += (self._removed[table].index_select(0, rows) & mine).sum()
+
+
+# Dirty rows.
 
 CHUNK = 1 << 18
 """Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
@@ -69,40 +297,15 @@ def zero_rows(weight: Tensor, mask: BlockMask, rows: Tensor) -> None:
     table, word = wide(live), WORDS[live.element_size()]
     if mask.grid.cols == 1 and live.is_cpu:
         # Whole rows are written without being read. A device would have to tell how many.
-        removed = _words(mask, block_rows, word).view(-1) == 0
+        removed = mask.keeps(block_rows).logical_not_()
         table.index_fill_(0, rows.masked_select(removed), 0)
         return
     # Read, mask, write back: an AND with the mask's words keeps every bit of a kept weight.
     step = max(1, CHUNK // mask.rect.cols)
     for some, blocks in zip(torch.split(rows, step), torch.split(block_rows, step), strict=True):
         read = table.index_select(0, some)
-        read.view(word).bitwise_and_(
-            _words(mask, blocks if mask.grid.rows > 1 else blocks[:1], word)
-        )
+        read.view(word).bitwise_and_(mask.words(blocks, word))
         table.index_copy_(0, some, read)
-
-
-def _words(mask: BlockMask, block_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask of some block rows, ``(n, rect.cols)`` words: all bits set where kept, none
-    where removed."""
-    width = mask.block[1]
-    cols, rect = mask.grid.cols, mask.rect
-    device = mask.bits.device
-    if cols % 8 == 0 and rect.cols == cols * width:
-        # Whole bytes: one look-up in a table expands each to the words of 8 blocks.
-        per_row = cols // 8
-        at = block_rows.unsqueeze(1) * per_row + torch.arange(per_row, device=device)
-        bytes_ = mask.bits.index_select(0, at.flatten()).to(torch.int32)
-        return spread(width, dtype, device).index_select(0, bytes_).view(-1, rect.cols)
-    # Rows of bits do not begin at bytes, or the shard cuts a block: one bit at a time.
-    at = (block_rows.unsqueeze(1) * cols + torch.arange(cols, device=device)).flatten()
-    kept = (mask.bits.index_select(0, at >> 3) >> (at & 7).to(torch.uint8)) & 1
-    kept = kept.to(dtype).neg_().view(-1, cols)
-    # A block of whole rows has one bit for all columns: it needs no copies of that.
-    if cols in (1, rect.cols):
-        return kept
-    columns = torch.arange(rect.col, rect.col_end, device=device) // width - mask.grid.col
-    return kept.index_select(1, columns)
 
 
 class RowFlags:
@@ -177,9 +380,8 @@ def flag(
         flags: by the number of the table; ids of other tables are left out.
         features: for each feature the number of its table.
     """
-    for table, (start, stop) in zip(features, pairwise(ends), strict=True):
-        if table in flags and start != stop:
-            flags[table].add_ids(ids[start:stop])
+    for table, at in ids_of_tables(flags, features, ends):
+        flags[table].add_ids(ids[at])
 
 
 def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> None:
@@ -264,17 +466,13 @@ class ZeroedRows:
         if isinstance(ends, Tensor) or self._kernel is not None:
             self._kernel.clean_read(ids, ends)
             return
-        for table, (start, stop) in zip(self._features, pairwise(ends), strict=True):
-            slot = self._removing.get(table)
-            if slot is not None and start != stop:
-                self._clean_read(table, slot, ids[start:stop])
-
-    def _clean_read(self, table: int, slot: Slot, ids: Tensor) -> None:
-        if many(slot.mask, ids.numel()):
-            slot.mask.apply_(slot.weight)
-        else:
-            # They stay flagged: the rows that a training step reads are about to be written.
-            zero_rows(slot.weight, slot.mask, self._flags[table].among(ids))
+        for table, at in ids_of_tables(self._removing, self._features, ends):
+            slot = self._removing[table]
+            if many(slot.mask, ids[at].numel()):
+                slot.mask.apply_(slot.weight)
+            else:
+                # They stay flagged: the rows that a training step reads are about to be written.
+                zero_rows(slot.weight, slot.mask, self._flags[table].among(ids[at]))
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Flag the rows that a backward is about to write."""
@@ -293,25 +491,22 @@ class ZeroedRows:
         """Zero removed weights in the dirty rows."""
         if self.revived:
             self.clean_all()
-        elif self._any_dirty and self._kernel is not None:
-            self._kernel.clean()
-            self._forget()
         elif self._any_dirty:
-            for table, slot in self._removing.items():
-                for rows in self._flags[table].parts():
-                    zero_rows(slot.weight, slot.mask, rows)
+            if self._kernel is not None:
+                self._kernel.clean()
+            else:
+                self._clean_flagged()
             self._forget()
+
+    def _clean_flagged(self) -> None:
+        for table, slot in self._removing.items():
+            for rows in self._flags[table].parts():
+                zero_rows(slot.weight, slot.mask, rows)
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        slots = [slot for slot in self._slots.values() if slot.mask.removes]
-        shards = [
-            Pruned(Shard(slot.mask.rect, slot.weight), slot.mask.block, slot.mask.bits)
-            for slot in slots
-        ]
-        # One launch, where there are kernels.
-        for i in prune(shards):
-            slots[i].mask.apply_(slots[i].weight)
+        slots = self._slots.values()
+        prune((slot.mask, slot.weight, None) for slot in slots if slot.mask.removes)
         self._forget()
         self.revived = False
 
@@ -323,11 +518,11 @@ class ZeroedRows:
     def _new_kernel(self) -> Any:
         """Return the kernel that flags and cleans rows on CUDA, if Triton is installed (CUDA builds
         of torch bring it); None elsewhere."""
-        if self._device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        kernels = kernels_on(self._device)
+        if kernels is None:
             return None
         slots: list[Any] = [None] * len(self._features)
         for i, table in enumerate(self._features):
             if table in self._removing:
                 slots[i] = *self._removing[table], self._flags[table].flags
-        triton_rows = importlib.import_module("dist_sparse.enforcer.rows_triton")
-        return triton_rows.TritonRowCleaner(slots)
+        return kernels.TritonRowCleaner(slots)

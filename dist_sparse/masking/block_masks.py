@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masking import scores as scoring
-from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.cuts import (
     CutTable,
     Decision,
@@ -30,15 +29,22 @@ from dist_sparse.masking.cuts import (
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.flat import FlatScores, Limit, flat_width, kernels_on, too_large
+from dist_sparse.masking.device import (
+    FlatScores,
+    NewBits,
+    flat_width,
+    on_host,
+    pieces_on,
+    too_large,
+)
+from dist_sparse.masking.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
     HISTOGRAM,
     KEPT,
     NOT_FINITE,
     REMOVED,
-    JointPart,
+    Batch,
     JointScores,
     Segment,
     WeightedSquares,
@@ -46,7 +52,7 @@ from dist_sparse.masking.scores import (
 from dist_sparse.masking.selection import (
     NOTHING,
     Candidates,
-    DirtyRule,
+    Dirty,
     NewMask,
     Pool,
     Threshold,
@@ -55,6 +61,12 @@ from dist_sparse.masking.selection import (
 )
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
+
+# Most elements of a shard that is scored together with others.
+SMALL = 1 << 14
+
+# Elements of tables that are scored together, but for the last of them.
+_BATCH = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +122,6 @@ class Goal:
         removed blocks are zeroed whatever they score.
         """
         return isinstance(self.measure, (str, WeightedSquares))
-
-    @property
-    def mask_block(self) -> Block:
-        """What one bit of the masks stands for."""
-        return (1, 1) if self.by_element else self.block
 
     @property
     def by_element(self) -> bool:
@@ -179,10 +186,10 @@ def score_tables(goals: Sequence[Goal], ranks: Sequence[int]) -> list[ScoredTabl
         table = ScoredTable(goal, cuts_of(goal), goal.data.owned(rank))
         tables.append(table)
         groups.setdefault(_way_to_score(table), []).append(table)
-    counted: list[_Counted] = []
+    extremes: list[Tensor] = []
     for (score, *_), alike in groups.items():
-        counted += score(alike)
-    _read(counted, goals)
+        extremes += score(alike)
+    _read(tables, extremes)
     return tables
 
 
@@ -194,73 +201,76 @@ def new_masks(scored: Sequence[ScoredTable], group: Group, pooled: bool = False)
     smallest.
 
     At most three all-reduces, two all-to-alls if a block is cut, and at most three more all-reduces
-    if scores tie over ranks.
+    if scores tie at a threshold.
     """
     # 1. Score: done by score_tables(), but for blocks that shard borders cut. Each of these has one
     # rank that owns it.
     cut = [table.cuts for table in scored if table.cuts is not None]
-    device = _device_of(scored)
+    devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
+    device = next(devices, torch.device("cpu"))
     if cut:
         exchange_partials(cut, group, device)
 
     # 2. Select: the exact threshold of every table.
-    pool = _pool_of(scored) if pooled else None
-    candidates = [_candidates(table, pooled=pool is not None) for table in scored]
-    thresholds = select_smallest(candidates, group, pool)
-    for table, threshold in zip(scored, thresholds, strict=True):
-        table.threshold = threshold
+    _select(scored, group, pooled)
 
     # 3. Mask: the owners of cut blocks return their decisions; all else follows from scores and
     # threshold.
     for table in scored:
-        _set_limits(table)
+        if table.cuts is not None:
+            table.cuts.decision = _decide(table.goal, table.threshold, table.cuts.owned)
     if cut:
         return_decisions(cut, group, device)
+    known = _bits_of_batches(scored)
     made = []
     for table in scored:
         goal, threshold = table.goal, table.threshold
-        masks = [_new_mask(table, shard) for shard in goal.data.shards]
-        removed = None if goal.by_element else threshold.removed
-        made.append(MadeMasks(masks, goal.mask_block, threshold, removed))
+        masks = [_new_mask(table, shard, known) for shard in goal.data.shards]
+        if goal.by_element:
+            made.append(MadeMasks(masks, (1, 1), threshold))
+        else:
+            made.append(MadeMasks(masks, goal.block, threshold, threshold.removed))
     return made
 
 
-class _Counted(NamedTuple):
-    """Scores that are counted on their device, where the host has not read the counts yet.
+def _select(scored: Sequence[ScoredTable], group: Group, pooled: bool) -> None:
+    """Find the threshold of every table. Collective over ``group``."""
+    # Without anything to remove there is no pool.
+    need = sum(table.goal.k * table.goal.price for table in scored) if pooled else 0
+    pool = Pool(need, [table.goal.price for table in scored if table.goal.most]) if need else None
+    candidates = []
+    for table in scored:
+        goal, segments = table.goal, [*table.segments.values()]
+        if table.cuts is not None:
+            segments += table.cuts.owned.segments
+        k = goal.most if need else goal.k
+        candidates.append(Candidates(goal.data.name, k, goal.blocks, segments, goal.only_zeros))
+    thresholds = select_smallest(candidates, group, pool)
+    for table, threshold in zip(scored, thresholds, strict=True):
+        table.threshold = threshold
+
+
+def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
+    """Bring the histograms of all segments to the host, with one wait.
 
     Args:
-        segments: of the scores.
-        histograms: int64 ``(segments, HISTOGRAM)``.
         extremes: some least and largest scores, int64 ``(n,)``. Histograms do not show negative
             ones.
-        flat: where kernels have counted.
-    """
-
-    segments: Sequence[Segment]
-    histograms: Tensor
-    extremes: Tensor
-    flat: FlatScores | None = None
-
-
-def _read(counted: Sequence[_Counted], goals: Sequence[Goal]) -> None:
-    """Bring the histograms of all segments to the host, with one wait.
 
     Raises:
         ValueError: a score is negative or not finite.
     """
-    waiting = [each.histograms for each in counted] + [each.extremes for each in counted]
-    read = on_host(waiting)
-    refused = any(map(_refused, read[len(counted) :]))
-    for (segments, *_, flat), counts in zip(counted, read, strict=False):
-        histograms = counts.view(-1, HISTOGRAM)
-        refused |= bool(histograms[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
-        for segment, histogram in zip(segments, histograms, strict=True):
-            segment.histogram = histogram
-        if flat is not None:
-            flat.counts = histograms
+    segments = [segment for table in tables for segment in table.segments.values()]
+    read = on_host([*(segment.histogram for segment in segments), *extremes])
+    for segment, histogram in zip(segments, read, strict=False):
+        segment.histogram = histogram
+    refused = any(map(_refused, read[len(segments) :]))
+    # With zeros, as a rank may hold no shard.
+    counts = torch.stack([torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]])
+    refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
     # One of them raises, with the name of its table.
-    for goal in goals if refused else ():
-        _find_refused(goal)
+    for table in tables if refused else ():
+        _find_refused(table.goal)
 
 
 def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
@@ -268,105 +278,93 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     function scores together."""
     goal, data = table.goal, table.goal.data
     # Only of one shard, of whole blocks that no border cuts, by a norm.
-    if len(data.shards) != 1 or table.cuts or goal.by_element or not goal.shows_zeros:
+    by_norm = isinstance(goal.measure, str) and not goal.by_element and table.cuts is None
+    if not by_norm or len(data.shards) != 1:
         return (_score_alone,)
     [(rect, tensor)] = data.shards
-    measure = goal.measure if isinstance(goal.measure, str) else WeightedSquares
-    common = data.ranks, tensor.device, data.dtype, measure
-    if width := _width_for_kernels(goal, rect, tensor):
+    common = data.ranks, tensor.device, data.dtype, goal.measure
+    # Products of two float64 are rounded, by kernels and CPUs in different places.
+    exact = tensor.dtype != torch.float64
+    if exact and (width := flat_width(rect, goal.block, tensor)) is not None:
         return _score_flat, *common, width
     # Single elements are scored without a copy; taller blocks may reach into the next shard.
-    if goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= scoring.SMALL:
+    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= SMALL:
         return _score_small, *common, data.shape[1], rect.col, rect.cols, goal.block
     return (_score_alone,)
 
 
-def _width_for_kernels(goal: Goal, rect: Rect, tensor: Tensor) -> int | None:
-    """Return the block width of a shard that kernels can score, else None."""
-    # Products of two float64 are rounded, by kernels and CPUs in different places.
-    by_norm = isinstance(goal.measure, str) and tensor.dtype != torch.float64
-    if tensor.is_cpu or not by_norm or kernels_on(tensor.device) is None:
-        return None
-    return flat_width(rect, goal.block, tensor)
-
-
-def _score_flat(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
     """Score tables by kernels."""
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
-    scores = FlatScores(shards, blocks, tables[0].goal.measure == "L1")
-    segments = _joint_segments(tables, scores, scores.held or [None] * len(tables))
-    counts = scores.first_histograms()
-    yield _Counted(segments, counts, counts.new_empty(0), scores)
+    _add_batch(tables, FlatScores(shards, blocks, tables[0].goal.measure == "L1"))
+    return []
 
 
-def _joint_segments(
-    tables: Sequence[ScoredTable],
-    scores: FlatScores | JointScores,
-    held: Sequence[Tensor | None],
-) -> list[Segment]:
-    """Return the segments of tables that are scored together, with the scores that are held."""
-    segments = []
-    for i, (table, bits) in enumerate(zip(tables, held, strict=True)):
+def _add_batch(tables: Sequence[ScoredTable], batch: Batch) -> None:
+    """Give the scores of a batch to its tables, in their order."""
+    counts = batch.first_histograms()
+    for i, (table, histogram) in enumerate(zip(tables, counts, strict=True)):
         # Scored again for what kernels leave to torch: ties that they have not listed.
-        segment = _add_segment(table, table.goal.data.shards[0], reads=bits is None)
-        if bits is not None:
-            segment.add(bits.view(-1, len(segment.columns)))
-        segment.joint = JointPart(scores, i)
-        segments.append(segment)
-    return segments
+        segment = _add_segment(table, table.goal.data.shards[0], reads=not batch.held)
+        if batch.held:
+            segment.add(batch.held[i].view(-1, len(segment.columns)))
+        segment.batch, segment.number, segment.histogram = batch, i, histogram
 
 
-def _score_small(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
     """Score small tables, in as many passes as memory asks for."""
     elements = accumulate(table.goal.data.shards[0].rect.numel for table in tables)
-    numbered = zip((upto // scoring.BATCH for upto in elements), tables, strict=True)
+    numbered = zip((upto // _BATCH for upto in elements), tables, strict=True)
     for _, batch in groupby(numbered, key=itemgetter(0)):
         yield _score_together([table for _, table in batch])
 
 
-def _score_together(tables: Sequence[ScoredTable]) -> _Counted:
-    """Score small tables in one pass."""
-    goals = [table.goal for table in tables]
-    shards = [goal.data.shards[0] for goal in goals]
-    width, block = goals[0].data.shape[1], goals[0].block
-    scores, rows = scoring.score_batch(shards, width, block, [goal.measure for goal in goals])
-    bits = scores.view(torch.int32)
-    extremes = torch.stack(bits.aminmax())
-    starts = [row * bits.shape[1] for row in rows]
-    blocks = [grid_of(shard.rect, block).blocks for shard in shards]
-    joint = JointScores(bits.view(-1), starts, blocks)
-    joint.mark_gaps()
-    segments = _joint_segments(tables, joint, joint.parts())
-    return _Counted(segments, joint.first_histograms(), extremes.long())
+def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
+    """Score small tables in one pass: alike in all but their rows, one below the other."""
+    goal, shards = tables[0].goal, [table.goal.data.shards[0] for table in tables]
+    weights = torch.cat([tensor for _, tensor in shards])
+    rows, first = len(weights), shards[0].rect
+    rect = Rect(0, first.col, rows, first.cols)
+    data = replace(goal.data, shape=(rows, goal.data.shape[1]))
+    pieces = _score_pieces(replace(goal, data=data), Shard(rect, weights))
+    bits = torch.cat([piece for _, piece in pieces])
+    sizes = [rect.rows * bits.shape[1] for rect, _ in shards]
+    _add_batch(tables, JointScores(bits.view(-1), sizes))
+    return torch.stack(bits.aminmax()).long()
 
 
-def _score_alone(tables: Sequence[ScoredTable]) -> Iterator[_Counted]:
+def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
     """Score each shard of some tables in a pass of its own."""
+    extremes: list[Tensor] = []
     for table in tables:
         for shard in table.goal.data.shards:
             # A rank may hold two replicas of a shard.
             if shard.rect not in table.segments:
-                yield from _score_shard(table, shard)
+                extremes += _score_shard(table, shard)
+    return extremes
 
 
-def _score_shard(table: ScoredTable, shard: Shard) -> Iterator[_Counted]:
+def _score_shard(table: ScoredTable, shard: Shard) -> list[Tensor]:
     """Score a shard, and note in ``table`` what is known of its cut blocks."""
     goal, kept = table.goal, table.kept_scores(shard.rect)
     if kept is not None and goal.keeping is not None:
         score_all = partial(_score_all, goal, shard)
         kept.update(shard, goal.data.shape, goal.block, goal.keeping, score_all)
         kept.fill(_add_segment(table, shard))
-        return
-    again = goal.block == (1, 1) or (table.cuts is None and _takes_much_memory(goal, shard))
+        return []
+    # Where scores are too large to be held, or as large as the weights, they are computed again.
+    scores = 4 * grid_of(shard.rect, goal.block).blocks
+    large = not (shard.tensor.is_cpu or goal.by_element) and too_large(scores, shard.tensor.nbytes)
+    again = goal.block == (1, 1) or (table.cuts is None and large)
     segment = _add_segment(table, shard, reads=again)
     if table.cuts is None:
-        histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
+        segment.histogram, extremes = _score_blocks(goal, shard, None if again else segment.add)
     else:
         cut = table.cuts.add_shard(shard.rect, shard.tensor.device)
-        histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
+        segment.histogram, extremes = _score_blocks(goal, shard, segment.add, cut)
         _score_slabs(goal, shard, cut)
-    yield _Counted([segment], histogram, extremes)
+    return [extremes]
 
 
 def _add_segment(table: ScoredTable, shard: Shard, reads: bool = False) -> Segment:
@@ -485,13 +483,6 @@ def _score_all(goal: Goal, shard: Shard) -> tuple[Tensor, Tensor]:
     return torch.cat(pieces), histogram
 
 
-def _takes_much_memory(goal: Goal, shard: Shard) -> bool:
-    """Whether the scores of a shard are too large to be held."""
-    if shard.tensor.is_cpu or goal.by_element:
-        return False
-    return too_large(4 * grid_of(shard.rect, goal.block).blocks, shard.tensor.nbytes)
-
-
 def _bits_again(goal: Goal, shard: Shard) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(start, scores)`` of a shard that no border cuts, int32, flat."""
     for first, bits in _score_pieces(goal, shard):
@@ -520,27 +511,6 @@ def _find_refused(goal: Goal) -> None:
             )
 
 
-def _pool_of(scored: Sequence[ScoredTable]) -> Pool | None:
-    """Return the pool of tables; None if nothing is to be removed."""
-    need = sum(table.goal.k * table.goal.price for table in scored)
-    prices = [table.goal.price for table in scored if table.goal.most]
-    return Pool(need, prices) if need else None
-
-
-def _candidates(table: ScoredTable, pooled: bool) -> Candidates:
-    goal, segments = table.goal, [*table.segments.values()]
-    if table.cuts is not None:
-        segments += table.cuts.owned.segments
-    k = goal.most if pooled else goal.k
-    spread = _spread_replicas(goal.data)
-    return Candidates(goal.data.name, k, goal.blocks, segments, spread, goal.only_zeros)
-
-
-def _device_of(scored: Sequence[ScoredTable]) -> torch.device:
-    devices = (shard.tensor.device for table in scored for shard in table.goal.data.shards)
-    return next(devices, torch.device("cpu"))
-
-
 def _decide(goal: Goal, threshold: Threshold, own: Owned) -> Decision:
     """Return the removed flags of the cut blocks that this rank owns."""
     slabs: dict[int, Tensor] = {}
@@ -559,26 +529,34 @@ def _removed(threshold: Threshold, segment: Segment) -> Tensor:
     return threshold.removes(segment, 0, bits.view(-1)).view_as(bits)
 
 
-def _set_limits(table: ScoredTable) -> None:
-    """Decide about blocks whose scores are not in this table's own segments alone."""
-    threshold = table.threshold
-    if table.cuts is not None:
-        table.cuts.decision = _decide(table.goal, threshold, table.cuts.owned)
-    for segment in table.segments.values():
-        if segment.joint is not None:
-            limit = Limit(threshold.bits, segment.places_upto(threshold.last))
-            segment.joint.scores.limits[segment.joint.number] = limit
+def _bits_of_batches(scored: Sequence[ScoredTable]) -> dict[tuple[object, int], NewBits]:
+    """Return the new masks of shards whose scores are stored with those of others, by the place of
+    their segments."""
+    limits: dict[Batch, dict[int, tuple[int, int]]] = {}
+    for table in scored:
+        threshold = table.threshold
+        for segment in table.segments.values():
+            if segment.batch is not None:
+                limit = threshold.bits, segment.places_upto(threshold.last)
+                limits.setdefault(segment.batch, {})[segment.number] = limit
+    made: dict[tuple[object, int], NewBits] = {}
+    for batch, of_tables in limits.items():
+        for number, bits in batch.masks(of_tables).items():
+            made[batch, number] = bits
+    return made
 
 
-def _new_mask(table: ScoredTable, shard: Shard) -> NewMask:
-    """Return the new mask of one shard, from its scores and the decision on its cut blocks."""
+def _new_mask(
+    table: ScoredTable, shard: Shard, known: Mapping[tuple[object, int], NewBits]
+) -> NewMask:
+    """Return the new mask of one shard, from its scores and the decision on its cut blocks, unless
+    it is ``known``."""
     goal, rect, threshold = table.goal, shard.rect, table.threshold
     segment = table.segments[rect]
-    if segment.joint is not None:
-        kept, dirty, removes = segment.joint.scores.masks[segment.joint.number]
+    if (bits := known.get((segment.batch, segment.number))) is not None:
+        kept, dirty, removes = bits
         mask = BlockMask(rect, goal.block, kept)
-        if removes is not None:
-            mask.learn_removes(removes)
+        mask.learn_removes(removes)
         return NewMask(mask, dirty)
     slabs: dict[int, Tensor] = {}
     if table.cuts is not None:
@@ -586,29 +564,15 @@ def _new_mask(table: ScoredTable, shard: Shard) -> NewMask:
         _note_decision(table.cuts, segment, rect)
     if goal.by_element:
         return _mask_of_elements(table, shard, slabs)
-    rule = _dirty_rule(table, shard.tensor)
+    dirty_blocks: Dirty = "nonzero" if goal.shows_zeros else "removed"
+    # On a device all that is removed is written, in one pass. At a threshold of 0 all that is
+    # removed scores 0.
+    if not shard.tensor.is_cpu or (goal.shows_zeros and threshold.bits == 0):
+        dirty_blocks = None
     scores = table.kept_scores(rect)
     if scores is not None:
-        return scores.new_mask(rect, goal.block, segment, threshold, rule)
-    return mask_of_blocks(rect, goal.block, segment, threshold, rule)
-
-
-def _dirty_rule(table: ScoredTable, live: Tensor) -> DirtyRule | None:
-    """Return how to find removed blocks that are not zero yet; None if there are none."""
-    if not live.is_cpu:
-        return None  # all that is removed is written there, in one pass
-    if not table.goal.shows_zeros:
-        return _any_removed
-    # At a threshold of 0 all that is removed scores 0.
-    return _not_zero if table.threshold.bits else None
-
-
-def _any_removed(removed: Tensor, bits: Tensor) -> Tensor:
-    return removed
-
-
-def _not_zero(removed: Tensor, bits: Tensor) -> Tensor:
-    return removed & bits.to(torch.bool)
+        return scores.new_mask(rect, goal.block, segment, threshold, dirty_blocks)
+    return mask_of_blocks(rect, goal.block, segment, threshold, dirty_blocks)
 
 
 def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
@@ -653,8 +617,3 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
     mask = BlockMask(rect, (1, 1), kept.close())
     # Scores are of blocks: nothing tells which of the removed elements are zero.
     return NewMask(mask, ~mask.bits)
-
-
-def _spread_replicas(data: ShardedData) -> bool:
-    """Return whether there are replicas and some rank holds only a part of the table."""
-    return data.replicated and any(set(held) != set(data.tiling[0]) for held in data.tiling)

@@ -16,7 +16,7 @@ holds what is known from metadata.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -153,12 +153,19 @@ class CutTable:
         top = inner.row - row * self.block[0]
         return slice(top, top + inner.rows), slice(rect.col, rect.col_end)
 
-    def sends(self, sender: int, owner: int, size: int) -> Iterator[tuple[Rect, range]]:
-        """Yield what ``sender`` sends to ``owner``: its rectangles and the common block rows."""
-        for rect in self.data.owned(sender):
-            rows = _overlap(grid_of(rect, self.block), self.owned_rows(owner, size))
-            if rows:
-                yield rect, rows
+    def parts(
+        self, rects: Iterable[Rect], owner: int, size: int
+    ) -> Iterator[tuple[Rect, range, int | None]]:
+        """Yield what of some shards the group rank ``owner`` decides about, in the order in which
+        it is sent both ways: the rectangle and its owned block rows, for their cut columns; then
+        each cut block row by itself, and its number."""
+        for rect in dict.fromkeys(rects):
+            grid, owned = grid_of(rect, self.block), self.owned_rows(owner, size)
+            first, last = max(grid.row, owned.start), min(grid.row + grid.rows, owned.stop)
+            if first < last and self.cols_in(grid):
+                yield rect, range(first, last), None
+            for row in self.rows_in(range(first, last)):
+                yield rect, range(row, row + 1), row
 
 
 @dataclass
@@ -211,7 +218,7 @@ def exchange_partials(tables: Sequence[CutTable], group: Group, device: torch.de
     parcels.exchange(device)
     for table, arriving in zip(tables, arrivals, strict=True):
         # In ascending column offset: a sum does not depend on the ranks it comes from.
-        arriving.sort(key=lambda part: (part.rect.col, part.rect.row))
+        arriving.sort(key=lambda part: (part[0].col, part[0].row))
         table.owned = _score_owned(table, arriving, group, device)
 
 
@@ -229,30 +236,18 @@ def return_decisions(tables: Sequence[CutTable], group: Group, device: torch.dev
         place.copy_(unpack(read(), place.numel()).view_as(place))
 
 
-@dataclass
-class _Arrival:
-    """What one shard sends to the owner of the block rows ``rows``: functions that read it once it
-    has arrived.
-
-    Args:
-        sums: float64 ``(len(rows), its cut columns)``.
-        elements: for each cut block row among ``rows``, float64 element scores.
-    """
-
-    rect: Rect
-    rows: range
-    sums: Callable[[], Tensor]
-    elements: dict[int, Callable[[], Tensor]]
+# A part of a shard as in CutTable.parts(), and what reads it once it has arrived: float64 sums, or
+# element scores.
+_Arrival = tuple[Rect, range, int | None, Callable[[], Tensor]]
 
 
 def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
     for owner in range(group.size):
-        for rect, rows in table.sends(group.rank, owner, group.size):
+        for rect, rows, row in table.parts(table.data.owned(group.rank), owner, group.size):
             known = table.partials[rect]
             first = rows.start - known.grid.row
-            parcels.send(owner, known.sums[first : first + len(rows)])
-            for i in table.rows_in(rows):
-                parcels.send(owner, known.elements[i])
+            sums = known.sums[first : first + len(rows)]
+            parcels.send(owner, sums if row is None else known.elements[row])
     for known in table.partials.values():
         known.release()
 
@@ -260,15 +255,12 @@ def _send_partials(parcels: Parcels, table: CutTable, group: Group) -> None:
 def _expect_partials(parcels: Parcels, table: CutTable, group: Group) -> list[_Arrival]:
     arriving = []
     for sender in range(group.size):
-        for rect, rows in table.sends(sender, group.rank, group.size):
-            shape = len(rows), len(table.cols_in(grid_of(rect, table.block)))
-            # In the order of _send_partials().
-            sums = parcels.expect(sender, shape, torch.float64)
-            elements = {}
-            for i in table.rows_in(rows):
-                shape = _common(rect, table.slab(i))[2:]
-                elements[i] = parcels.expect(sender, shape, torch.float64)
-            arriving.append(_Arrival(rect, rows, sums, elements))
+        for rect, rows, row in table.parts(table.data.owned(sender), group.rank, group.size):
+            if row is None:
+                shape = len(rows), len(table.cols_in(grid_of(rect, table.block)))
+            else:
+                shape = _common(rect, table.slab(row))[2:]
+            arriving.append((rect, rows, row, parcels.expect(sender, shape, torch.float64)))
     return arriving
 
 
@@ -282,14 +274,15 @@ def _score_owned(
     slabs: dict[int, Tensor] = {}
     for i in table.rows_in(owned):
         slabs[i] = torch.zeros(table.slab(i)[2:], dtype=torch.float64, device=device)
-    for part in arriving:
+    for rect, rows, row, read in arriving:
         # Elements go to their place in the slab; sums are added.
-        for i, read in part.elements.items():
-            inner = _common(part.rect, table.slab(i))
-            top = inner.row - table.slab(i).row
-            slabs[i][top : top + inner.rows, inner.col : inner.col_end] = read()
-        rows = slice(part.rows.start - owned.start, part.rows.stop - owned.start)
-        sums[rows, table.places(grid_of(part.rect, table.block))] += part.sums()
+        if row is None:
+            at = slice(rows.start - owned.start, rows.stop - owned.start)
+            sums[at, table.places(grid_of(rect, table.block))] += read()
+        else:
+            inner = _common(rect, table.slab(row))
+            top = inner.row - table.slab(row).row
+            slabs[row][top : top + inner.rows, inner.col : inner.col_end] = read()
     scores = _scores(table, sums, owned.start, table.cols)
     # The slabs decide about the rows that are cut as well.
     scores[[i - owned.start for i in slabs]] = KEPT
@@ -313,19 +306,16 @@ def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -
 
 
 def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
-    owned = table.owned_rows(group.rank, group.size)
+    owned, decision = table.owned_rows(group.rank, group.size), table.decision
     for holder in range(group.size):
         # Replicas too: each holder masks its own copy.
-        for rect in dict.fromkeys(table.data.tiling[holder]):
-            grid = grid_of(rect, table.block)
-            rows = _overlap(grid, owned)
-            if rows and table.cols_in(grid):
+        for rect, rows, row in table.parts(table.data.tiling[holder], group.rank, group.size):
+            if row is None:
                 inner = slice(rows.start - owned.start, rows.stop - owned.start)
-                flags = table.decision.columns[inner, table.places(grid)]
-                parcels.send(holder, pack(flags.flatten()))
-            for i in table.rows_in(rows):
-                flags = table.decision.slabs[i][table.part_of_slab(rect, i)]
-                parcels.send(holder, pack(flags.flatten()))
+                flags = decision.columns[inner, table.places(grid_of(rect, table.block))]
+            else:
+                flags = decision.slabs[row][table.part_of_slab(rect, row)]
+            parcels.send(holder, pack(flags.flatten()))
 
 
 def _expect_decisions(
@@ -333,27 +323,21 @@ def _expect_decisions(
 ) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
     """Note the decisions on this rank's shards: yield bool tensors, and functions that read the
     packed flags that go into each once they have arrived."""
-    for rect in dict.fromkeys(table.data.tiling[group.rank]):
+    rects = table.data.tiling[group.rank]
+    for rect in rects:
         grid = grid_of(rect, table.block)
         shape = grid.rows, len(table.cols_in(grid))
-        decision = Decision(torch.zeros(shape, dtype=torch.bool, device=device), {})
-        table.decisions[rect] = decision
-        for owner in range(group.size):
-            rows = _overlap(grid, table.owned_rows(owner, group.size))
-            # Views: what arrives is written through them, in the order of _send_decision().
-            places = [decision.columns[rows.start - grid.row : rows.stop - grid.row]]
-            for i in table.rows_in(rows):
-                size = [part.stop - part.start for part in table.part_of_slab(rect, i)]
-                decision.slabs[i] = torch.empty(size, dtype=torch.bool, device=device)
-                places.append(decision.slabs[i])
-            for place in places:
-                if place.numel():
-                    yield place, parcels.expect(owner, (-(-place.numel() // 8),))
-
-
-def _overlap(grid: Grid, owned: range) -> range:
-    first, last = max(grid.row, owned.start), min(grid.row + grid.rows, owned.stop)
-    return range(first, max(first, last))
+        columns = torch.zeros(shape, dtype=torch.bool, device=device)
+        table.decisions[rect] = Decision(columns, {})
+    for owner in range(group.size):
+        for rect, rows, row in table.parts(rects, owner, group.size):
+            decision, first = table.decisions[rect], rows.start - grid_of(rect, table.block).row
+            # A view: what arrives is written through it.
+            place = decision.columns[first : first + len(rows)]
+            if row is not None:
+                size = [part.stop - part.start for part in table.part_of_slab(rect, row)]
+                place = decision.slabs[row] = torch.empty(size, dtype=torch.bool, device=device)
+            yield place, parcels.expect(owner, (-(-place.numel() // 8),))
 
 
 def _common(rect: Rect, slab: Rect) -> Rect:

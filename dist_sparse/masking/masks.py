@@ -9,18 +9,16 @@ same bit in every shard that it touches. Masks that are not constant on blocks u
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.flat import Pruned, prune
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, grid_of
+from dist_sparse.masking.device import flat_width, kernels_on, on_host, pieces_on
+from dist_sparse.tables.shards import Block, Grid, Rect, grid_of
 
 # Bytes whose bits Python counts sooner than torch makes its first call.
 _FEW = 1 << 8
@@ -111,7 +109,7 @@ def positions(packed: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _spread(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return, for each byte of a mask, the words of its ``8 * width`` columns:
     ``(256, 8 * width)``, all bits set where kept, none where removed."""
     byte, bit = torch.arange(256, device=device), torch.arange(8, device=device)
@@ -204,13 +202,11 @@ class BlockMask:
     def flags(self, first: int = 0, last: int | None = None) -> Tensor:
         """Return kept flags, bool ``(last - first, grid.cols)``, of block rows ``[first, last)``;
         ``first`` must be a multiple of 8 (or grid.cols be), as those of :meth:`row_chunks` are."""
-        last = self.grid.rows if last is None else last
-        start = first * self.grid.cols
+        rows, start = len(range(self.grid.rows)[first:last]), first * self.grid.cols
         assert start % 8 == 0
-        count = (last - first) * self.grid.cols
-        return unpack(self.bits[start // 8 : -(-(start + count) // 8)], count).view(
-            last - first, self.grid.cols
-        )
+        count = rows * self.grid.cols
+        packed = self.bits[start // 8 : -(-(start + count) // 8)]
+        return unpack(packed, count).view(rows, self.grid.cols)
 
     def row_chunks(self, most: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the block rows in chunks ``[first, last)`` of about ``most`` blocks (None: as many
@@ -273,24 +269,39 @@ class BlockMask:
         ``(rect.rows, rect.cols)``; NaN there becomes zero too."""
         live = tensor.data
         if not self.in_one_pass:
-            by_rows: list[tuple[Tensor, Tensor]] = []
-            self._zero(live, ~self.bits, by_rows)
-            _zero_rows(by_rows)
+            self._zero(live, ~self.bits)
             return
         word = WORDS[live.element_size()]
         if self.grid.rows == 1:
-            # 1 becomes -1: all bits of the word.
-            live.view(word).bitwise_and_(self._over_columns(self.flags()).to(word).neg_())
+            live.view(word).bitwise_and_(self.words(slice(0, 1), word))
             return
-        cols = self.grid.cols
-        width = 1 if cols == 1 else self.block[1]
         # Whole bytes of bits.
         step = max(1, pieces_on(live.device).flags // max(1, self.rect.cols) // 8) * 8
         for first in range(0, self.rect.rows, step):
-            part = live[first : first + step].view(word)
-            at = self.bits[first * cols // 8 : -(-(first + len(part)) * cols // 8)].to(torch.int32)
-            kept = spread(width, part.dtype, live.device).index_select(0, at)
-            part &= kept.flatten()[: len(part) * width * cols].view(len(part), width * cols)
+            rows = slice(first, min(first + step, self.rect.rows))
+            live[rows].view(word).bitwise_and_(self.words(rows, word))
+
+    def words(self, block_rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the mask of some block rows as words, all bits set where kept, none where removed:
+        ``(n, rect.cols)``, or ``(n, 1)`` if all columns are alike.
+
+        Args:
+            block_rows: those of :meth:`flags`, or int64 ``(n,)``.
+            dtype: of :data:`WORDS`.
+        """
+        cols, width, device = self.grid.cols, self.block[1], self.bits.device
+        if cols % 8 == 0 and self.rect.cols == cols * width:
+            # Whole bytes: one look-up in a table expands each to the words of 8 blocks.
+            at = self.bits.view(-1, cols // 8)[block_rows].flatten().to(torch.int32)
+            return _spread(width, dtype, device).index_select(0, at).view(-1, self.rect.cols)
+        if isinstance(block_rows, slice):
+            kept = self.flags(block_rows.start, block_rows.stop)
+        else:
+            # Rows of bits do not begin at bytes, or the shard cuts a block: one bit at a time.
+            places = block_rows.unsqueeze(1) * cols + torch.arange(cols, device=device)
+            kept = self.keeps(places.flatten()).view(-1, cols)
+        # 1 becomes -1: all bits of the word.
+        return (kept if cols == 1 else self._over_columns(kept)).to(dtype).neg_()
 
     @property
     def in_one_pass(self) -> bool:
@@ -300,21 +311,20 @@ class BlockMask:
         if self.grid.rows == 1 or self.block[0] != 1:
             return self.grid.rows == 1
         uncut = self.rect.cols == self.grid.cols * self.block[1]
-        return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0)
+        return self.grid.cols == 1 or (uncut and self.grid.cols % 8 == 0 < self.grid.cols)
 
     @staticmethod
     def apply_all_changed_(
         changes: Sequence[tuple[BlockMask, Tensor, BlockMask, Tensor | None]],
     ) -> None:
-        """Write zero to what each mask removes and is not known to be zero already. Many small
-        masks are looked up at once.
+        """Write zero to what each mask removes and is not known to be zero already. Shards on an
+        accelerator share launches.
 
         Args:
             changes: the new mask, the live shard, the mask ``before``, and the ``dirty`` blocks
                 (bits like the mask's own; None is none). Written are blocks that ``before`` kept
                 and the dirty ones.
         """
-        together: list[tuple[Tensor, Tensor]] = []
         away = []
         for change in changes:
             mask, tensor, before, dirty = change
@@ -326,26 +336,25 @@ class BlockMask:
                 mask.apply_(tensor)
             else:
                 gone = before.bits & ~mask.bits
-                mask._zero(tensor.data, gone if dirty is None else gone | dirty, together)
+                mask._zero(tensor.data, gone if dirty is None else gone | dirty)
         if away:
             _apply_on_devices(away)
-        _zero_rows(together)
 
-    def _rows_of_blocks(self, live: Tensor) -> Tensor | None:
-        """``live`` as a matrix with a block in each row; None where its blocks are not
-        contiguous."""
+    def _zero(self, live: Tensor, gone: Tensor) -> None:
+        """Write zero to the blocks of a live shard whose bit is set in ``gone``; bits behind the
+        last are ignored. Autograd must not see that: a forward may be waiting for its backward."""
         width = self.rect.cols if self.grid.cols == 1 else self.block[1]
         # Of several blocks in a row, none is cut by the shard's borders.
         contiguous = self.grid.cols * width == self.rect.cols and live.is_contiguous()
-        return live.view(-1, width) if self.block[0] == 1 and contiguous else None
-
-    def _zero(self, live: Tensor, gone: Tensor, together: list[tuple[Tensor, Tensor]]) -> None:
-        """Write zero to the blocks of a live shard whose bit is set in ``gone``, or add them to
-        what is zeroed ``together``. Autograd must not see that: a forward may be waiting for its
-        backward."""
-        by_rows = self._rows_of_blocks(live) if live.is_cpu else None
-        if by_rows is not None:
-            together.append((by_rows, gone))
+        if live.is_cpu and self.block[0] == 1 and contiguous:
+            blocks = wide(live.view(-1, width))
+            if len(gone) <= _FEW:
+                # Small tables are many: one call instead of five.
+                blocks.masked_fill_(unpack(gone, len(blocks)).unsqueeze(1), 0)
+                return
+            for first in range(0, len(gone), _WRITTEN):
+                found = positions(gone[first : first + _WRITTEN]).add_(8 * first)
+                blocks.index_fill_(0, found[found < len(blocks)], 0)
             return
         others = BlockMask(self.rect, self.block, ~gone)
         for rows, kept in others.element_chunks(only_removing=live.is_cpu):
@@ -437,9 +446,8 @@ class BlockMask:
         # Rows of blocks begin at bytes, which need not be unpacked; as words they are compared at
         # once.
         size = self.grid.cols // 8
-        word = WORDS.get(size)
-        if word is not None:
-            return self.bits.view(word) == 0
+        if size in WORDS:
+            return self.bits.view(WORDS[size]) == 0
         return self.bits.view(-1, size).amax(1) == 0
 
 
@@ -452,31 +460,34 @@ def _apply_on_devices(
     found = on_host([mask._any_removed().view(1) for mask in unknown])
     for mask, removes in zip(unknown, found, strict=True):
         mask.learn_removes(bool(removes))
-    removing = [change for change in changes if change[0].removes]
-    shards = []
-    for mask, tensor, before, dirty in removing:
-        changed = None
-        if dirty is not None and before.block == mask.block:
-            changed = before.bits, dirty
-        shards.append(Pruned(Shard(mask.rect, tensor), mask.block, mask.bits, changed))
-    for i in prune(shards):
-        # To find what is to be written would wait for the device.
-        mask, tensor, _, _ = removing[i]
-        mask.apply_(tensor)
+    shards: list[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]] = []
+    for mask, tensor, before, dirty in changes:
+        if mask.removes:
+            changed = None
+            if dirty is not None and before.block == mask.block:
+                changed = before.bits, dirty
+            shards.append((mask, tensor, changed))
+    prune(shards)
 
 
-def _zero_rows(changed: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write zero to the rows of matrices whose bit is set, part by part: many small matrices are in
-    one part, whose bits are searched at once."""
-    bits = torch.cat([torch.empty(0, dtype=torch.uint8), *(gone for _, gone in changed)])
-    starts = list(accumulate((8 * len(gone) for _, gone in changed), initial=0))
-    for first in range(0, 8 * len(bits), 8 * _WRITTEN):
-        found = positions(bits[first // 8 : first // 8 + _WRITTEN]).add_(first)
-        part = slice(bisect_right(starts, first) - 1, bisect_left(starts, first + 8 * _WRITTEN))
-        within, begins = changed[part], starts[part]
-        # Without the bits behind the last row, which may be set.
-        ends = [start + len(rows) for start, (rows, _) in zip(begins, within, strict=False)]
-        ranges = torch.searchsorted(found, torch.tensor([begins[: len(ends)], ends])).T.tolist()
-        for (rows, _), start, (begin, end) in zip(within, begins, ranges, strict=False):
-            if begin < end:
-                wide(rows).index_fill_(0, found[begin:end].sub_(start), 0)
+def prune(shards: Iterable[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None]]) -> None:
+    """Write zero to what masks remove in live shards, where there are kernels in one launch for all
+    that are alike.
+
+    Args:
+        shards: with each the bits of the blocks that were kept before, and of those that may not be
+            zero; None is all blocks.
+    """
+    launches: dict[tuple[Any, ...], list[Any]] = {}
+    for mask, tensor, changed in shards:
+        kernels, width = kernels_on(tensor.device), flat_width(mask.rect, mask.block, tensor)
+        if width is None:
+            # To find what is to be written would wait for the device.
+            mask.apply_(tensor)
+            continue
+        addresses = [bits.data_ptr() for bits in changed or ()]
+        job = kernels.Pruning(tensor.data_ptr(), mask.blocks, mask.bits.data_ptr(), *addresses)
+        alike = kernels, width, tensor.element_size(), tensor.device, changed is None
+        launches.setdefault(alike, []).append(job)
+    for (kernels, *how, _), jobs in launches.items():
+        kernels.prune(jobs, *how)

@@ -6,9 +6,9 @@ root: the order is the same) or a user's function. Sums are taken in float64 ove
 an order that depends on neither the chunks nor the sharding, so that a block has the same score on
 every sharding.
 
-Small tables are scored together (:func:`score_batch`): a call of torch costs as much as the work on
-a few kilobytes. Tables of one width, block and measure are laid one below the other; blocks of one
-row know nothing of their neighbours.
+Small tables are scored together: a call of torch costs as much as the work on a few kilobytes.
+Tables of one width, block and measure are laid one below the other; blocks of one row know nothing
+of their neighbours.
 
 The selection reads scores as their int32 bit patterns, which order alike (they are not negative):
 in pieces (:class:`Segment`), with their histogram. The patterns that no finite score has mark
@@ -17,23 +17,20 @@ blocks about which something else decides.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
-from operator import add
-from typing import Final, Literal, NamedTuple
+from itertools import accumulate
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import count_each, pieces_on, sent
-from dist_sparse.masking.flat import FlatMask, FlatScores, Limit
+from dist_sparse.masking.device import FlatScores, NewBits, Prefixes, count_each, pieces_on
 from dist_sparse.masking.masks import pack
 from dist_sparse.records import LEADING_SHIFT
-from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
+from dist_sparse.tables.shards import Block, Rect, grid_of, sent
 
 # The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
 NOT_FINITE = 0x7F800000
@@ -57,8 +54,7 @@ CPU: Final = torch.device("cpu")
 class WeightedSquares:
     """Score an element ``x`` as ``x * x * factor``, with a positive factor for each row.
 
-    A measure of its own, rather than a callable: it needs no memory besides the scores, and small
-    tables share a pass.
+    A measure of its own, rather than a callable: it needs no memory besides the scores.
 
     Args:
         factors: takes a chunk of rows and the global (row, column) of its first element, as a
@@ -298,63 +294,6 @@ SMALL = 1 << 14
 BATCH = 1 << 20
 
 
-def score_batch(
-    shards: Sequence[Shard], width: int, block: Block, measures: Sequence[Measure]
-) -> tuple[Tensor, list[int]]:
-    """Score shards of tables of ``width`` columns, alike in all but their rows, one below the
-    other; a measure for each.
-
-    Returns:
-        Scores, float32 ``(rows, block columns)``, and the first row of each shard. It fills whole
-        bytes of flags, as its mask is cut from those of the batch: rows between two shards are no
-        block.
-    """
-    first = shards[0]
-    grid = grid_of(first.rect, block)
-    align = 8 // math.gcd(8, grid.cols)
-    filling = first.tensor.new_zeros(align, first.rect.cols)
-    parts: list[Tensor] = []
-    starts: list[int] = []
-    rows = 0
-    for shard in shards:
-        starts.append(rows)
-        rest = -shard.rect.rows % align
-        parts += [shard.tensor, filling[:rest]]
-        rows += shard.rect.rows + rest
-    measure = _of_batch(shards, measures, starts, rows)
-    rect = Rect(0, first.rect.col, rows, first.rect.cols)
-    columns = torch.arange(grid.col, grid.col + grid.cols, device=first.tensor.device)
-    widths = block_widths((rows, width), block, columns)
-    scores = []
-    for start, sums in block_sums(torch.cat(parts), rect, block, measure):
-        scores.append(to_scores(sums, start, widths, (rows, width), block))
-    return scores[0] if len(scores) == 1 else torch.cat(scores), starts
-
-
-def _of_batch(
-    shards: Sequence[Shard], measures: Sequence[Measure], starts: Sequence[int], rows: int
-) -> Measure:
-    """Return the measure of all rows of a batch, which has the factors of its shards."""
-    if not isinstance(measures[0], WeightedSquares):
-        return measures[0]
-    found = []
-    for shard, measure in zip(shards, measures, strict=True):
-        assert isinstance(measure, WeightedSquares)
-        found.append(measure.factors(shard.tensor, (shard.rect.row, shard.rect.col)))
-    # Factors of a row, or of each element: expanded where the tables differ.
-    factors = found[0].new_zeros(rows, max(each.shape[1] for each in found))
-    for start, each in zip(starts, found, strict=True):
-        factors[start : start + len(each)] = each
-    return WeightedSquares(lambda chunk, offset: factors[offset[0] : offset[0] + len(chunk)])
-
-
-class JointPart(NamedTuple):
-    """Scores of one of several tables, which are counted together."""
-
-    scores: JointScores | FlatScores
-    number: int
-
-
 class Segment:
     """Scores of a grid of blocks, row-major, in pieces of whole rows.
 
@@ -372,12 +311,14 @@ class Segment:
         counts: whether this rank owns these blocks; replicas are thresholded, not counted.
 
     Attributes:
-        joint: where the scores are stored if they are counted with those of other tables.
+        batch: where the scores are stored if they are counted with those of other tables.
+        number: of the table there.
         count: counts scores without a pass over all of them, as
-            :meth:`~dist_sparse.masking.cached.kept_scores.IndexedScores.counts`.
+            :meth:`~dist_sparse.masking.kept_scores.IndexedScores.counts`.
     """
 
-    joint: JointPart | None = None
+    batch: Batch | None = None
+    number = 0
     count: Callable[[int, int, int, int], Tensor | None] | None = None
 
     def __init__(
@@ -460,96 +401,67 @@ class Segment:
 _ALL: Final = 1 << 62
 
 
-@dataclass(eq=False)
 class JointScores:
-    """The scores of several small tables, one after the other, so that they are counted in one
-    pass.
+    """The scores of several small tables in CPU memory, one after the other, so that they are
+    counted in one pass.
 
     Args:
-        bits: int32 ``(sum of sizes,)``; KEPT where there is no block.
-        starts: where the scores of each table begin: at whole bytes of flags.
-        blocks: how many scores each table has.
-        limits: of the tables, by their number. Set them before reading :attr:`masks`.
+        bits: int32 ``(sum of sizes,)``.
+        sizes: how many scores each table has.
     """
 
-    bits: Tensor
-    starts: list[int]
-    blocks: list[int]
-    limits: dict[int, Limit] = field(default_factory=dict)
-
-    @cached_property
-    def _sizes(self) -> Tensor:
-        """Number of scores up to the next table, int64 ``(tables,)``."""
-        starts = sent([*self.starts, self.bits.numel()], self.bits.device)
-        return starts.diff()
-
-    @cached_property
-    def _places(self) -> Tensor:
-        return torch.arange(self.bits.numel(), device=self.bits.device)
-
-    def mark_gaps(self) -> None:
-        """Write KEPT between the tables."""
-        ends = list(map(add, self.starts, self.blocks))
-        self.bits.masked_fill_(self._places >= self._of_scores(ends), KEPT)
-
-    def parts(self) -> list[Tensor]:
-        """Return the scores of each table."""
-        return list(map(self.bits.narrow, repeat(0), self.starts, self.blocks))
+    def __init__(self, bits: Tensor, sizes: Sequence[int]) -> None:
+        self._bits, self._sizes = bits, torch.tensor(sizes)
+        self._starts = [0, *accumulate(sizes)]
+        self.held = [*torch.split(bits, list(sizes))]
 
     def _of_scores(self, of_tables: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return for each score the value of its table. Not kept: it is as large as the scores."""
-        values = sent(of_tables, self.bits.device, dtype)
-        return values.repeat_interleave(self._sizes, output_size=self.bits.numel())
+        return torch.tensor(of_tables, dtype=dtype).repeat_interleave(self._sizes)
 
     def first_histograms(self) -> Tensor:
         """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
         # Bucket 0 for zeros, 1 + leading bits for others.
-        leading = torch.bitwise_right_shift(self.bits, LEADING_SHIFT).add_(1).mul_(self.bits != 0)
-        leading.clamp_(min=0)  # a score that is refused later must count somewhere
-        tables = len(self.starts)
+        leading = torch.bitwise_right_shift(self._bits, LEADING_SHIFT).add_(1)
+        leading.mul_(self._bits != 0).clamp_(min=0)  # what is refused later must count somewhere
+        tables = len(self.held)
         at = self._of_scores(range(0, tables * HISTOGRAM, HISTOGRAM)).add_(leading)
-        counts = _bincount(at, tables * HISTOGRAM).view(-1, HISTOGRAM)
-        counts[:, -1] = 0  # of KEPT
-        return counts
+        return torch.bincount(at, minlength=tables * HISTOGRAM).view(-1, HISTOGRAM)
 
-    def histograms(
-        self, prefixes: Mapping[int, int], before: int, shift: int, buckets: int
-    ) -> list[Tensor]:
+    def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
         """Return, for each table with a prefix, how many of its scores other than 0 that have the
         prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
-        ``(buckets,)``."""
+        ``(buckets,)``.
+
+        Args:
+            prefixes: by the number of the table, with its :meth:`first_histograms` in CPU memory.
+        """
         # By table: the prefix (no score has -1), and its row in the result.
-        wanted, place = [-1] * len(self.starts), [0] * len(self.starts)
-        for row, (number, prefix) in enumerate(prefixes.items()):
+        wanted, place = [-1] * len(self.held), [0] * len(self.held)
+        for row, (number, (prefix, _)) in enumerate(prefixes.items()):
             wanted[number], place[number] = prefix, row * buckets
-        bits = self.bits
+        bits = self._bits
         inside = ((bits >> before) == self._of_scores(wanted, torch.int32)) & (bits != 0)
         at = self._of_scores(place) + ((bits >> shift) & (buckets - 1))
-        return [*_bincount(at, len(prefixes) * buckets, inside).view(-1, buckets).unbind()]
+        counts = torch.bincount(at[inside], minlength=len(prefixes) * buckets)
+        return [*counts.view(-1, buckets).unbind()]
 
-    @cached_property
-    def masks(self) -> dict[int, FlatMask]:
-        """The new masks of tables, by their numbers."""
-        bits, ends = [0] * len(self.starts), [0] * len(self.starts)
-        for number, limit in self.limits.items():
-            bits[number], ends[number] = limit.bits, self.starts[number] + limit.upto
-        removes_ties = self._places < self._of_scores(ends)
-        gone = self.bits < self._of_scores(bits) + removes_ties
-        kept, dirty = pack(~gone & (self.bits != KEPT)), pack(gone & (self.bits != 0))
-        found = {}
-        for number in self.limits:
-            first = self.starts[number] // 8
-            bytes_of = slice(first, first - (-self.blocks[number] // 8))
-            found[number] = FlatMask(kept[bytes_of].clone(), dirty[bytes_of], None)
+    def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
+        """As :meth:`~dist_sparse.masking.device.FlatScores.masks`."""
+        scores, ends = [0] * len(self.held), [0] * len(self.held)
+        for number, (score, upto) in limits.items():
+            scores[number], ends[number] = score, self._starts[number] + upto
+        places = torch.arange(self._bits.numel())
+        gone = self._bits < self._of_scores(scores) + (places < self._of_scores(ends))
+        dirty = gone & (self._bits != 0)
+        found: dict[int, NewBits] = {}
+        for number in limits:
+            table = slice(*self._starts[number : number + 2])
+            found[number] = pack(~gone[table]), pack(dirty[table]), bool(gone[table].any())
         return found
 
 
-def _bincount(at: Tensor, buckets: int, wanted: Tensor | None = None) -> Tensor:
-    """Return torch.bincount of many buckets, of the ``wanted`` (None: all), on any device."""
-    if at.is_cpu:
-        return torch.bincount(at if wanted is None else at[wanted], minlength=buckets)
-    ones = torch.ones_like(at) if wanted is None else wanted.to(torch.int64)
-    return torch.zeros(buckets, dtype=torch.int64, device=at.device).index_add_(0, at, ones)
+Batch = FlatScores | JointScores
 
 
 def with_prefix(bits: Tensor, prefix: int, shift: int) -> Tensor:

@@ -5,7 +5,7 @@ are ordered by global block index. The k-th smallest (score, index) is found by 
 histogram of the leading bits is summed over ranks, the bucket that holds the k-th is kept, and the
 next round counts its members only, by the next bits. Three rounds find the 31 bits of a score, for
 all tables side by side in one message each; up to three more find the index where scores tie at the
-threshold over several ranks.
+threshold.
 
 A :class:`Threshold` cuts exactly, however many scores tie, and makes the masks of its table.
 """
@@ -15,21 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import count_within, on_host
-from dist_sparse.masking.flat import NO_PLACE, FlatScores
+from dist_sparse.masking.device import NO_PLACE, FlatScores, count_within, on_host
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.scores import (
     HISTOGRAM,
     KEPT,
     NOT_FINITE,
-    JointPart,
-    JointScores,
+    Batch,
     Segment,
     bucket_counts,
     with_prefix,
@@ -40,19 +38,14 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 # (shift, buckets) after the first round: 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((10, 1024), (0, 1024))
 
-# Added to a bucket by each rank that has something in it: tells whether all ties are on one rank
-# (2**44 blocks, 2**19 ranks fit).
-_PRESENT = 1 << 44
-
 # Up to so many scores are stored again.
 _CHUNK = 1 << 19
 
 # Bytes of flags of tied blocks whose indices are counted at a time.
 _COUNTED = 1 << 15
 
-# Takes removed flags, bool `(n,)`, and scores, int32 `(n,)`; returns which of the removed blocks
-# are not zero yet.
-DirtyRule = Callable[[Tensor, Tensor], Tensor]
+# Which removed blocks may not be zero yet: those that do not score 0, or any; None is none.
+Dirty = Literal["nonzero", "removed"] | None
 
 
 @dataclass(frozen=True)
@@ -104,13 +97,12 @@ class NewMask(NamedTuple):
 
 
 def mask_of_blocks(
-    rect: Rect, block: Block, segment: Segment, threshold: Threshold, dirty: DirtyRule | None
+    rect: Rect, block: Block, segment: Segment, threshold: Threshold, dirty: Dirty
 ) -> NewMask:
     """Return the new mask of the shard ``rect``, by a pass over its scores.
 
     Args:
         segment: the scores of all blocks of the shard.
-        dirty: None if the shard has no dirty blocks.
     """
     count, device = grid_of(rect, block).blocks, segment.device
     kept, unclean = BitWriter(count, device), BitWriter(count, device)
@@ -119,7 +111,7 @@ def mask_of_blocks(
         removed = threshold.removes(segment, start, bits)
         kept.add(~removed)
         if dirty is not None:
-            unclean.add(dirty(removed, bits))
+            unclean.add(removed if dirty == "removed" else removed & bits.to(torch.bool))
     mask = BlockMask(rect, block, kept.close())
     return NewMask(mask, None if dirty is None else unclean.close())
 
@@ -133,8 +125,6 @@ class Candidates:
         k: number of blocks to remove.
         blocks: number of blocks of the whole table.
         segments: the scores that this rank knows; over all ranks every block is counted once.
-        spread_replicas: some ranks hold replicas of only a part of the table, so a rank can't tell
-            by itself whether it sees all ties.
         only_zeros: remove no block that scores more than 0, and none at all where all score 0.
     """
 
@@ -142,7 +132,6 @@ class Candidates:
     k: int
     blocks: int
     segments: list[Segment] = field(default_factory=list)
-    spread_replicas: bool = False
     only_zeros: bool = False
 
 
@@ -155,8 +144,9 @@ def select_smallest(
     Collective over ``group``: every rank must call it. With a ``pool`` of the tables whose ``k``
     is not 0, ``k`` is the maximum.
 
-    At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables whose
-    threshold ties over ranks. None of the sizes depends on the number of scores.
+    At most three all-reduces of 16, 8 and 8 KiB a table, and at most three more for tables that
+    lose some of the blocks at the threshold, but not all. None of the sizes depends on the number
+    of scores.
 
     Raises:
         ValueError: a score is not finite (on every rank; names the table).
@@ -164,10 +154,12 @@ def select_smallest(
     thresholds = [NOTHING] * len(candidates)
     searches: dict[int, _ScoreSearch] = {}
     for i, table in enumerate(candidates):
+        if table.k <= 0:
+            continue
         # Only a pool can keep blocks of a table that it may remove as a whole.
-        if table.k > 0 and (pool or table.only_zeros or table.k < table.blocks):
+        if pool or table.only_zeros or table.k < table.blocks:
             searches[i] = _ScoreSearch(table)
-        elif table.k > 0:
+        else:
             thresholds[i] = replace(EVERYTHING, removed=table.k)
     if not searches:
         return thresholds
@@ -180,37 +172,26 @@ def select_smallest(
 
 def _find_scores(searches: list[_ScoreSearch], group: Group, pool: Pool | None) -> None:
     """Find the score of every threshold. Collective."""
-    marked = _over_ranks(_first_histograms(searches), group)
-    counts = marked & (_PRESENT - 1)
+    counts = group.all_reduce(_first_histograms(searches))
     _refuse_not_finite(counts, searches)
     for search, zeros in zip(searches, counts[:, 0].tolist(), strict=True):
         if search.table.only_zeros:
             search.keep_others(zeros)
     if pool is not None:
         pool.searches = dict(zip(searches, pool.prices, strict=True))
-    _descend(searches, marked, LEADING_SHIFT, pool)
+    _descend(searches, counts, LEADING_SHIFT, pool)
     _narrow(searches, _ROUNDS, _next_histograms, group, pool)
 
 
 def _split_ties(split: Sequence[_ScoreSearch], group: Group) -> None:
     """Find the last index removed at the threshold of tables that lose some of the tied blocks, but
-    not all. Collective over ``group`` where ties are on several ranks."""
-    alone: list[_TieSearch] = []
-    over_ranks: list[_TieSearch] = []
-    for search in split:
-        table = search.table
-        if search.holders > 1 or table.spread_replicas:
-            over_ranks.append(_TieSearch(search, search.counted))
-        else:
-            # One rank owns all that tie. It, and any replica of it, sees them all and finds the
-            # order alone; the others see none, and remove none.
-            alone.append(_TieSearch(search, table.segments))
-    _find_ties([*alone, *over_ranks])
-    for searches, over in ((alone, Group(None, None)), (over_ranks, group)):
-        most = max((ties.scores.table.blocks for ties in searches), default=1)
-        _narrow(searches, _index_rounds(most), _histograms_of_ties, over)
-        for ties in searches:
-            ties.scores.last_index = ties.last
+    not all. Collective over ``group`` if there are any."""
+    ties = [_TieSearch(search) for search in split]
+    _find_ties(ties)
+    most = max((search.table.blocks for search in split), default=1)
+    _narrow(ties, _index_rounds(most), _histograms_of_ties, group)
+    for search in ties:
+        search.scores.last_index = search.last
 
 
 def _narrow(
@@ -223,7 +204,7 @@ def _narrow(
     """Run rounds of all searches until all are done, which every rank knows."""
     for shift, buckets in rounds:
         if active := [search for search in searches if not search.done]:
-            _descend(active, _over_ranks(count(active, shift, buckets), group), shift, pool)
+            _descend(active, group.all_reduce(count(active, shift, buckets)), shift, pool)
 
 
 class _Search:
@@ -238,8 +219,7 @@ class _Search:
 
     Attributes:
         last: the largest key that is removed, once found.
-        left: number of keys wanted of the ``inside`` keys of the last bucket, which are on
-            ``holders`` ranks.
+        left: number of keys wanted of the ``inside`` keys of the last bucket.
         below: number of keys before them.
         done: all or nothing of what shares the prefix is wanted, or there are no more bits: no
             further round is needed.
@@ -249,18 +229,16 @@ class _Search:
 
     def __init__(self, left: int) -> None:
         self.left = left
-        self.last = self.inside = self.holders = self.below = self.prefix = 0
+        self.last = self.inside = self.below = self.prefix = 0
         self.shift = 63
         self.done = False
 
-    def descend(
-        self, shift: int, buckets: int, bucket: int, below: int, inside: int, holders: int
-    ) -> None:
-        """Keep one bucket: ``below`` keys are before it, ``inside`` in it, on ``holders`` ranks."""
+    def descend(self, shift: int, buckets: int, bucket: int, below: int, inside: int) -> None:
+        """Keep one bucket: ``below`` keys are before it, ``inside`` in it."""
         bucket -= buckets == HISTOGRAM  # whose first one is of zeros
         self.left -= below
         self.below += below
-        self.inside, self.holders, self.shift = inside, holders, shift
+        self.inside, self.shift = inside, shift
         self.prefix = self.prefix * buckets + bucket
         # All bits below the prefix set: the whole bucket is removed, as far as is known.
         self.last = ((self.prefix + 1) << shift) - 1
@@ -345,16 +323,15 @@ class _TieSearch(_Search):
 
     Args:
         scores: the search that has found the threshold.
-        segments: where to look for ties.
 
     Attributes:
         tied: where the ties of a segment are: a flat place, and flags of the blocks from there on.
         ids: the global indices of others.
     """
 
-    def __init__(self, scores: _ScoreSearch, segments: Sequence[Segment]) -> None:
+    def __init__(self, scores: _ScoreSearch) -> None:
         super().__init__(scores.left)
-        self.scores, self.segments = scores, segments
+        self.scores = scores
         self.tied: list[tuple[Segment, int, Tensor]] = []
         self.ids: list[Tensor] = []
 
@@ -372,20 +349,21 @@ def _find_ties(searches: Sequence[_TieSearch]) -> None:
     listed, and once for others on a device."""
     wanted: dict[FlatScores, dict[int, tuple[int, int]]] = {}
     for search in searches:
-        for segment in search.segments:
-            if segment.joint is not None and isinstance(segment.joint.scores, FlatScores):
+        for segment in search.scores.counted:
+            if isinstance(segment.batch, FlatScores):
                 of_score = search.scores.last, search.scores.inside
-                wanted.setdefault(segment.joint.scores, {})[segment.joint.number] = of_score
-    listed: dict[JointPart | None, Tensor] = {}
+                wanted.setdefault(segment.batch, {})[segment.number] = of_score
+    listed: dict[tuple[object, int], Tensor] = {}
     for scores, ties in wanted.items():
         for number, places in scores.ties(ties).items():
-            listed[JointPart(scores, number)] = places
+            listed[scores, number] = places
     known = dict(zip(listed, on_host([*listed.values()]), strict=True))
     packed: list[tuple[_TieSearch, Segment, int, Tensor]] = []
     for search in searches:
-        for segment in search.segments:
-            if segment.joint in known:
-                places = known[segment.joint]
+        for segment in search.scores.counted:
+            key = segment.batch, segment.number
+            if key in known:
+                places = known[key]
                 search.ids.append(segment.ids(places[places < NO_PLACE].long()))
                 continue
             # A bit for each block: any number of them may tie.
@@ -421,18 +399,20 @@ def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int)
     """Return the histograms of a later round, int64 ``(searches, buckets)``: of scores that tables
     share in one pass."""
     parts: list[tuple[int, Tensor]] = []
-    together: dict[JointScores | FlatScores, dict[int, int]] = {}
+    together: dict[Batch, dict[int, tuple[int, Segment]]] = {}
     for row, search in enumerate(searches):
         for segment in search.counted:
-            if segment.joint is None:
+            if segment.batch is None:
                 parts += [(row, part) for part in search.histograms(segment, shift, buckets)]
             else:
-                together.setdefault(segment.joint.scores, {})[segment.joint.number] = row
+                together.setdefault(segment.batch, {})[segment.number] = row, segment
     before = searches[0].shift  # the same for all: they are in the same round
-    for scores, rows in together.items():
-        prefixes = {number: searches[row].prefix for number, row in rows.items()}
+    for scores, counted in together.items():
+        prefixes = {}
+        for number, (row, segment) in counted.items():
+            prefixes[number] = searches[row].prefix, segment.histogram
         found = scores.histograms(prefixes, before, shift, buckets)
-        parts += zip(rows.values(), found, strict=True)
+        parts += zip((row for row, _ in counted.values()), found, strict=True)
     return _added(parts, len(searches), buckets)
 
 
@@ -448,17 +428,11 @@ def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> 
     return total
 
 
-def _over_ranks(own: Tensor, group: Group) -> Tensor:
-    """Return histograms over all ranks: the low 44 bits count blocks, the high ones the ranks that
-    have some. Collective."""
-    return group.all_reduce(own.add_((own > 0).to(torch.int64).mul_(_PRESENT)))
-
-
 def _descend(
-    searches: Sequence[_Search], marked: Tensor, shift: int, pool: Pool | None = None
+    searches: Sequence[_Search], counts: Tensor, shift: int, pool: Pool | None = None
 ) -> None:
     """Keep one bucket of each search, by the histograms over all ranks. One host sync for all."""
-    counts, buckets = marked & (_PRESENT - 1), marked.shape[1]
+    buckets = counts.shape[1]
     # The bucket of the k-th key: the first up to which there are at least as many as wanted.
     upto = counts.cumsum(1)
     wanted = torch.tensor([search.left for search in searches]).unsqueeze(1)
@@ -466,8 +440,7 @@ def _descend(
     if pool is not None:
         pool.limit(searches, upto, bucket)
     inside = counts.gather(1, bucket)
-    holders = marked.gather(1, bucket) >> _PRESENT.bit_length() - 1
-    chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside, holders], 1).tolist()
+    chosen = torch.cat([bucket, upto.gather(1, bucket) - inside, inside], 1).tolist()
     for search, row in zip(searches, chosen, strict=True):
         search.descend(shift, buckets, *row)
     if pool is not None:

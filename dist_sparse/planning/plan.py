@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.moving import gather_rows
+from dist_sparse.enforcer.dense import leaves, same_storage, stepped
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.enforcer.optimizers import leaves, same_storage, stepped
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import (
     BY_COLUMN,

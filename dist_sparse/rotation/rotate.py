@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.checks import refuse
+from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier

@@ -21,7 +21,7 @@ from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import EmbeddingSite, Site, sites_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.serving.artifact import all_kept
 from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks

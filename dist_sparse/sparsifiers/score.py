@@ -28,7 +28,7 @@ from dist_sparse.masking.block_masks import (
     new_masks,
     score_tables,
 )
-from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.dense_store import DenseStore

@@ -364,3 +364,10 @@ def grid_of(rect: Rect, block: Block) -> Grid:
     if rect.numel == 0:
         return Grid(row, col, 0, 0)
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)
+
+
+def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return a tensor of ``values`` on a device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

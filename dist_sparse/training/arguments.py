@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeAlias
 from torch import nn
 
 from dist_sparse import checks
-from dist_sparse.enforcer.optimizers import same_storage
+from dist_sparse.enforcer.dense import same_storage
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.schedulers.ready import (

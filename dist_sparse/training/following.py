@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_sparse.enforcer.optimizers import combines, leaves
+from dist_sparse.enforcer.dense import combines, leaves
 from dist_sparse.groups import Group, Replica, cut, group_over, ranks_text, world_ranks
 from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier

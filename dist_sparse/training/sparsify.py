@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
+from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
-from dist_sparse.enforcer.hooks import Hook
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate

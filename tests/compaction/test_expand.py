@@ -16,7 +16,7 @@ from dist_sparse import compact, expand, sparsify
 from dist_sparse.compaction import replacing
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.tables import initial_rows
-from dist_sparse.enforcer.optimizers import leaves
+from dist_sparse.enforcer.dense import leaves
 from dist_sparse.tables.modules import collection_of
 from tests.compaction.test_compact import OPTIMIZERS, Net
 from tests.compaction.test_compact import train as train_plain

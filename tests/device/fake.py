@@ -29,7 +29,7 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dist_sparse.masking import flat_triton
+from dist_sparse.masking import kernels
 from tests.device.account import ACCOUNT, Spent
 
 __all__ = ["CUDA", "DeviceMix", "FakeCudaTensor", "Meter", "counting", "cuda", "fake_cuda", "inner"]
@@ -571,7 +571,7 @@ def fake_cuda() -> Iterator[None]:
             counted = _counted(getattr(builder, name), pointers, mask)
             stack.enter_context(mock.patch.object(builder, name, counted))
         # The interpreter takes as long for a tile of any size.
-        stack.enter_context(mock.patch.object(flat_triton, "TILE", 1 << 17))
+        stack.enter_context(mock.patch.object(kernels, "TILE", 1 << 17))
         stack.enter_context(_Mode())
         yield
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dist_sparse.masking import flat
+from dist_sparse.masking import device as device_module
 from tests.device.account import Spent
 from tests.device.ceilings import FIRST_STEP, GROWS, ORDINARY_STEP, UPDATE, above
 from tests.device.runs import BLOCKS, Run, on_device
@@ -143,7 +143,7 @@ def test_ties_are_read_at_once() -> None:
 def test_masks_without_lists_are_the_cpus() -> None:
     """Where too many blocks would be listed, rounds read the weights."""
     expected, _ = few_values("cpu", 2)
-    with mock.patch.object(flat, "_fits", lambda *_: False):
+    with mock.patch.object(device_module, "_fits", lambda *_: False):
         found, _ = few_values("cuda", 2)
     assert all(map(torch.equal, expected.masks(), found.masks()))
     assert torch.equal(expected.kernel.memory, found.kernel.memory)

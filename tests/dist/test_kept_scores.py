@@ -16,7 +16,7 @@ from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
 from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
 from dist_sparse.masking import scores
-from dist_sparse.masking.cached.kept_scores import KeptScores
+from dist_sparse.masking.kept_scores import KeptScores
 from dist_sparse.sparsifiers.step import make_masks
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights, weights
 from tests.dist.enforcing import Run, kernels, loss_of, optimizer_of, pieces

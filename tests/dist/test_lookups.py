@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_sparse import RunLog, sparsify
-from dist_sparse.enforcer import ids as ids_module
+from dist_sparse.enforcer import rows as rows_module
 from dist_sparse.report.run import read_run
 from dist_sparse.report.summary import inspect_text
 from dist_sparse.text import percent
@@ -83,7 +83,7 @@ def test_the_share_of_lookups_that_removed_rows_have(name: str) -> None:
 
 def test_embeddings_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second forward is counted, in training only, and from the last mask update on."""
-    monkeypatch.setattr(ids_module, "EVERY", 2)
+    monkeypatch.setattr(rows_module, "EVERY", 2)
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(40, 4), "word": nn.Embedding(30, 4)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     sparse = sparsify(model, optimizer, level=0.5, begin=0, end=0, min_rows=0)
@@ -109,7 +109,7 @@ def test_embeddings_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_default_score_samples_lookups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every forward counted, the log has the lookups since the last mask update, and those of
     removed rows."""
-    monkeypatch.setattr(ids_module, "EVERY", 1)
+    monkeypatch.setattr(rows_module, "EVERY", 1)
     cell, folder = trained_cells(2)[name], Path(shared_folder())
     model = build(cell)
     optimizer = optimizer_of(model)

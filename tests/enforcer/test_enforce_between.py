@@ -21,7 +21,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, sparsify
-from dist_sparse.enforcer.hooks import Wrapped
+from dist_sparse.enforcer import Wrapped
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import batch, build, cells
 from tests.dist.enforcing import read_as_zeros

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from dist_sparse import BaseDataSparsifier, ImportanceSparsifier
-from dist_sparse.enforcer.ids import KeptIds
+from dist_sparse.enforcer.rows import KeptIds
 
 Bag = list[int]
 

@@ -19,9 +19,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.ids import LookupCounts, in_table
-from dist_sparse.enforcer.optimizers import reset_state
-from dist_sparse.enforcer.rows import RowFlags, Slot, ZeroedRows, flag, many, zero_rows
+from dist_sparse.enforcer.dense import reset_state
+from dist_sparse.enforcer.rows import (
+    LookupCounts,
+    RowFlags,
+    Slot,
+    ZeroedRows,
+    flag,
+    in_table,
+    many,
+    zero_rows,
+)
 from dist_sparse.masking import device
 from dist_sparse.masking.masks import BlockMask, pack
 from dist_sparse.tables.shards import Rect, grid_of

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import StreamOrder
-from dist_sparse.enforcer.hooks import Hook
 
 
 class Stream:

@@ -36,7 +36,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
 from dist_sparse.enforcer import rows
-from dist_sparse.enforcer.ids import KeptIds
+from dist_sparse.enforcer.rows import KeptIds
 from dist_sparse.masking.masks import BlockMask
 from tests.dist.enforcing import kernels, read_as_zeros
 

@@ -80,9 +80,9 @@ def expected(features: Sequence[Feature]) -> list[tuple[Slot, Tensor]]:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(grid, arguments...) of each launch from now on."""
-    from dist_sparse.enforcer import rows_triton
+    from dist_sparse.masking import kernels
 
-    kernel, seen = rows_triton.visit_rows, []
+    kernel, seen = kernels.visit_rows, []
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -92,13 +92,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
             return launch
 
-    monkeypatch.setattr(rows_triton, "visit_rows", Counted())
+    monkeypatch.setattr(kernels, "visit_rows", Counted())
     return seen
 
 
 def flagged(slots: Sequence[Slot | None], flags: Sequence[Tensor] = ()) -> Any:
     """A cleaner of tables whose rows are all flagged, or as ``flags`` of the features say."""
-    from dist_sparse.enforcer.rows_triton import TritonRowCleaner
+    from dist_sparse.masking.kernels import TritonRowCleaner
 
     given: list[Any] = [None] * len(slots)
     for i, one in enumerate(slots):
@@ -364,7 +364,7 @@ def compile_for_cuda() -> None:
     compiler does."""
     import triton.language as tl
 
-    from dist_sparse.enforcer.rows_triton import Feature, visit_rows
+    from dist_sparse.masking.kernels import Feature, visit_rows
 
     arguments = {
         "ids": "*i64",
@@ -397,7 +397,7 @@ def compile_mask_updates() -> None:
     """The kernels of mask updates: of 1 x 4 blocks, of rows, and of held or listed scores."""
     import triton.language as tl
 
-    from dist_sparse.masking import flat_triton
+    from dist_sparse.masking import kernels
 
     jobs = {"jobs": "*i64"}
     for width, blocks, does in (
@@ -410,15 +410,15 @@ def compile_mask_updates() -> None:
         (0, 2048, {"PACKS": True}),
     ):
         names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS", "ABSOLUTE")
-        sizes = {"FIELDS": len(flat_triton.Job._fields), "WIDTH": width, "BLOCKS": blocks}
+        sizes = {"FIELDS": len(kernels.Job._fields), "WIDTH": width, "BLOCKS": blocks}
         constants: dict[str, Any] = dict.fromkeys(names, False) | sizes | does
         constants |= {"BUCKETS": does.get("BUCKETS", 0), "TYPE": tl.float32}
         constants["LANES"] = min(max(1, width), 16)
-        compile_one(flat_triton.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
+        compile_one(kernels.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
     for changed in (False, True):
-        constants = {"FIELDS": len(flat_triton.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
+        constants = {"FIELDS": len(kernels.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
         constants |= {"BLOCKS": 512, "LANES": 4, "CHANGED": changed}
-        compile_one(flat_triton.prune_kernel, jobs, constants)
+        compile_one(kernels.prune_kernel, jobs, constants)
 
 
 def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from dist_sparse.groups import Group
 from dist_sparse.masking import device
-from dist_sparse.masking.device import count_each, count_within, on_host, sent
+from dist_sparse.masking.device import count_each, count_within, on_host
 from dist_sparse.masking.scores import Segment
 from dist_sparse.masking.selection import Candidates, select_smallest
+from dist_sparse.tables.shards import sent
 
 
 @pytest.mark.parametrize("n", [0, 1, 255, 256, 1000, 4096])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dist_sparse.masking.cached.kept_scores import IndexedScores
+from dist_sparse.masking.kept_scores import IndexedScores
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.scores import KEPT, Segment, first_histogram
 from dist_sparse.masking.selection import Threshold

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.optim import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer
-from dist_sparse.masking.scores import SMALL
+from dist_sparse.masking.block_masks import SMALL
 from tests.oracle import oracle_mask
 
 Sizes = list[tuple[int, int]]

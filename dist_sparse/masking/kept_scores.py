@@ -27,7 +27,7 @@ from dist_sparse.masking.scores import (
     with_prefix,
     worth_keeping,
 )
-from dist_sparse.masking.selection import DirtyRule, NewMask, Threshold, mask_of_blocks
+from dist_sparse.masking.selection import Dirty, NewMask, Threshold, mask_of_blocks
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
@@ -134,7 +134,7 @@ class KeptScores:
         block: Block,
         segment: Segment,
         threshold: Threshold,
-        rule: DirtyRule | None,
+        dirty_blocks: Dirty,
     ) -> NewMask:
         """Return the new mask of the shard: made from the last one and what may have changed since,
         or by a pass over all scores where that is as quick.
@@ -143,14 +143,16 @@ class KeptScores:
             rect, block: of the mask.
             segment: of the scores.
             threshold: of the table.
-            rule: finds removed blocks that are not zero yet; None if there are none.
+            dirty_blocks: removed blocks that may not be zero yet.
         """
         if self.age > 0:
-            rule = None  # the enforcer sees all writes: it has zeroed what was removed before
-        mask = self._changed_mask(segment, threshold) if rule is None else None
+            dirty_blocks = (
+                None  # the enforcer sees all writes: it has zeroed what was removed before
+            )
+        mask = self._changed_mask(segment, threshold) if dirty_blocks is None else None
         dirty: Tensor | None = None
         if mask is None:
-            mask, dirty = mask_of_blocks(rect, block, segment, threshold, rule)
+            mask, dirty = mask_of_blocks(rect, block, segment, threshold, dirty_blocks)
         if dirty is not None:
             # They are about to be zeroed, whether the masks before removed them or not.
             self.written.add(positions(dirty) // mask.grid.cols)

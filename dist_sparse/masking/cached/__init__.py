@@ -1,1 +1,0 @@
-"""Scores that are kept between mask updates, so that only written rows are scored again."""
