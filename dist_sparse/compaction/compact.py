@@ -39,8 +39,7 @@ from dist_sparse.rotation.outputs import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import collection_of
-from dist_sparse.tables.shards import Rect, ShardedData
-from dist_sparse.tables.sizes import narrow_width
+from dist_sparse.tables.shards import Rect, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
 
@@ -209,7 +208,7 @@ def _kept_columns(store: PackedStore, name: str, stats: TableStats | None) -> in
     """Return how many columns a rotated table keeps; without ``stats`` it has lost nothing."""
     if stats is None:
         return store.find(name).shape[1]
-    return (stats.blocks - stats.removed_blocks) * store.block(name)[1]
+    return (stats.blocks - stats.removed_blocks) * store.table(name).block[1]
 
 
 def _reductions(
@@ -281,7 +280,7 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: Mapping[str, int]
 def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> None:
     """Refuse tables whose masks remove parts of rows."""
     for data in tables:
-        height, width = store.block(data.name)
+        height, width = store.table(data.name).block
         if height != 1 or width < data.shape[1]:
             raise ValueError(
                 f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "

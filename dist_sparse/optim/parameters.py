@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_sparse.tables.modules import modules_by_path, torchrec_port
-from dist_sparse.tables.tensors import is_sharded, steps_in_backward
+from dist_sparse.tables.modules import is_sharded, modules_by_path, torchrec_port
+from dist_sparse.tables.shards import steps_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import ReadyDataScheduler
 
 
 def check_state(

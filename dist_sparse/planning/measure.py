@@ -20,7 +20,7 @@ from dist_sparse.planning.choices import Attempt
 from dist_sparse.planning.trials import serving
 from dist_sparse.progress import progress
 from dist_sparse.serving.sources import check_range
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 

@@ -2,7 +2,7 @@
 0.
 
 Other ranks take part in collectives only. Counts over ranks are summed in each mask update
-(:mod:`dist_sparse.sparsifiers.recorder`).
+(:class:`dist_sparse.sparsifiers.masks.Recorder`).
 
 ``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables.
 Every line of ``log.jsonl`` has a ``kind``:
@@ -46,7 +46,7 @@ from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.report.run import RowTraffic
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.recorder import counted_rows, knows_removed_rows, removed_lookups
+from dist_sparse.sparsifiers.masks import counted_rows, knows_removed_rows, removed_lookups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
@@ -372,7 +372,7 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, RowTraffic]:
         return {}
     found = {}
     for name, data in packed.current("RunLog.close()").items():
-        if not knows_removed_rows(data, packed.block(name)):
+        if not knows_removed_rows(data, packed.table(name).block):
             continue
         sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
         for dead, lookups in counted_rows(packed, data):

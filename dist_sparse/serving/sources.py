@@ -22,7 +22,6 @@ from dist_sparse.rotation.outputs import bases_of_outputs
 from dist_sparse.serving.codes import LARGEST, chunks, out_of_range
 from dist_sparse.serving.manifest import Collection, Dtype, Feature, Pooling
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.stats import count_revived
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
@@ -349,7 +348,7 @@ def check_zero(
     if all(table.changed is not None for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
-    revived = count_revived(sparsifier.masks, registered)
+    revived = sparsifier.masks.count_revived("export()", registered)
     with group_over(world_ranks()).agreeing("export()"):
         for name in revived.keys() & tables.keys():
             if revived[name]:

@@ -18,8 +18,7 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts, rank_in
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
-from dist_sparse.sparsifiers.digest import shared_tensors
-from dist_sparse.sparsifiers.pieces import MOST_COUNTED
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
 from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
 

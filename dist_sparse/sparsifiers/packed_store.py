@@ -394,11 +394,6 @@ class PackedStore:
         """Return :attr:`Held.samples` of this rank's shards."""
         return [held.samples for held in self._tables[name].shards]
 
-    def block(self, name: str) -> Block:
-        """Return the block that one bit of the table's masks covers, known on ranks without a
-        shard too."""
-        return self._tables[name].block
-
     def replace(
         self,
         data: ShardedData,

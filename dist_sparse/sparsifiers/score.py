@@ -371,7 +371,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if self.masks.rotation is not None and data.name in self.masks.rotation.names:
+        rotation = self.masks.rotation
+        if rotation is not None and any(data.name in group for group in rotation.groups):
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
         return self.element_measure(data.name, config)

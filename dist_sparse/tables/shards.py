@@ -134,6 +134,12 @@ class ShardedData:
         return sorted({rect for held in self.tiling for rect in held if rect.numel})
 
 
+def steps_in_backward(parameter: object) -> bool:
+    """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
+    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update.
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
     """Return for each rank the rectangles that it owns: the first of several holders does."""
     seen: set[Rect] = set()
@@ -346,3 +352,31 @@ def grid_of(rect: Rect, block: Block) -> Grid:
     if rect.numel == 0:
         return Grid(row, col, 0, 0)
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)
+
+
+# Bytes of what finds the kept parts of a table: the formulas of budgets and plans.
+
+
+def index_bytes(rows: int) -> int:
+    """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a
+    count for each 32.
+
+    Example::
+
+        >>> from dist_sparse.tables.shards import index_bytes
+        >>> index_bytes(1000)  # 0.25 byte a row
+        256
+    """
+    return 8 * -(-rows // 32)
+
+
+def narrow_width(kept: int, columns: int) -> int:
+    """Return the columns of a table that has lost all but ``kept``: a multiple of 4, as FBGEMM
+    needs, or all."""
+    return min(columns, max(4, -(-kept // 4) * 4))
+
+
+def basis_bytes(columns: int, width: int) -> int:
+    """Return the bytes of the float32 matrix that turns ``width`` rotated columns back into
+    ``columns``."""
+    return 4 * columns * width

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
-from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData
-from dist_sparse.tables.tensors import steps_in_backward
+from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData, steps_in_backward
 from dist_sparse.torchrec import types
 
 _FUSED: Final = ("fused", "fused_uvm", CACHED)

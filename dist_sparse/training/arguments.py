@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from dist_sparse import checks
 from dist_sparse.enforcer.optimizers import same_storage
 from dist_sparse.rotation.rotate import rotation_groups
-from dist_sparse.schedulers.curves import Window
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     ConstantDataScheduler,
     CosineDataScheduler,
     CubicDataScheduler,
@@ -32,6 +31,7 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
     ReadyDataScheduler,
 )
+from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.importance import SCORES
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.shards import ROW, ShardedData

@@ -16,8 +16,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.tables.shards import Block, Rect, ShardedData, grid_of, resolve_block
-from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
+from dist_sparse.tables.shards import (
+    Block,
+    Rect,
+    ShardedData,
+    basis_bytes,
+    grid_of,
+    index_bytes,
+    narrow_width,
+    resolve_block,
+)
 
 Budget = int | float
 """Bytes, or, as a float, a fraction of the tables' bytes."""

@@ -4,7 +4,7 @@ Phases of an update under a :class:`Guard`:
 
 1. It happens when the schedule has one, unless the one before waits for its validation. Then it is
    *owed*: it happens at the first step after that validation, at the level that is scheduled then.
-2. What it removes is kept (:class:`~dist_sparse.sparsifiers.undo.LastUpdate`), and it is *pending*.
+2. What it removes is kept (``sparsifiers.masks.LastUpdate``), and it is *pending*.
 3. A validation accepts it, and what was kept is released; or undoes it, and the schedule ends.
 
 All decisions follow from numbers that all ranks have in common. Nothing here communicates.
@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from dist_sparse import checks
-from dist_sparse.schedulers.ready import CurveDataScheduler, ReadyDataScheduler
+from dist_sparse.schedulers import CurveDataScheduler, ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
-from dist_sparse.sparsifiers.undo import LastUpdate
+from dist_sparse.sparsifiers.masks import LastUpdate
 
 Mode: TypeAlias = Literal["max", "min"]
 MODES = ("max", "min")

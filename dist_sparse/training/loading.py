@@ -16,9 +16,9 @@ from typing import Any
 
 from dist_sparse import checks
 from dist_sparse.groups import Group, group_over, world_ranks
-from dist_sparse.schedulers.ready import LambdaDataScheduler, ReadyDataScheduler, by_name
+from dist_sparse.schedulers import LambdaDataScheduler, ReadyDataScheduler, by_name
+from dist_sparse.sparsifiers.base import saved_configs
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
-from dist_sparse.sparsifiers.saving import saved_configs
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.training.guard import Guard, GuardState
 

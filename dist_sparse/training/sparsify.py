@@ -17,9 +17,9 @@ from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
-from dist_sparse.schedulers.ready import ReadyDataScheduler
+from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Score
-from dist_sparse.sparsifiers.recorder import removed_lookups
+from dist_sparse.sparsifiers.masks import removed_lookups
 from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, Source

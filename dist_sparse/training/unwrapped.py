@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from dist_sparse.facts import ranks_text
 from dist_sparse.groups import Replica, group_over, world_ranks
-from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.pieces import shared_weights
 from dist_sparse.tables.shards import ShardedData
 
 

@@ -22,7 +22,7 @@ from dist_sparse import compact, sparsify
 from dist_sparse.compaction import kept_rows
 from dist_sparse.compaction.sites import CollectionSite
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers import stats
+from dist_sparse.sparsifiers import masks
 from dist_sparse.torchrec import types
 from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
@@ -76,7 +76,7 @@ def failing(real: Any, times: int) -> Any:
 
 
 PLACES = {
-    "counting blocks": (stats, "_count", 1),
+    "counting blocks": (masks, "_count", 1),
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
     "in place": (replacing, "replace_modules", 1),
