@@ -28,13 +28,13 @@ from dist_sparse.masking.cached.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
-from dist_sparse.sparsifiers.packed_store import Held, PackedStore, TableMasks
+from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import (
+    Held,
     assembled,
     begun,
     exchange,
     mask_hash,
-    move_of_masks,
     removed_blocks,
     shape_hash,
 )
@@ -544,10 +544,9 @@ class Masks:
         packed.reshard({name: data})
         # As if every rank held all of the table.
         everywhere = ((whole,),) * group.size
-        block = packed.table(name).block
-        move = move_of_masks(packed.masks(name), block, data.tiling, everywhere)
-        [bits] = exchange(group, [move])
-        return assembled(whole, block, bits, torch.device("cpu")).dense()
+        table = packed.table(name)
+        [arrived] = exchange(group, [table.move(everywhere)])
+        return assembled(whole, table.block, arrived, torch.device("cpu")).mask.dense()
 
 
 def _count(held: _Held) -> list[int]:

@@ -8,11 +8,9 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers import pieces
+from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import (
     Block,
     Rect,
@@ -33,36 +32,6 @@ from dist_sparse.tables.shards import (
 )
 
 Ranks = tuple[int, ...] | None
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """What is stored with one shard on this rank. A mask update replaces it.
-
-    Attributes:
-        mask: of the shard's rectangle.
-        counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
-            counts decay; None where they are not counted.
-    """
-
-    mask: BlockMask
-    counts: Tensor | None
-
-    @cached_property
-    def samples(self) -> Tensor:
-        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
-        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
-        optimizers are ever sampled."""
-        return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
-
-    def with_mask(self, mask: BlockMask) -> Held:
-        """Return what is stored with the shard once this is its mask."""
-        return self if mask is self.mask else Held(mask, self.counts)
-
-    def to(self, device: torch.device) -> Held:
-        # Counts are summed where lookups are.
-        counts = None if self.counts is None else self.counts.to(device)
-        return Held(replace(self.mask, bits=self.mask.bits.to(device)), counts)
 
 
 @dataclass
@@ -81,7 +50,7 @@ class TableMasks:
     ranks: Ranks
     tiling: pieces.Tiling
     block: Block
-    shards: list[Held]
+    shards: list[pieces.Held]
     counted: torch.dtype | None
     removed: int | None = 0
     updates: int = 0
@@ -97,7 +66,7 @@ class TableMasks:
         return {rect: counts for rect, counts in found.items() if counts is not None}
 
     @property
-    def owned(self) -> list[Held]:
+    def owned(self) -> list[pieces.Held]:
         """What is stored with the shards that this rank owns, once each, without empty ones."""
         distinct = {held.mask.rect: held for held in self.shards if held.mask.blocks}
         # Not of the group, which a rank alone must not make.
@@ -105,7 +74,7 @@ class TableMasks:
         return [distinct[rect] for rect in owned if rect in distinct]
 
     @property
-    def leftmost(self) -> list[Held]:
+    def leftmost(self) -> list[pieces.Held]:
         """The owned shards whose lookups count: shards of the same rows have the same ones."""
         return [held for held in self.owned if held.mask.rect.col == 0]
 
@@ -115,50 +84,96 @@ class TableMasks:
         their first holder only."""
         return sum(pieces.removed_blocks(held.mask) for held in self.owned)
 
-    def moves(self, new: pieces.Tiling) -> list[pieces.Move]:
-        """Return what travels when the shards become those of another tiling."""
-        moves = [pieces.move_of_masks(self.masks, self.block, self.tiling, new)]
-        if self.counted is not None:
-            moves.append(pieces.move_of_counts(self.counts, self.counted, self.tiling, new))
-        return moves
+    def move(self, new: pieces.Tiling, counted: torch.dtype | None = None) -> pieces.Move:
+        """Return the move of the masks to another tiling, with the counts if ``counted``."""
+        return pieces.Move(self.shards, self.block, self.tiling, new, counted)
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
-        new = tuple(map(self._whole_blocks, self.tiling))
-        return pieces.move_of_masks(self.masks, self.block, self.tiling, new)
+        return self.move(tuple(map(self._whole_blocks, self.tiling)))
 
     def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
         return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
 
-    def differs_at(self, bits: Sequence[pieces.Piece]) -> Rect | None:
+    def differs_at(self, arrived: Sequence[pieces.Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
         touched = self._whole_blocks(mask.rect for mask in self.masks)
         for mask, here in zip(self.masks, touched, strict=True):
-            for rect, theirs in bits:
+            for theirs in arrived:
+                rect = theirs.mask.rect
                 inside = rect.intersect(here) == rect
-                if inside and not torch.equal(mask.cut(rect).bits.cpu(), theirs):
+                if inside and not torch.equal(mask.cut(rect).bits.cpu(), theirs.mask.bits):
                     return rect
         return None
 
-    def take(self, data: ShardedData, arrived: Iterator[list[pieces.Piece]]) -> None:
-        """Put together what :meth:`moves` has brought to the shards of ``data``."""
-        bits = next(arrived)
-        lookups = [] if self.counted is None else next(arrived)
-        masks = [
-            pieces.assembled(rect, self.block, bits, weights.device)
+    def take(self, data: ShardedData, arrived: Sequence[pieces.Held]) -> None:
+        """Put together what a :meth:`move` has brought to the shards of ``data``."""
+        self.shards = self._assembled(data, self.block, arrived)
+        self.tiling = data.tiling
+
+    def _assembled(
+        self, data: ShardedData, block: Block, arrived: Sequence[pieces.Held]
+    ) -> list[pieces.Held]:
+        return [
+            pieces.assembled(rect, block, arrived, weights.device, self.counted)
             for rect, weights in data.shards
         ]
-        counts = pieces.new_counts(data, self.counted, lookups)
-        self.shards, self.tiling = list(map(Held, masks, counts)), data.tiling
 
     def follow(self, data: ShardedData) -> bool:
         """Bring the masks to the devices of their shards, where they are not yet."""
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in self.masks] == devices:
             return False
-        self.shards = list(map(Held.to, self.shards, devices))
+        self.shards = list(map(pieces.Held.to, self.shards, devices))
         return True
+
+    def state(self, writes: Sequence[BlockMask]) -> tuple[ChunkedTensor, ChunkedTensor | None]:
+        """Return masks and counts of lookups as a state holds them; ``writes`` are the parts of the
+        mask that this rank writes: see :func:`~dist_sparse.sparsifiers.pieces.written`."""
+        masks = pieces.saved_masks(self.shape, self.block, writes, self.shards)
+        if self.counted is None:
+            return masks, None
+        rects = [held.mask.rect for held in self.leftmost]
+        return masks, pieces.saved_counts(self.shape[0], self.counted, rects, self.shards)
+
+    def loaded(
+        self, data: ShardedData, entry: Mapping[str, Any], masks: object, counts: object
+    ) -> TableMasks:
+        """Return what a state holds for the shards of this rank.
+
+        Args:
+            data: the table as it is stored now.
+            entry: see :func:`~dist_sparse.sparsifiers.pieces.tables_of`.
+            masks, counts: its tensors in the state.
+
+        Raises:
+            ValueError: they do not fit the table, were changed since they were saved, or do not
+                cover the shards.
+        """
+        # Tuples in a state of torch.save, lists where it has been through JSON.
+        if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
+            raise ValueError(
+                f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
+                f" {shape}."
+            )
+        try:
+            height, width = pieces.ints("block", entry.get("block"), 2, least=1)
+            # The state's: without DCP it may differ from the configured one.
+            block, counted = (height, width), self.counted is not None
+            saved = pieces.saved_pieces(
+                masks, counts, block, registered=self.block, counted=counted
+            )
+            shards = self._assembled(data, block, saved)
+        except ValueError as error:
+            raise ValueError(
+                f"Table {data.name!r}: {error} Outside a checkpoint of"
+                " torch.distributed.checkpoint, a state_dict() has only the bits of its own rank."
+            ) from error
+        removed, updates = entry.get("removed"), entry.get("updates", 0)
+        return replace(
+            self, tiling=data.tiling, block=block, shards=shards, removed=removed, updates=updates
+        )
 
 
 class PackedStore:
@@ -255,16 +270,12 @@ class PackedStore:
         """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts`
         of that dtype."""
         for data in located:
-            block = blocks[data.name]
-            masks = [BlockMask.full(rect, block, weights.device) for rect, weights in data.shards]
+            block, shards = blocks[data.name], []
+            for rect, weights in data.shards:
+                mask = BlockMask.full(rect, block, weights.device)
+                shards.append(pieces.Held(mask, pieces.no_counts(mask, counted)))
             self._tables[data.name] = TableMasks(
-                source=source,
-                shape=data.shape,
-                ranks=data.ranks,
-                tiling=data.tiling,
-                block=block,
-                shards=list(map(Held, masks, pieces.new_counts(data, counted))),
-                counted=counted,
+                source, data.shape, data.ranks, data.tiling, block, shards, counted
             )
         self.version += 1
 
@@ -334,7 +345,7 @@ class PackedStore:
         Raises:
             ValueError: on every rank; names table, place and rank.
         """
-        arrived: dict[str, list[pieces.Piece]] = {}
+        arrived: dict[str, list[pieces.Held]] = {}
         for ranks, names in self.groups.items():
             moves = {}
             for name in filter(masks.__contains__, names):
@@ -345,8 +356,8 @@ class PackedStore:
             found = pieces.exchange(group_over(ranks), list(moves.values()))
             arrived.update(zip(moves, found, strict=True))
         with self.agreeing(action):
-            for name, bits in arrived.items():
-                if place := masks[name].differs_at(bits):
+            for name, theirs in arrived.items():
+                if place := masks[name].differs_at(theirs):
                     raise ValueError(f"{refusal} Table {name!r}: {place}.")
 
     def find(self, name: str) -> ShardedData:
@@ -370,11 +381,14 @@ class PackedStore:
             tables = [located[name] for name in names if name in moved]
             if not tables:
                 continue
-            moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
-            arrived = iter(pieces.exchange(group_over(ranks), moves))
+            moves = []
             for data in tables:
-                self._tables[data.name].take(data, arrived)
-                self.version += 1
+                table = self._tables[data.name]
+                moves.append(table.move(data.tiling, table.counted))
+            arrived = pieces.exchange(group_over(ranks), moves)
+            for data, found in zip(tables, arrived, strict=True):
+                self._tables[data.name].take(data, found)
+            self.version += 1
         for name, data in located.items():
             # A model may have been moved, such as by .to(), since the bits were stored.
             if self._tables[name].follow(data):
@@ -409,7 +423,7 @@ class PackedStore:
         """
         assert [(mask.block, mask.rect) for mask in masks] == [(block, s.rect) for s in data.shards]
         table = self._tables[data.name]
-        shards = list(map(Held.with_mask, table.shards, masks))
+        shards = list(map(pieces.Held.with_mask, table.shards, masks))
         # A mask update that changes nothing keeps the masks themselves.
         self.version += shards != table.shards
         table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed
@@ -490,11 +504,9 @@ class PackedStore:
                 "removed": table.removed,
                 "config": configs[name],
             }
-            masks[name] = pieces.saved_mask(table.shape, table.block, writes[name], table.masks)
-            if table.counted is not None:
-                rects = [held.mask.rect for held in table.leftmost]
-                rows, kept = table.shape[0], table.counts
-                counts[name] = pieces.saved_counts(rows, table.counted, kept, rects)
+            masks[name], lookups = table.state(writes[name])
+            if lookups is not None:
+                counts[name] = lookups
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
@@ -503,24 +515,22 @@ class PackedStore:
         """Return the parts of each mask that this rank writes to a checkpoint: see
         :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
         bytes of a mask: then collective over the group."""
-        found: dict[str, list[BlockMask]] = {}
-        moves: dict[str, pieces.Move] = {}
+        moves, held, cut = {}, {}, []
         for name in names:
             table = self._tables[name]
-            parts = pieces.written(table.tiling, table.block, table.shape)
-            if any(part.needs_bits_of_others for part in itertools.chain(*parts)):
-                # From the parts of all ranks: all of them take part in the exchange, or none.
-                new = tuple(tuple(part.to for part in held) for held in parts)
-                moves[name] = pieces.move_of_masks(table.masks, table.block, table.tiling, new)
-            else:
-                masks = {mask.rect: mask for mask in table.masks}
-                found[name] = [masks[part.shard].cut(part.to) for part in parts[group.rank]]
-        cpu = torch.device("cpu")
-        arrived = pieces.exchange(group, list(moves.values()))
-        for (name, move), bits in zip(moves.items(), arrived, strict=True):
-            block = self._tables[name].block
-            rects = move.new[group.rank]
-            found[name] = [pieces.assembled(rect, block, bits, cpu) for rect in rects]
+            parts, cuts_bytes = pieces.written(table.tiling, table.block, table.shape)
+            moves[name], held[name] = table.move(parts), table.shards
+            if cuts_bytes:
+                # The same on all ranks: all of them take part in the exchange, or none.
+                cut.append(name)
+        arrived = pieces.exchange(group, [moves[name] for name in cut])
+        held.update(zip(cut, arrived, strict=True))
+        cpu, found = torch.device("cpu"), {}
+        for name, move in moves.items():
+            whole = [
+                pieces.assembled(rect, move.block, held[name], cpu) for rect in move.new[group.rank]
+            ]
+            found[name] = [part.mask for part in whole]
         return found
 
     def prepare(
@@ -545,27 +555,10 @@ class PackedStore:
                 f" {sorted(entries)}: call add_model() on the same tables before loading."
             )
         masks, counts = (pieces.mapping_of(saved, part) for part in ("masks", "counts"))
-        prepared = {}
-        for name, entry in entries.items():
-            table = self._tables[name]
-            block, found, lookups = pieces.loaded_table(
-                located[name],
-                entry,
-                masks.get(name),
-                counts.get(name),
-                registered=table.block,
-                counted=table.counted,
-            )
-            prepared[name] = replace(
-                table,
-                tiling=located[name].tiling,
-                # The state's: without DCP it may differ from the configured one.
-                block=block,
-                shards=list(map(Held, found, lookups)),
-                removed=entry.get("removed"),
-                updates=entry.get("updates", 0),
-            )
-        return prepared
+        return {
+            name: self._tables[name].loaded(located[name], entry, masks.get(name), counts.get(name))
+            for name, entry in entries.items()
+        }
 
     def snapshot(self) -> dict[str, TableMasks]:
         """Return the masks as they are, for :meth:`load`. Nothing is copied: masks are replaced,

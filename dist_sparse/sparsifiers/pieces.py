@@ -1,5 +1,5 @@
-"""Pieces of masks and lookup counts, by global rectangle: exchanged between ranks, saved, and read
-back for the current shards.
+"""Parts of masks and lookup counts, by global rectangle: exchanged between ranks, saved, and read
+back for the current shards; hashes of masks and weights.
 
 A state has a tensor of each table for torch.distributed.checkpoint, in global coordinates: eight
 blocks of a row of blocks to a byte, each row of blocks beginning a new byte; the lookups of each
@@ -8,7 +8,9 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from dist_sparse.groups import Group, Parcels, Replica
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of, owners
+from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
@@ -31,80 +33,142 @@ MOST_COUNTED = 1 << 30
 many again can be counted before a clamp."""
 
 
-Piece = tuple[Rect, Tensor]
-"""Bits or counts of a rectangle."""
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What is stored with one shard on this rank, or with a part of one. A mask update replaces it.
+
+    Attributes:
+        mask: of the shard's rectangle.
+        counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
+            counts decay; None where they are not counted.
+    """
+
+    mask: BlockMask
+    counts: Tensor | None = None
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
+        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
+        optimizers are ever sampled."""
+        return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
+
+    def with_mask(self, mask: BlockMask) -> Held:
+        """Return what is stored with the shard once this is its mask."""
+        return self if mask is self.mask else Held(mask, self.counts)
+
+    def to(self, device: torch.device) -> Held:
+        # Counts are summed where lookups are.
+        counts = None if self.counts is None else self.counts.to(device)
+        return Held(replace(self.mask, bits=self.mask.bits.to(device)), counts)
+
+    def cut(self, rect: Rect) -> Held:
+        """Return the part over a rectangle within this one. Blocks that its border cuts are in it
+        whole."""
+        rows = slice(rect.row - self.mask.rect.row, rect.row_end - self.mask.rect.row)
+        return Held(self.mask.cut(rect), None if self.counts is None else self.counts[rows])
 
 
-# Exchange. Both sides derive the order of messages from the tilings, so only bits are sent.
+def assembled(
+    rect: Rect,
+    block: Block,
+    pieces: Iterable[Held],
+    device: torch.device,
+    counted: torch.dtype | None = None,
+) -> Held:
+    """Return what belongs to ``rect``, from pieces that cover it: a copy on ``device``. Rows
+    without a piece have no lookups. ``counted`` is the dtype of the counts, that of the pieces may
+    be another; None is no counts.
+
+    Raises:
+        ValueError: the pieces leave a block uncovered, or differ where they overlap.
+    """
+    parts = []
+    for piece in pieces:
+        if (common := piece.mask.rect.intersect(rect)) is not None:
+            parts.append(piece.cut(common))
+    masks, grid = [part.mask for part in parts], grid_of(rect, block)
+    if [mask.grid for mask in masks] == [grid]:
+        # Usually shards are as they were: their bits need not be unpacked.
+        mask = BlockMask(rect, block, masks[0].bits.to(device, copy=True))
+    else:
+        mask = BlockMask.assemble(rect, block, masks, device)
+    counts = no_counts(mask, counted)
+    for part in parts:
+        if counts is not None and part.counts is not None:
+            first = part.mask.rect.row - rect.row
+            counts[first : first + part.mask.rect.rows] = part.counts
+    return Held(mask, counts)
+
+
+def no_counts(mask: BlockMask, counted: torch.dtype | None) -> Tensor | None:
+    """Return lookup counts of zero for the rows of a mask, on its device; None without counts."""
+    if counted is None:
+        return None
+    return torch.zeros(mask.rect.rows, dtype=counted, device=mask.bits.device)
+
+
+# Exchange. Both sides derive the order of messages from the tilings, so only values are sent.
 
 
 class Move(NamedTuple):
-    """Values of a table on their way from the owners in one tiling to the holders in another.
+    """Masks of a table on their way from the owners in one tiling to the holders in another.
 
     Args:
+        held: what this rank holds of the old tiling.
+        block: of the masks, known on ranks without one too.
         old, new: the rectangles before, and the rectangles to cover.
-        part: the values of a rectangle inside one that this rank owns: ``part(rect, owned)``.
-        length: how many values a rectangle has, known on ranks without one too.
-        dtype: of the values.
+        counted: dtype of the lookup counts that go with them; None if they stay.
     """
 
+    held: Sequence[Held]
+    block: Block
     old: Tiling
     new: Tiling
-    part: Callable[[Rect, Rect], Tensor]
-    length: Callable[[Rect], int]
-    dtype: torch.dtype
+    counted: torch.dtype | None = None
 
 
-def move_of_masks(masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling) -> Move:
-    """Return the move of this rank's ``masks`` of its rectangles of ``old``."""
-    held = {mask.rect: mask for mask in masks}
-    return Move(
-        old,
-        new,
-        # Blocks that a border cuts are in both parts; assembled() compares them.
-        lambda rect, owned: held[owned].cut(rect).bits,
-        lambda rect: grid_of(rect, block).bytes,
-        torch.uint8,
-    )
-
-
-def move_of_counts(
-    counts: Mapping[Rect, Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
-) -> Move:
-    """Return the move of lookup counts, one number per row, of this rank's shards in ``old``."""
-    return Move(
-        old,
-        new,
-        lambda rect, owned: counts[owned][rect.row - owned.row : rect.row_end - owned.row],
-        lambda rect: rect.rows,
-        dtype,
-    )
-
-
-def exchange(group: Group, moves: Sequence[Move]) -> list[list[Piece]]:
+def exchange(group: Group, moves: Sequence[Move]) -> list[list[Held]]:
     """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
     CPU. Collective over ``group``: one all-to-all, none if there are no moves."""
     if not moves:
         return []
-    parcels, arriving = Parcels(group), []
-    for move in moves:
-        owned = owners(move.old)
-        for receiver, wanted in enumerate(move.new):
-            for rect, source in _common(owned[group.rank], wanted):
-                parcels.send(receiver, move.part(rect, source))
-        # The senders loop over the same rectangles in the same order.
-        expected = []
-        for sender, theirs in enumerate(owned):
-            for rect, _ in _common(theirs, move.new[group.rank]):
-                expected.append((rect, parcels.expect(sender, (move.length(rect),), move.dtype)))
-        arriving.append(expected)
+    parcels = Parcels(group)
+    arriving = [_packed(parcels, group.rank, move) for move in moves]
     parcels.exchange(torch.device("cpu"))
+    found = []
+    for readers in arriving:
+        found.append([read() for read in readers])
+    return found
+
+
+def _packed(parcels: Parcels, rank: int, move: Move) -> list[Callable[[], Held]]:
+    """Pack what a move sends from this rank; return the readers of what it brings here."""
+    owned, here = owners(move.old), {held.mask.rect: held for held in move.held}
+    for receiver, wanted in enumerate(move.new):
+        for rect, source in _common(owned[rank], wanted):
+            part = here[source].cut(rect)
+            parcels.send(receiver, part.mask.bits)
+            if move.counted is not None and part.counts is not None:
+                parcels.send(receiver, part.counts)
+    readers: list[Callable[[], Held]] = []
+    # The senders loop over the same rectangles in the same order.
+    for sender, theirs in enumerate(owned):
+        for rect, _ in _common(theirs, move.new[rank]):
+            bits = parcels.expect(sender, (grid_of(rect, move.block).bytes,))
+            counts = None
+            if move.counted is not None:
+                counts = parcels.expect(sender, (rect.rows,), move.counted)
+            readers.append(partial(_read, rect, move.block, bits, counts))
+    return readers
+
+
+def _read(
+    rect: Rect, block: Block, bits: Callable[[], Tensor], counts: Callable[[], Tensor] | None
+) -> Held:
     # Copies: a view would keep the received bytes of all tables alive.
-    return [_read(expected) for expected in arriving]
-
-
-def _read(expected: Sequence[tuple[Rect, Callable[[], Tensor]]]) -> list[Piece]:
-    return [(rect, read().clone()) for rect, read in expected]
+    mask = BlockMask(rect, block, bits().clone())
+    return Held(mask, None if counts is None else counts().clone())
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -116,34 +180,19 @@ def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rec
                 yield rect, source
 
 
-def assembled(rect: Rect, block: Block, bits: Sequence[Piece], device: torch.device) -> BlockMask:
-    """Return the mask of ``rect`` from the bits of rectangles inside it."""
-    # A rank has pieces of all its shards; overlapping parts of blocks are compared.
-    inside = [BlockMask(at, block, part) for at, part in bits if at.intersect(rect) == at]
-    return BlockMask.assemble(rect, block, inside, device)
-
-
 # Saving.
 
 
-class Written(NamedTuple):
-    """A shard, and the part ``to`` of the table's mask that its owner writes to a checkpoint."""
+def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tiling, bool]:
+    """Return for each rank the parts of a table's mask that it writes to a checkpoint, of each
+    shard that it owns the bytes whose first block begins in it; and whether the last byte of any
+    holds bits of other shards.
 
-    shard: Rect
-    to: Rect
-    needs_bits_of_others: bool
-    """Whether the last byte holds bits of other shards."""
-
-
-def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> list[list[Written]]:
-    """Return for each rank the parts of a table's mask that it writes: of each shard that it owns,
-    the bytes whose first block begins in it.
-
-    Over all shards they tile the table. Blocks of the last byte may belong to other shards.
+    Over all shards they tile the table.
     """
     # A byte is eight blocks of one row of blocks.
     height, width = block[0], 8 * block[1]
-    parts = []
+    parts, cuts_bytes = [], False
     for owned in owners(tiling):
         held = []
         for rect in owned:
@@ -152,10 +201,10 @@ def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> list[list[W
             left, right = (min(_up(at, width), shape[1]) for at in (rect.col, rect.col_end))
             to = Rect(top, left, bottom - top, right - left)
             if to.numel:
-                last = grid_of(to, block).col_end
-                held.append(Written(rect, to, last > grid_of(rect, block).col_end))
-        parts.append(held)
-    return parts
+                held.append(to)
+                cuts_bytes |= grid_of(to, block).col_end > grid_of(rect, block).col_end
+        parts.append(tuple(held))
+    return tuple(parts), cuts_bytes
 
 
 def _up(number: int, step: int) -> int:
@@ -190,44 +239,45 @@ def removed_blocks(mask: BlockMask) -> int:
     return mask.blocks - count_bits(mask.bits)
 
 
-def saved_mask(
-    shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], masks: Sequence[BlockMask]
+def saved_masks(
+    shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], shards: Sequence[Held]
 ) -> ChunkedTensor:
-    """Return the mask of a table as a state holds it.
+    """Return the masks of a table as a state holds them.
 
     Args:
         shape: of the table.
         block: of its masks.
         writes: the parts that this rank writes: see :func:`written`.
-        masks: of this rank's shards.
+        shards: of this rank.
     """
     grid = grid_of(Rect(0, 0, *shape), block)
     chunks = [(_place_of(mask.grid)[0], _bytes_of(mask)) for mask in writes if mask.blocks]
-    # Bytes at the borders of shards are wanted by both.
-    wants = [_place_of(mask.grid) for mask in masks]
-    kept = [
-        {
-            "rect": tuple(mask.rect),
-            "bits": mask.bits.to("cpu", copy=True),
-            "hash": f"{hash_tensor(mask.bits):016x}",
-        }
-        for mask in masks
-    ]
+    wants, kept = [], []
+    for held in shards:
+        mask = held.mask
+        # Bytes at the borders of shards are wanted by both.
+        wants.append(_place_of(mask.grid))
+        bits, digest = mask.bits.to("cpu", copy=True), f"{hash_tensor(mask.bits):016x}"
+        kept.append({"rect": tuple(mask.rect), "bits": bits, "hash": digest})
     return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, kept)
 
 
 def saved_counts(
-    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], writes: Sequence[Rect]
+    rows: int, dtype: torch.dtype, writes: Sequence[Rect], shards: Sequence[Held]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
     Args:
         rows: of the table.
         dtype: of the counts.
-        counts: of this rank's shards, by rectangle.
-        writes: the rectangles among them whose counts this rank writes.
+        writes: the rectangles whose counts this rank writes.
+        shards: of this rank.
     """
-    kept = {rect: count.to("cpu", copy=True) for rect, count in counts.items()}
+    kept = {
+        held.mask.rect: held.counts.to("cpu", copy=True)
+        for held in shards
+        if held.counts is not None
+    }
     chunks = [((rect.row,), kept[rect]) for rect in writes]
     wants = [((rect.row,), (rect.rows,)) for rect in kept]
     entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept.items()]
@@ -273,107 +323,66 @@ def mapping_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return value
 
 
-def loaded_table(
-    data: ShardedData,
-    entry: Mapping[str, Any],
-    masks: object,
-    counts: object,
-    *,
-    registered: Block,
-    counted: torch.dtype | None,
-) -> tuple[Block, list[BlockMask], Sequence[Tensor | None]]:
-    """Return the block of a table's masks in a state, and the masks and lookup counts of this
-    rank's shards, in their order.
+def saved_pieces(
+    masks: object, counts: object, block: Block, *, registered: Block, counted: bool
+) -> list[Held]:
+    """Return this rank's pieces of a table in a state, with what DCP has loaded, if it has.
 
     Args:
-        data: the table as it is stored now.
-        entry: see :func:`tables_of`.
         masks, counts: its tensors in the state.
+        block: of these masks.
         registered: the block of its present masks.
-        counted: dtype of its counts; None if lookups are not counted.
+        counted: whether lookups are counted.
 
     Raises:
-        ValueError: they do not fit the table, were changed since they were saved, or do not cover
-            the shards.
+        ValueError: they are malformed, or were changed since they were saved.
     """
-    # Tuples in a state of torch.save, lists where it has been through JSON.
-    if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
-        raise ValueError(
-            f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
-            f" {shape}."
-        )
-    try:
-        height, width = _ints("block", entry.get("block"), 2, least=1)
-        block = height, width
-        saved = _saved_masks(masks, block, registered)
-        found = [_mask_from(shard, block, saved) for shard in data.shards]
-        rows = [] if counted is None else _rows_from(counts, saved)
-    except ValueError as error:
-        raise ValueError(
-            f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
-            " state_dict() has only the bits of its own rank."
-        ) from error
-    return block, found, new_counts(data, counted, rows)
-
-
-def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
-    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
-    if not isinstance(saved, ChunkedTensor):
-        raise ValueError("the state has no mask of it.")
+    saved = _checked(masks, "the state has no mask of it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
             f"its masks were saved by blocks {block}, and it is registered by {registered}:"
             " register it with the sparse_block_shape of the checkpoint."
         )
-    masks, loaded = [], saved.loaded
-    for i, piece in enumerate(_pieces_of(saved)):
-        rect = Rect(*_ints("rect", piece.get("rect"), 4, least=0))
-        bits = piece.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
+    pieces, loaded = [], saved.loaded
+    for i, entry in enumerate(saved.kept):
+        rect = Rect(*ints("rect", entry.get("rect"), 4, least=0))
+        bits = entry.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
         if not isinstance(bits, Tensor):
             raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
         # Refuses bits of another length.
-        masks.append(BlockMask(rect, block, bits))
+        pieces.append(Held(BlockMask(rect, block, bits)))
         # The hash is of the bits that this rank held when it asked DCP to load.
-        if loaded is None and piece.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+        if loaded is None and entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
             raise ValueError(
                 f"The bits of {rect} are not those that were saved: their hash differs."
             )
-    return masks
+    return _with_counts(pieces, counts) if counted else pieces
 
 
-def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
+def _checked(saved: object, missing: str) -> ChunkedTensor:
+    if not isinstance(saved, ChunkedTensor):
+        raise ValueError(missing)
     # A state may have been edited by hand, or damaged.
     if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
-        return saved.kept
+        return saved
     raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
-def _mask_from(shard: Shard, block: Block, saved: Sequence[BlockMask]) -> BlockMask:
-    parts = []
-    for mask in saved:
-        if (common := mask.rect.intersect(shard.rect)) is not None:
-            parts.append(mask.cut(common))
-    return BlockMask.assemble(shard.rect, block, parts, shard.tensor.device)
-
-
-def _rows_from(saved: object, masks: Sequence[BlockMask]) -> list[Piece]:
-    """Return saved lookup counts, of any counted dtype. The pieces of ``masks``, which cover the
-    shards, have the same order."""
-    if not isinstance(saved, ChunkedTensor):
-        raise ValueError("the state has no counts of lookups; it is of another score.")
+def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
+    """Return pieces with their lookup counts, of any counted dtype, which have the same order."""
+    saved = _checked(saved, "the state has no counts of lookups; it is of another score.")
     counts: Sequence[Any] | None = saved.loaded
     if counts is None:
-        counts = [piece.get("counts") for piece in _pieces_of(saved)]
-    if len(masks) != len(counts):
-        raise ValueError(f"the state has {len(masks)} pieces of masks and {len(counts)} of counts.")
-    pieces = []
-    for mask, count in zip(masks, counts, strict=True):
-        if not _valid_counts(count, mask.rect.rows):
-            raise ValueError(
-                f"the counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
-            )
-        pieces.append((mask.rect, count))
-    return pieces
+        counts = [entry.get("counts") for entry in saved.kept]
+    if len(pieces) != len(counts):
+        raise ValueError(
+            f"the state has {len(pieces)} pieces of masks and {len(counts)} of counts."
+        )
+    for piece, count in zip(pieces, counts, strict=True):
+        rect = piece.mask.rect
+        if not _valid_counts(count, rect.rows):
+            raise ValueError(f"the counts of {rect} must be {rect.rows} int32 or float64 >= 0.")
+    return [Held(piece.mask, count) for piece, count in zip(pieces, counts, strict=True)]
 
 
 def _valid_counts(saved: object, rows: int) -> bool:
@@ -381,24 +390,6 @@ def _valid_counts(saved: object, rows: int) -> bool:
     if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
-
-
-def new_counts(
-    data: ShardedData, dtype: torch.dtype | None, pieces: Sequence[Piece] = ()
-) -> Sequence[Tensor | None]:
-    """Return the lookup counts of this rank's shards from pieces, 0 in other rows: ``(rect.rows,)``
-    on the shard's device. Pieces may be of another dtype. None each if lookups are not counted."""
-    if dtype is None:
-        return [None] * len(data.shards)
-    counts = []
-    for own, weights in data.shards:
-        count = torch.zeros(own.rows, dtype=dtype, device=weights.device)
-        for rect, piece in pieces:
-            if (common := own.intersect(rect)) is not None:
-                into, first = common.row - own.row, common.row - rect.row
-                count[into : into + common.rows] = piece[first : first + common.rows]
-        counts.append(count)
-    return counts
 
 
 def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -436,7 +427,8 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     return writer.close()
 
 
-def _ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
+def ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
+    """Return a sequence of ints of a state, checked."""
     # Not bool, which is an int too.
     is_ints = isinstance(value, (tuple, list)) and [*map(type, value)] == [int] * count
     if is_ints and min(value) >= least:

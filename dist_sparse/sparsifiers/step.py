@@ -22,7 +22,7 @@ from dist_sparse.masking.masks import BlockMask
 from dist_sparse.masking.selection import NewMask
 from dist_sparse.sparsifiers.masks import Configs, Located, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Tiling, exchange, move_of_masks, shared_weights
+from dist_sparse.sparsifiers.pieces import Held, Move, Tiling, exchange, shared_weights
 from dist_sparse.tables.shards import (
     CACHED,
     Block,
@@ -282,11 +282,11 @@ def _of_first_copies(
         return dict(made)
     moves = []
     for name, data in copied.items():
-        masks, block = [mask for mask, _ in made[name].masks], made[name].block
-        moves.append(move_of_masks(masks, block, data.tiling, _later_copies(data)))
+        held = [Held(mask) for mask, _ in made[name].masks]
+        moves.append(Move(held, made[name].block, data.tiling, _later_copies(data)))
     taken = dict(made)
     for name, arrived in zip(copied, exchange(group, moves), strict=True):
-        first = dict(arrived)
+        first = {held.mask.rect: held.mask.bits for held in arrived}
         new = [_of_first_copy(own, first.get(own.mask.rect)) for own in made[name].masks]
         taken[name] = made[name]._replace(masks=new)
     return taken
