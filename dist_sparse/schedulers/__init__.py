@@ -70,23 +70,27 @@ class ReadyDataScheduler(BaseDataScheduler):
             different plans. On every rank, even if one alone is wrong.
     """
 
+    # Whether equal plans have equal values: those of functions may differ between ranks.
+    _by_plan_alone: ClassVar[bool] = True
+
     def __init__(
         self,
         data_sparsifier: BaseDataSparsifier,
-        schedule_param: str,
-        initial: float,
-        begin: int,
-        end: int | None,
-        every: int,
-        last_epoch: int,
-        verbose: bool,
+        schedule_param: str = "sparsity_level",
+        *,
+        initial: float = 0,
+        begin: int = 0,
+        end: int | None = None,
+        every: int = 1,
+        last_epoch: int = -1,
+        verbose: bool = False,
     ) -> None:
         # Before the base class, whose constructor takes the first step.
         self.initial, self.begin, self.end, self.every = initial, begin, end, every
         self.schedule_param = schedule_param
         # The base class refuses anything that is no sparsifier.
-        known = isinstance(data_sparsifier, BaseDataSparsifier)
-        self._check_plan_everywhere(data_sparsifier.data_groups if known else None)
+        if isinstance(data_sparsifier, BaseDataSparsifier):
+            self._check_plan_everywhere(data_sparsifier.data_groups)
         super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
 
     @property
@@ -142,12 +146,16 @@ class ReadyDataScheduler(BaseDataScheduler):
         if self._step_count == 1:
             return self._agreed_values()
         # Between mask updates nothing is written: values set by hand stay.
-        return self._ask() if self._updates_masks() else {}
+        if not self._updates_masks():
+            return {}
+        return self._ask() if self._by_plan_alone else self._agreed_values()
 
     def _agreed_values(self) -> Mapping[str, Any]:
         """Return the values in force, once all ranks have the same plan. Collective over all
         ranks."""
-        return self._agreed_answer(group_over(world_ranks()))
+        if self._by_plan_alone:
+            return self._agreed_answer(group_over(world_ranks()))
+        return super()._agreed_values()
 
     def _updates_masks(self) -> bool:
         return self.window.updates(self.last_epoch)
@@ -175,7 +183,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         """Return the value of the latest mask update ``step``; None is before ``begin``."""
         raise NotImplementedError
 
-    def _check_plan_everywhere(self, names: Iterable[str] | None) -> None:
+    def _check_plan_everywhere(self, names: Iterable[str]) -> None:
         """Raise on every rank what :meth:`_check_plan` raises on this one.
 
         Each glob must match a name at construction and loading, and only then: data may be squashed
@@ -183,7 +191,9 @@ class ReadyDataScheduler(BaseDataScheduler):
         """
         try:
             self._check_plan()
-            if names is not None and (unmatched := _matching_nothing(self._given, names)):
+            globs = self._given if isinstance(self._given, dict) else ()
+            unmatched = [glob for glob in globs if not fnmatch.filter(names, glob)]
+            if unmatched:
                 raise ValueError(
                     f"Invalid names or globs {unmatched}: must match data of the sparsifier, which "
                     f"has {list(names)}."
@@ -258,17 +268,11 @@ class CurveDataScheduler(ReadyDataScheduler):
         *,
         curve: Curve | None = None,
         final: Finals,
-        initial: float = 0,
-        begin: int = 0,
-        end: int | None = None,
-        every: int = 1,
-        last_epoch: int = -1,
-        verbose: bool = False,
+        **plan: Any,
     ) -> None:
         self.curve = curve or type(self)._named
         self.final = dict(final) if isinstance(final, Mapping) else final
-        window = (begin, end, every)
-        super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
+        super().__init__(data_sparsifier, schedule_param, **plan)
 
     def stop_at(self, step: int | None) -> None:
         """End the schedule with the values of an earlier ``step``, which are in force from now on;
@@ -431,6 +435,7 @@ class LambdaDataScheduler(ReadyDataScheduler):
     """
 
     _unsaved = ("data_sparsifier", "fn")
+    _by_plan_alone = False
 
     def __init__(
         self,
@@ -438,17 +443,11 @@ class LambdaDataScheduler(ReadyDataScheduler):
         schedule_param: str = "sparsity_level",
         *,
         fn: Callable[[int], Any] | Mapping[str, Callable[[int], Any]],
-        initial: float = 0,
-        begin: int = 0,
-        end: int | None = None,
-        every: int = 1,
-        last_epoch: int = -1,
-        verbose: bool = False,
+        **plan: Any,
     ) -> None:
         # A copy: the caller may change the mapping.
         self.fn = dict(fn) if isinstance(fn, Mapping) else fn
-        window = (begin, end, every)
-        super().__init__(data_sparsifier, schedule_param, initial, *window, last_epoch, verbose)
+        super().__init__(data_sparsifier, schedule_param, **plan)
 
     def _value(self, name: str, step: int | None, given: Any) -> Any:
         if step is None:
@@ -460,16 +459,6 @@ class LambdaDataScheduler(ReadyDataScheduler):
     @property
     def _given(self) -> object:
         return self.fn
-
-    def _next_values(self) -> Mapping[str, Any]:
-        # The first step and every mask update are collective; all others are local.
-        if self._step_count > 1 and not self._updates_masks():
-            return {}
-        return self._agreed_values()
-
-    def _agreed_values(self) -> Mapping[str, Any]:
-        # Plans are equal on all ranks, functions need not be.
-        return self._values_of_rank_0()
 
 
 def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
@@ -486,10 +475,3 @@ def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
             if fnmatch.fnmatchcase(name, glob):
                 chosen[name] = entry
     return chosen
-
-
-def _matching_nothing(given: object, names: Iterable[str]) -> list[str]:
-    """Return the globs that match none of the names."""
-    if not isinstance(given, dict):
-        return []
-    return [glob for glob in given if not fnmatch.filter(names, glob)]

@@ -78,26 +78,14 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which
     is that of the module inside them. A module that is reached twice has its first path.
     """
-    found: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, path: str) -> None:
-        if module not in seen:
-            seen.add(module)
-            found[path] = module
-            for name, child in module.named_children():
-                visit(child, _child_path(module, path, name))
-
-    visit(model, "")
-    return found
+    return {at.path: at.module for at in _places(model)}
 
 
 def _child_path(module: nn.Module, path: str, name: str) -> str:
     """The path of the child ``name`` of the module at ``path``."""
-    if name in _WRAPPED:
-        return path
     kinds = {kind.__name__ for kind in type(module).__mro__}
-    return path if name == "module" and _WRAPPERS & kinds else _join(path, name)
+    wrapped = name in _WRAPPED or (name == "module" and _WRAPPERS & kinds)
+    return path if wrapped else _join(path, name)
 
 
 def model_source(model: nn.Module, **selection: Any) -> ModelTables:
@@ -166,7 +154,10 @@ class ModelTables:
         if names is not None:
             selected = {name: selected[name] for name in selected if name in names}
         # What the walk read of a collection, views of its weights too, must not outlive it.
-        self._found = {name: replace(found, locate=found.find) for name, found in selected.items()}
+        self._found = {
+            name: replace(found, locate=found.later or found.locate)
+            for name, found in selected.items()
+        }
         located = [found.locate(name) for name, found in selected.items()]
         if first:
             for data in located:
@@ -185,7 +176,7 @@ class ModelTables:
             if not located:
                 raise ValueError(f"The registered table {name!r} is no longer in the model.")
             return located[0]
-        return found.find(name)
+        return found.locate(name)
 
     def _select(self, walked: list[_Found]) -> _Named:
         everything = _named(walked)
@@ -210,17 +201,20 @@ class ModelTables:
 
 
 class _Place(NamedTuple):
-    """Where a module is: its path, the attributes that lead to it from the model, and its own path
-    inside the innermost DDP around it."""
+    """A module, its path, the attributes that lead to it from the model, and its own path inside
+    the innermost DDP around it."""
 
+    module: nn.Module
     path: str = ""
     trail: str = ""
     inside: str = ""
     ddp: DistributedDataParallel | None = None
 
-    def child(self, name: str, path: str) -> _Place:
-        inside, trail = _join(self.inside, name), _join(self.trail, name)
-        return self._replace(path=path, trail=trail, inside=inside)
+    def child(self, name: str, module: nn.Module) -> _Place:
+        path, trail = _child_path(self.module, self.path, name), _join(self.trail, name)
+        if isinstance(self.module, DistributedDataParallel):
+            return _Place(module, path, trail, "", self.module)
+        return _Place(module, path, trail, _join(self.inside, name), self.ddp)
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
@@ -231,6 +225,22 @@ class _Place(NamedTuple):
         return ranks if len(ranks) > 1 else None
 
 
+def _places(model: nn.Module, seen: set[int] | None = None) -> Iterator[_Place]:
+    """Yield the modules of a model, each once, before those below it; not those that the caller
+    has added to ``seen``, by id, nor what is below them only."""
+    seen = set() if seen is None else seen
+    waiting = [_Place(model)]
+    while waiting:
+        at = waiting.pop()
+        if id(at.module) in seen:
+            continue
+        seen.add(id(at.module))
+        yield at
+        # Only now: the caller may have added what is below.
+        children = [at.child(*each) for each in at.module.named_children()]
+        waiting += reversed(children)
+
+
 @dataclass(frozen=True)
 class _Found:
     """Something in the model.
@@ -239,26 +249,24 @@ class _Found:
         name: its own.
         path: of the module that gave it its name.
         fqn: fully qualified name.
-        locate: looks it up under a registered name, during the walk.
-        find: does so at any later time, as long as ``holder`` is part of the model.
-        holder: the module that holds it.
-        trail: the attributes that lead from the model to ``holder``.
+        at: the module that holds it.
+        locate: looks it up under a registered name.
+        later: does so after the walk, where that is another function.
         dense: the parameter, if it is no embedding table.
     """
 
     name: str
     path: str
     fqn: str
+    at: _Place
     locate: Callable[[str], ShardedData]
-    find: Callable[[str], ShardedData]
-    holder: nn.Module
-    trail: str
+    later: Callable[[str], ShardedData] | None = None
     dense: nn.Parameter | None = None
 
     def present(self, model: nn.Module) -> bool:
-        """Whether ``holder`` is still where it was."""
+        """Whether the module that holds it is still where it was."""
         try:
-            return model.get_submodule(self.trail) is self.holder
+            return model.get_submodule(self.at.trail) is self.at.module
         except AttributeError:
             return False
 
@@ -279,50 +287,44 @@ class _Walk:
 
     def found_in(self, model: nn.Module) -> list[_Found]:
         """Return everything in a model, in its order."""
-        found = list(self._find(model, _Place()))
+        found: list[_Found] = []
+        for at in _places(model, self._seen):
+            found += self._held_by(at)
         # A weight that an embedding shares with another module is a table, whichever comes first.
         return [each for each in found if id(each.dense) not in self._table_weights]
 
-    def _find(self, module: nn.Module, at: _Place) -> Iterator[_Found]:
-        if not self._first(module):
-            return
+    def _held_by(self, at: _Place) -> Iterator[_Found]:
+        module, label = at.module, at.path.replace(".", "/")
         reason = self._refusal(module)
         if reason is not None:
             # Whether it is selected, and so refused, is not known yet.
-            self._note_weights(module)
+            self._take_whole(module)
             kind = type(module).__name__
             refuse = partial(_refuse, kind, at.path, reason)
-            name = at.path.replace(".", "/") or kind
-            yield _Found(name, "", at.path or kind, refuse, refuse, module, at.trail)
+            yield _Found(label or kind, "", at.path or kind, at, refuse)
             return
         collection = self._torchrec.collection(module) if self._torchrec else None
         if collection is not None:
-            self._note_weights(module)
-            in_collection = self._sharded if collection.is_sharded else self._unsharded
-            yield from in_collection(module, collection, at)
+            self._take_whole(module)
+            yield from (self._sharded if collection.is_sharded else self._unsharded)(collection, at)
             return
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            self._note_weights(module)
-            yield from self._table(module, at.path.replace(".", "/") or "weight", "", at)
-        if isinstance(module, DistributedDataParallel):
-            wrapped = _Place(at.path, _join(at.trail, "module"), "", module)
-            yield from self._find(module.module, wrapped)
-            return
-        yield from self._dense_parameters(module, at)
-        for name, child in module.named_children():
-            yield from self._find(child, at.child(name, _child_path(module, at.path, name)))
+        if self._note_weight(module):
+            yield from self._table(at, label or "weight", "")
+        yield from self._dense_parameters(at)
 
-    def _first(self, thing: object) -> bool:
-        first = id(thing) not in self._seen
-        self._seen.add(id(thing))
-        return first
-
-    def _note_weights(self, holder: nn.Module) -> None:
-        """Note the weights of all embeddings of torch's in a module: they are no dense
-        parameters."""
+    def _take_whole(self, holder: nn.Module) -> None:
+        """Leave out what is below a module that is taken as a whole."""
         for module in holder.modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                self._table_weights.add(id(module._parameters.get("weight", holder)))
+            self._seen.add(id(module))
+            self._note_weight(module)
+
+    def _note_weight(self, module: nn.Module) -> bool:
+        """Note the weight of an embedding of torch's, which is no dense parameter; return whether
+        the module is one."""
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding:
+            self._table_weights.add(id(module._parameters.get("weight", module)))
+        return is_embedding
 
     def _refusal(self, module: nn.Module) -> str | None:
         # Collections of this package whose rows are slots.
@@ -336,56 +338,43 @@ class _Walk:
             )
         return self._torchrec.refusal(module) if self._torchrec else None
 
-    def _sharded(
-        self, module: nn.Module, collection: TableCollection, at: _Place
-    ) -> Iterator[_Found]:
+    def _sharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
         for table in collection.tables:
             fqn = collection.fqn(at.path, table.name)
             # What one collection has read serves all its tables during the walk. Later it is read
             # again: a reshard replaces it.
             locate = partial(collection.locate, table.name, fqn)
-            find = partial(_find_sharded, module, table.name, fqn)
-            yield _Found(table.name, at.path, fqn, locate, find, module, at.trail)
+            later = partial(_find_sharded, at.module, table.name, fqn)
+            yield _Found(table.name, at.path, fqn, at, locate, later)
 
-    def _unsharded(
-        self, module: nn.Module, collection: TableCollection, at: _Place
-    ) -> Iterator[_Found]:
+    def _unsharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
         embeddings = collection.embeddings()
         for table in collection.tables:
-            below = f"{collection.attribute}.{table.name}"
-            place = at.child(below, _join(at.path, below))
-            embedding, features = embeddings[table.name], table.features
-            yield from self._table(embedding, table.name, at.path, place, features)
+            place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
+            yield from self._table(place, table.name, at.path, table.features)
 
     def _table(
-        self,
-        module: nn.Module,
-        name: str,
-        path: str,
-        at: _Place,
-        features: tuple[str, ...] = (),
+        self, at: _Place, name: str, path: str, features: tuple[str, ...] = ()
     ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
         here."""
-        self._seen.add(id(module))
-        weight = module._parameters.get("weight")
-        if weight is None or self._first(weight):
+        weight = at.module._parameters.get("weight")
+        if weight is None or id(weight) not in self._seen:
+            self._seen.add(id(weight))
             fqn = _join(at.path, "weight")
-            ranks = at.ranks("weight")
-            locate = partial(_replica, module, "weight", fqn, ranks, features=features)
-            yield _Found(name, path, fqn, locate, locate, module, at.trail)
+            locate = partial(_replica, at, "weight", fqn, features=features)
+            yield _Found(name, path, fqn, at, locate)
 
-    def _dense_parameters(self, module: nn.Module, at: _Place) -> Iterator[_Found]:
+    def _dense_parameters(self, at: _Place) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
-        for name, parameter in module._parameters.items():
+        for name, parameter in at.module._parameters.items():
             if parameter is None or id(parameter) in self._seen_dense:
                 continue
             # Not in _seen: an embedding that comes later may share it, and is a table.
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
-            locate = partial(_replica, module, name, fqn, at.ranks(name))
-            label = fqn.replace(".", "/")
-            yield _Found(label, "", fqn, locate, locate, module, at.trail, dense=parameter)
+            label, locate = fqn.replace(".", "/"), partial(_replica, at, name, fqn)
+            yield _Found(label, "", fqn, at, locate, dense=parameter)
 
 
 def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> ShardedData:
@@ -393,15 +382,10 @@ def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> Sharded
 
 
 def _replica(
-    module: nn.Module,
-    attribute: str,
-    fqn: str,
-    ranks: tuple[int, ...] | None,
-    name: str,
-    features: tuple[str, ...] = (),
+    at: _Place, attribute: str, fqn: str, name: str, features: tuple[str, ...] = ()
 ) -> ShardedData:
-    """A parameter that every rank of ``ranks`` holds whole."""
-    parameter = module._parameters.get(attribute)
+    """A parameter that every rank of the DDP around it holds whole."""
+    parameter, ranks = at.module._parameters.get(attribute), at.ranks(attribute)
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None

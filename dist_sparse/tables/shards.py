@@ -160,12 +160,10 @@ class Source(Protocol):
         Args:
             names: which, of those that the first call has returned; None is all of them.
         """
-        ...
 
     def find(self, name: str) -> ShardedData:
         """Return one tensor that was located before, as it is stored now. Does not walk the
         model."""
-        ...
 
 
 def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
