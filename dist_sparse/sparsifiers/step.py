@@ -7,10 +7,8 @@ masks of plain data are put back if the update fails, whatever the reason.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +94,17 @@ class MaskMaker(abc.ABC):
             located: the sharded tables as they are stored now, by name.
             configs: name -> configuration.
         """
-        return masks_by_shard(self.masks.tables, self.update_mask, located, configs)
+        made: dict[str, list[NewMask]] = {}
+        for name, data in located.items():
+            made[name] = []
+            for shard, before in zip(data.shards, self.masks.tables.masks(name), strict=True):
+                mask = before.dense()
+                with self.masks.tables.editing(name, mask):
+                    self.update_mask(name, shard.tensor, **configs[name])
+                new = BlockMask.of_elements(shard.rect, mask)
+                # A user's own rule says nothing about zeros: all that is removed is written.
+                made[name].append(NewMask(new, ~new.bits))
+        return made
 
     def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
@@ -120,7 +128,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(sparsifier, partial(_update_plain, sparsifier, before))
+            located, made = make_masks(sparsifier, before)
             if recorder is not None:
                 recorder.note(packed, located, made, sparsifier.data_groups)
             if masks.undo is not None:
@@ -135,14 +143,14 @@ def update_masks(sparsifier: MaskMaker) -> None:
 
 
 def make_masks(
-    sparsifier: MaskMaker, first: Callable[[], None]
+    sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]
 ) -> tuple[Located, dict[str, MadeMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
     Args:
         sparsifier: whose masks.
-        first: local work before scoring; an error in it is raised on every rank.
+        before: takes the live masks of plain data, which change at once, each with a copy.
     """
     packed = sparsifier.masks.tables
     # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all
@@ -150,17 +158,17 @@ def make_masks(
     with packed.agreeing("step()") as noted:
         located = packed.locate()
         _note_facts(noted, located, sparsifier)
-        moves_first = packed.moved(located) and _uses_masks_in_place(sparsifier)
-        if not moves_first:
-            scored = _score(sparsifier, located, first, noted)
-    if moves_first:
-        # The exchange is collective: all ranks have agreed before it, and agree again on the
-        # scores.
-        packed.reshard(located)
-        with packed.agreeing("step()") as noted:
-            scored = _score(sparsifier, located, first, noted)
-    # 3. Collective: bring masks to their shards, select.
+        moved = packed.moved(located)
+        if not moved:
+            scored = _score(sparsifier, located, before, noted)
+    # 3. Collective: bring masks to shards that have moved, or to their devices.
     packed.reshard(located)
+    if moved:
+        # A user edits masks in scoring, and an enforcer zeroes weights by them: they had to move
+        # first. All ranks agree again, on the scores.
+        with packed.agreeing("step()") as noted:
+            scored = _score(sparsifier, located, before, noted)
+    # 4. Collective: select.
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
@@ -169,15 +177,14 @@ def make_masks(
     return located, made
 
 
-def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
-    """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
-    zeroes weights by them."""
-    edits = type(sparsifier).score_tables is MaskMaker.score_tables
-    return edits or sparsifier.masks.enforcer is not None
-
-
-def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
-    first()
+def _score(
+    sparsifier: MaskMaker,
+    located: Located,
+    before: list[tuple[Tensor, Tensor]],
+    noted: Noted,
+) -> Any:
+    """Score plain data and this rank's shards, and note what must be equal on all ranks."""
+    _update_plain(sparsifier, before)
     for name, data in located.items():
         check_writable(data)
         if data.kernel == CACHED:
@@ -189,24 +196,6 @@ def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], n
         _note_replicas(facts, tables)
         sparsifier.note(facts, tables)
     return scored
-
-
-def masks_by_shard(
-    packed: PackedStore, update_mask: Callable[..., Any], located: Located, configs: Configs
-) -> dict[str, list[NewMask]]:
-    """Return the new masks of this rank's shards, as a user's own ``update_mask`` edits them: one
-    bit an element."""
-    made: dict[str, list[NewMask]] = {}
-    for name, data in located.items():
-        made[name] = []
-        for shard, before in zip(data.shards, packed.masks(name), strict=True):
-            mask = before.dense()
-            with packed.editing(name, mask):
-                update_mask(name, shard.tensor, **configs[name])
-            new = BlockMask.of_elements(shard.rect, mask)
-            # A user's own rule says nothing about zeros: all that is removed is written.
-            made[name].append(NewMask(new, ~new.bits))
-    return made
 
 
 def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) -> None:
@@ -286,9 +275,13 @@ def _of_first_copies(
         moves.append(Move(held, made[name].block, data.tiling, _later_copies(data)))
     taken = dict(made)
     for name, arrived in zip(copied, exchange(group, moves), strict=True):
-        first = {held.mask.rect: held.mask.bits for held in arrived}
-        new = [_of_first_copy(own, first.get(own.mask.rect)) for own in made[name].masks]
-        taken[name] = made[name]._replace(masks=new)
+        own = {new.mask.rect: new for new in made[name].masks}
+        for copy in arrived:
+            first = copy.to(own[copy.mask.rect].mask.bits.device).mask
+            # Blocks that are zero in this copy already need not be those that the other removes.
+            own[first.rect] = NewMask(first, ~first.bits)
+        masks = [own[new.mask.rect] for new in made[name].masks]
+        taken[name] = made[name]._replace(masks=masks)
     return taken
 
 
@@ -298,11 +291,3 @@ def _later_copies(data: ShardedData) -> Tiling:
     for held, owned in zip(data.tiling, owners(data.tiling), strict=True):
         later.append(tuple(rect for rect in dict.fromkeys(held) if rect not in owned))
     return tuple(later)
-
-
-def _of_first_copy(own: NewMask, first: Tensor | None) -> NewMask:
-    if first is None:
-        return own
-    bits = first.to(own.mask.bits.device)
-    # Blocks that are zero in this copy already need not be those that the other removes.
-    return NewMask(replace(own.mask, bits=bits), ~bits)
