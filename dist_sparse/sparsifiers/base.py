@@ -237,7 +237,7 @@ class BaseDataSparsifier(MaskMaker):
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
         as long as a mask update. After it, any row counts as written."""
-        self.masks.tables.apply(self.masks.tables.names)
+        self.masks.tables.apply(self.masks.tables.current())
         self.masks.hooks.renew()
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
@@ -366,11 +366,10 @@ class BaseDataSparsifier(MaskMaker):
         plain = [name for name in chosen if self._store(name) is self.masks.plain]
         sharded = [name for name in chosen if name not in plain]
         # What can fail comes first. Collective only if a sharded table is squashed.
-        if sharded:
-            self.masks.tables.current()
+        located = self.masks.tables.current() if sharded else {}
         self.masks.plain.squash(plain, write=leave_parametrized)
         if leave_parametrized:
-            self.masks.tables.apply(sharded)
+            self.masks.tables.apply({name: located[name] for name in sharded})
         for name in sharded:
             self.masks.tables.drop(name)
             del self.data_groups[name]
@@ -519,10 +518,12 @@ def _overrides(
 ) -> dict[str, dict[str, Any]]:
     """Return the overrides of each table of a model, whether they were given by glob or for all; of
     several globs that match, later ones win."""
-    # A default may be a mapping itself: its key is not a glob then.
-    keys = [key for key in config if key in defaults or not isinstance(config[key], Mapping)]
     given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
-    for glob, overrides in ({"*": config} if keys else config).items():
+    # A default may be a mapping itself: its key is not a glob then.
+    by_glob = all(isinstance(config[key], Mapping) for key in config.keys() - defaults.keys())
+    if not by_glob or config.keys() & defaults.keys():
+        config = {"*": config}
+    for glob, overrides in config.items():
         # With keys and globs in one mapping, the globs are unknown keys.
         if unknown := sorted(set(overrides) - set(defaults)):
             raise ValueError(
@@ -618,10 +619,6 @@ def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
             f"The state holds copies of the plain data {sorted(state)}, which would take the place"
             " of the tensors that train: detach() the enforcer, load, add_data() the tensors again,"
             " and attach it."
-        )
-    if both := [name for name in state if name in sparsifier.masks.tables]:
-        raise ValueError(
-            f"The state has plain data of the names {both}, which belong to sharded tables here."
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, 
 from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
 
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
-SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
+SCORES = get_args(Score)
 
 _TINY = 2.0**-100
 """Added to a G, so that rows that were never touched are ordered by norm, and after those that are
@@ -46,12 +46,8 @@ class _Known(NamedTuple):
         ``(rows, columns)``."""
         # Copied: the total is live, and the caller computes in place.
         known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
-        if self.most < math.inf:
-            # The shards of a row are clamped at different times, but must score alike.
-            known.clamp_(max=self.most)
-        if self.initial != 0:
-            known.sub_(self.initial)
-        return known if self.share == 1 else known.div_(self.share)
+        # The shards of a row are clamped at different times, but must score alike.
+        return known.clamp_(max=self.most).sub_(self.initial).div_(self.share)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -192,7 +188,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets rows, and no table.
-        self._known = self._look_up(located)
+        self._known = self.look_up(located)
         return super().score_tables(located, configs)
 
     def step(self) -> None:
@@ -253,14 +249,6 @@ class ImportanceSparsifier(DataNormSparsifier):
             if holds:
                 raise ValueError(f"Table {data.name!r}: the level 'untouched' {reason}.")
 
-    def check_known(self, located: Mapping[str, ShardedData]) -> None:
-        """Refuse tables whose score is not known on this rank. Local.
-
-        Raises:
-            ValueError: as in ``step()``; names the table.
-        """
-        self._look_up(located)
-
     def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
         steps on this rank. Local."""
@@ -273,8 +261,12 @@ class ImportanceSparsifier(DataNormSparsifier):
                 unknown.append(name)
         return unknown
 
-    def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
-        """Return lookups or sums of the rows of this rank's shards."""
+    def look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
+        """Return lookups or sums of the rows of this rank's shards. Local.
+
+        Raises:
+            ValueError: the score of a table is not known on this rank; names it.
+        """
         if self.scored_by == "norm":
             return {}
         # Lookups need an enforcer too, so that it is asked in any case.

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -30,7 +30,6 @@ from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import (
-    Held,
     assembled,
     begun,
     exchange,
@@ -148,9 +147,9 @@ class Recorder:
     def note(
         self,
         packed: PackedStore,
-        located: Mapping[str, ShardedData],
+        located: Located,
         made: Mapping[str, MadeMasks],
-        configs: Mapping[str, Mapping[str, Any]],
+        configs: Configs,
     ) -> None:
         """Count what changes, before the new masks take the place of the old. Collective: one
         all-reduce a group.
@@ -164,11 +163,11 @@ class Recorder:
         counts = {
             name: _counts(packed.table(name), located[name], new) for name, new in made.items()
         }
-        changes = []
+        self._changes = ()
         for name, sums in packed.summed(counts).items():
             same_blocks = packed.table(name).block == made[name].block
-            changes.append(_change(located[name], made[name], configs[name], sums, same_blocks))
-        self._changes = tuple(changes)
+            change = _change(located[name], made[name], configs[name], sums, same_blocks)
+            self._changes += (change,)
 
 
 def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
@@ -180,14 +179,13 @@ def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
         mask = new[held.mask.rect]
         before, after = begun(held.mask), begun(mask)
         removed += after.blocks - count_bits(after.bits)
+        dead += int(mask.dead_rows().sum())
         # Bits of other blocks can't be compared.
         if before.block == after.block:
             flipped += count_bits(before.bits ^ after.bits)
             regrown += count_bits(after.bits & ~before.bits)
-        if data.has_whole_rows:
-            dead += int(mask.dead_rows().sum())
     # Of the old masks, which have answered these lookups.
-    return [removed, flipped, regrown, dead, *(_lookups_here(table, data) or (0, 0))]
+    return [removed, flipped, regrown, dead, *_lookups_here(table, data)]
 
 
 def _change(
@@ -198,30 +196,31 @@ def _change(
     same_blocks: bool,
 ) -> MaskChange:
     removed, flipped, regrown, dead, lookups, removed_lookups = sums
-    return MaskChange(
+    change = MaskChange(
         name=data.name,
         target=configured_level(config),
         threshold=None if made.threshold is None else made.threshold.score,
         blocks=grid_of(Rect(0, 0, *data.shape), made.block).blocks,
         removed_blocks=removed,
-        # Masks of different blocks can't be compared.
-        flipped_blocks=flipped if same_blocks else None,
-        regrown_blocks=regrown if same_blocks else None,
-        # No rank sees the rows of a table cut by columns.
-        dead_rows=dead if data.has_whole_rows else None,
-        lookups=lookups or None,
-        removed_lookups=removed_lookups if lookups else None,
+        flipped_blocks=flipped,
+        regrown_blocks=regrown,
+        dead_rows=dead,
+        lookups=lookups,
+        removed_lookups=removed_lookups,
     )
+    if not same_blocks:
+        # Masks of different blocks can't be compared.
+        change = replace(change, flipped_blocks=None, regrown_blocks=None)
+    if not data.has_whole_rows:
+        # No rank sees the rows of a table cut by columns.
+        change = replace(change, dead_rows=None)
+    return change if lookups else replace(change, lookups=None, removed_lookups=None)
 
 
 def configured_level(config: Mapping[str, Any]) -> float | None:
-    """Return the configured sparsity_level, where there is one and a float can hold it."""
+    """Return the configured sparsity_level, where there is one that is a number."""
     level = config.get("sparsity_level")
-    # Ints beyond float64 are refused by scores, but a user's own sparsifier may hold one.
-    try:
-        return float(level) if isinstance(level, numbers.Real) else None
-    except OverflowError:
-        return None
+    return float(level) if isinstance(level, numbers.Real) else None
 
 
 def knows_removed_rows(data: ShardedData, block: Block) -> bool:
@@ -239,47 +238,30 @@ def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, T
     return found
 
 
-def _lookups_here(table: TableMasks, data: ShardedData) -> tuple[int, int] | None:
+def _lookups_here(table: TableMasks, data: ShardedData) -> list[int]:
     """Return all lookups of this rank's part of a table and those of its removed rows: counted ones
     where its score needs counts, otherwise those that enforcers have sampled since the last mask
-    update, 0 where they see no lookups. Local.
-
-    Returns:
-        None where they are not known, on every rank alike.
-    """
-    if not knows_removed_rows(data, table.block):
-        return None
+    update, 0 where they see no lookups or the removed rows are not known. Local."""
     sums = torch.zeros(2, dtype=torch.float64)
-    for held in table.leftmost:
-        sums += _looked_up(held).cpu()
+    if knows_removed_rows(data, table.block):
+        for held in table.leftmost:
+            sums += held.lookups.cpu()
     # Counts that decay have fractions; sums are rounded once.
-    looked_up, removed = sums.round().long().tolist()
-    return looked_up, removed
-
-
-def _looked_up(held: Held) -> Tensor:
-    """Return all lookups of a shard, and those of its removed rows."""
-    if held.counts is None:
-        # Where a score counts all lookups, nothing is sampled.
-        return held.samples
-    rows = held.counts.double()
-    return torch.stack([rows.sum(), rows[held.mask.dead_rows()].sum()])
+    return [int(each) for each in sums.round()]
 
 
 def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
-    """Return all lookups and removed lookups of each table where they are known, by name.
+    """Return all lookups and removed lookups of each table, 0 where they are not known, by name.
     Collective: one all-reduce for each group.
 
     Args:
         packed: the registered tables.
         action: the public call, for messages.
     """
-    known = {}
-    for name, data in packed.current(action).items():
-        # The same tables on every rank of a group.
-        if (lookups := _lookups_here(packed.table(name), data)) is not None:
-            known[name] = lookups
-    return packed.summed(known)
+    located = packed.current(action)
+    return packed.summed(
+        {name: _lookups_here(packed.table(name), data) for name, data in located.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -289,13 +271,13 @@ class _Removed:
     Args:
         mask: bits of 0 for newly removed blocks.
         rows: flags of the rows that it leaves nothing of, bool ``(rect.rows,)``.
-        values: the removed elements of the weights, then those of each optimizer state; empty for a
-            state that belongs to no weight.
+        values: the removed elements of the weights, part by part, then those of each optimizer
+            state; empty for a state that belongs to no weight.
     """
 
     mask: BlockMask
     rows: Tensor
-    values: list[Tensor]
+    values: list[list[Tensor]]
 
 
 class LastUpdate:
@@ -309,9 +291,7 @@ class LastUpdate:
         self.before: Mapping[str, TableMasks] = {}
         self._removed: dict[str, list[_Removed]] = {}
 
-    def keep(
-        self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
-    ) -> None:
+    def keep(self, masks: Masks, located: Located, made: Mapping[str, MadeMasks]) -> None:
         """Take the place of the update that was kept so far. Called before anything is zeroed."""
         states = masks.hooks.states()
         self._removed = {}
@@ -323,7 +303,7 @@ class LastUpdate:
             ]
         self.before = masks.tables.snapshot()
 
-    def check(self, located: Mapping[str, ShardedData]) -> None:
+    def check(self, located: Located) -> None:
         """Refuse to undo an update of tables that are stored elsewhere by now.
 
         Raises:
@@ -337,7 +317,7 @@ class LastUpdate:
             )
 
     @torch.no_grad()
-    def undo(self, masks: Masks, located: Mapping[str, ShardedData]) -> None:
+    def undo(self, masks: Masks, located: Located) -> None:
         """Put masks, removed weights and their optimizer state back, as they were before."""
         masks.tables.load(self.before)
         # Zeroes the blocks that the update brought back; the weights below must come later.
@@ -346,8 +326,9 @@ class LastUpdate:
         for name, removed in self._removed.items():
             for shard, one in zip(located[name].shards, removed, strict=True):
                 # A state that an optimizer has made since comes behind the others, and stays.
-                for tensor, values in zip(_tensors_of(shard, states), one.values, strict=False):
-                    _put(tensor, one, values)
+                for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
+                    for (part, flags), values in zip(_parts(tensor, one), kept, strict=True):
+                        part.masked_scatter_(flags, values)
         masks.hooks.end_step()
         self.forget()
 
@@ -367,18 +348,8 @@ def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _R
     mask = BlockMask(new.rect, new.block, newly)
     removed = _Removed(mask, new.dead_rows() & ~old.dead_rows(), [])
     for tensor in tensors:
-        parts = [part[flags] for part, flags in _parts(tensor, removed)]
-        removed.values.append(torch.cat([tensor.data.new_empty(0), *parts]))
+        removed.values.append([part[flags] for part, flags in _parts(tensor, removed)])
     return removed
-
-
-def _put(tensor: Tensor, removed: _Removed, values: Tensor) -> None:
-    """Write back what was kept of a tensor."""
-    at = 0
-    for part, flags in _parts(tensor, removed):
-        count = int(flags.sum())
-        part.masked_scatter_(flags, values[at : at + count])
-        at += count
 
 
 def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]:
@@ -443,8 +414,7 @@ class Masks:
             # Masks of plain data may have any dtype.
             mask, data = self.plain.mask(name), as_sharded(name, as_matrix(self.plain.held(name)))
             elements = BlockMask.of_elements(data.shards[0].rect, as_matrix(mask))
-            owned = [elements] if elements.blocks else []
-            found[name] = _Held(data, (1, 1), [elements], owned, mask.nbytes)
+            found[name] = _Held(data, (1, 1), [elements], [elements], mask.nbytes)
         return found
 
     def _summed(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import (
     Block,
     Rect,
-    Shard,
     ShardedData,
     Source,
     owners,
@@ -32,6 +31,7 @@ from dist_sparse.tables.shards import (
 )
 
 Ranks = tuple[int, ...] | None
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,18 +60,16 @@ class TableMasks:
         return [held.mask for held in self.shards]
 
     @property
-    def counts(self) -> dict[Rect, Tensor]:
-        """Lookups by shard; empty where they are not counted."""
-        found = {held.mask.rect: held.counts for held in self.shards}
-        return {rect: counts for rect, counts in found.items() if counts is not None}
+    def counts(self) -> dict[Rect, Any]:
+        """Lookups by shard; None where they are not counted."""
+        return {held.mask.rect: held.counts for held in self.shards}
 
     @property
     def owned(self) -> list[pieces.Held]:
-        """What is stored with the shards that this rank owns, once each, without empty ones."""
-        distinct = {held.mask.rect: held for held in self.shards if held.mask.blocks}
+        """What is stored with the shards that this rank owns, once each."""
+        here = {held.mask.rect: held for held in self.shards}
         # Not of the group, which a rank alone must not make.
-        owned = owners(self.tiling)[rank_in(self.ranks)]
-        return [distinct[rect] for rect in owned if rect in distinct]
+        return [here[rect] for rect in owners(self.tiling)[rank_in(self.ranks)]]
 
     @property
     def leftmost(self) -> list[pieces.Held]:
@@ -135,7 +133,7 @@ class TableMasks:
         if self.counted is None:
             return masks, None
         rects = [held.mask.rect for held in self.leftmost]
-        return masks, pieces.saved_counts(self.shape[0], self.counted, rects, self.shards)
+        return masks, pieces.saved_counts(self.shape[0], self.counted, rects, self.counts)
 
     def loaded(
         self, data: ShardedData, entry: Mapping[str, Any], masks: object, counts: object
@@ -348,7 +346,7 @@ class PackedStore:
         arrived: dict[str, list[pieces.Held]] = {}
         for ranks, names in self.groups.items():
             moves = {}
-            for name in filter(masks.__contains__, names):
+            for name in names:
                 move = masks[name].move_of_whole_blocks()
                 # Usually nothing is shared: then nothing is sent.
                 if located[name].replicated or move.new != move.old:
@@ -380,6 +378,7 @@ class PackedStore:
         for ranks, names in self.groups.items():
             tables = [located[name] for name in names if name in moved]
             if not tables:
+                # Not even its group is made: other ranks may not be here.
                 continue
             moves = []
             for data in tables:
@@ -388,7 +387,7 @@ class PackedStore:
             arrived = pieces.exchange(group_over(ranks), moves)
             for data, found in zip(tables, arrived, strict=True):
                 self._tables[data.name].take(data, found)
-            self.version += 1
+                self.version += 1
         for name, data in located.items():
             # A model may have been moved, such as by .to(), since the bits were stored.
             if self._tables[name].follow(data):
@@ -439,9 +438,7 @@ class PackedStore:
         """
         if self._edited is not None and self._edited[0] == name:
             return self._edited[1]
-        masks = self._masks_in_place(name)
-        _check_single(name, len(masks))
-        return masks[0].dense()
+        return _only(name, self._masks_in_place(name)).dense()
 
     @contextmanager
     def editing(self, name: str, mask: Tensor) -> Iterator[None]:
@@ -460,9 +457,7 @@ class PackedStore:
 
     def weight(self, name: str) -> Tensor:
         """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
-        shards = self.find(name).shards
-        _check_single(name, len(shards))
-        return shards[0].tensor
+        return _only(name, self.find(name).shards).tensor
 
     def effective(self, name: str) -> Tensor:
         """Return the masked weights of this rank's only shard, a new tensor; raises as
@@ -471,19 +466,11 @@ class PackedStore:
         return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
-    def apply(self, names: Sequence[str]) -> None:
-        """Write zero to the removed weights of this rank's shards. Local, unless shards have moved:
-        then collective."""
-        if not names:
-            return
-        located = self.current()
-        for shard, mask in self.shards({name: located[name] for name in names}):
-            mask.apply_(shard.tensor)
-
-    def shards(self, located: Mapping[str, ShardedData]) -> Iterator[tuple[Shard, BlockMask]]:
-        """Yield all shards of these tables on this rank, each with its mask."""
+    def apply(self, located: Mapping[str, ShardedData]) -> None:
+        """Write zero to the removed weights of this rank's shards of these tables. Local."""
         for name, data in located.items():
-            yield from zip(data.shards, self.masks(name), strict=True)
+            for shard, mask in zip(data.shards, self.masks(name), strict=True):
+                mask.apply_(shard.tensor)
 
     # Saving.
 
@@ -595,11 +582,12 @@ class PackedStore:
         return self.masks(name)
 
 
-def _check_single(name: str, shards: int) -> None:
-    if shards != 1:
+def _only(name: str, shards: Sequence[T]) -> T:
+    if len(shards) != 1:
         raise ValueError(
-            f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r})."
+            f"Table {name!r} has {len(shards)} shards on this rank: use local_masks({name!r})."
         )
+    return shards[0]
 
 
 def _signed(value: int) -> int:

@@ -53,6 +53,14 @@ class Held:
         optimizers are ever sampled."""
         return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
 
+    @property
+    def lookups(self) -> Tensor:
+        """All lookups of the shard, and those of its removed rows: counted ones, or a sample."""
+        if self.counts is None:
+            return self.samples
+        rows = self.counts.double()
+        return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
+
     def with_mask(self, mask: BlockMask) -> Held:
         """Return what is stored with the shard once this is its mask."""
         return self if mask is self.mask else Held(mask, self.counts)
@@ -227,10 +235,7 @@ def begun(mask: BlockMask) -> BlockMask:
     rect = mask.rect
     top = min(_up(rect.row, mask.block[0]), rect.row_end)
     left = min(_up(rect.col, mask.block[1]), rect.col_end)
-    inside = Rect(top, left, rect.row_end - top, rect.col_end - left)
-    if inside.numel == 0:
-        return BlockMask.full(inside, mask.block, mask.bits.device)
-    return mask.cut(inside)
+    return mask.cut(Rect(top, left, rect.row_end - top, rect.col_end - left))
 
 
 def removed_blocks(mask: BlockMask) -> int:
@@ -263,7 +268,7 @@ def saved_masks(
 
 
 def saved_counts(
-    rows: int, dtype: torch.dtype, writes: Sequence[Rect], shards: Sequence[Held]
+    rows: int, dtype: torch.dtype, writes: Sequence[Rect], counts: Mapping[Rect, Tensor]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
@@ -271,13 +276,9 @@ def saved_counts(
         rows: of the table.
         dtype: of the counts.
         writes: the rectangles whose counts this rank writes.
-        shards: of this rank.
+        counts: of this rank's shards, by rectangle.
     """
-    kept = {
-        held.mask.rect: held.counts.to("cpu", copy=True)
-        for held in shards
-        if held.counts is not None
-    }
+    kept = {rect: count.to("cpu", copy=True) for rect, count in counts.items()}
     chunks = [((rect.row,), kept[rect]) for rect in writes]
     wants = [((rect.row,), (rect.rows,)) for rect in kept]
     entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept.items()]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -43,10 +43,10 @@ from dist_sparse.tables.shards import (
     resolve_block,
 )
 
-BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4"] | str
+BlockShape: TypeAlias = tuple[int | str, int | str] | str
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 Scope: TypeAlias = Literal["table", "global"]
-SCOPES = ("table", "global")
+SCOPES = get_args(Scope)
 
 # How elements of a shard are scored, and anything else that decides about their scores: if it
 # differs from the last time, kept scores are out of date.

@@ -210,4 +210,4 @@ def _check_next_updates(
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
     # Norms are always known: no walk for them.
     if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
-        sparsifier.check_known(sparsifier.masks.tables.locate())
+        sparsifier.look_up(sparsifier.masks.tables.locate())

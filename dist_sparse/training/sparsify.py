@@ -552,7 +552,7 @@ def sparsify(
             training._attach(walked, optimizers, auto_step)
             if plan.score is not None:
                 # A requested score must be known of every table; the default falls back.
-                sparsifier.check_known(walked.located)
+                sparsifier.look_up(walked.located)
             sparsifier.check_levels(_levels_by_table(final, sparsifier.data_groups))
             unknown = sparsifier.unknown_tables(walked.located)
         # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
