@@ -388,7 +388,15 @@ class BaseDataSparsifier(MaskMaker):
         # Masks with their shards, and weights as a forward would read them.
         self.masks.tables.current()
         self.masks.hooks.settle()
-        return save(self)
+        dense, packed, configs = self.masks.plain, self.masks.tables, self.data_groups
+        plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
+        saved = {**dense.state_dict(), "data_groups": plain}
+        if not packed:
+            return saved
+        # On a rank without a shard of some table of the model, DCP 2.13 looks for an entry of each
+        # empty mapping, and finds none.
+        kept = {key: part for key, part in saved.items() if part}
+        return {**kept, "sharded": packed.state_dict(configs)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables
@@ -412,12 +420,47 @@ class BaseDataSparsifier(MaskMaker):
         """Check a state as :meth:`load_state_dict` does, and return the function that loads it.
         Collective if sharded tables are registered; the function itself is local. Nothing changes
         before it is called."""
-        # The function that commits is local, so that callers can prepare several states and load
-        # all of them or none.
-        commit = prepare_load(self, state_dict, strict)
+        dense, packed = self.masks.plain, self.masks.tables
+        loaded: dict[str, TableMasks] = {}
+        with packed.agreeing("load_state_dict()") as noted:
+            configs, saved = saved_configs(state_dict), _whole(state_dict)
+            if saved["state"] and self.masks.enforcer is not None:
+                raise ValueError(
+                    f"The state holds copies of the plain data {sorted(saved['state'])}, which"
+                    " would take the place of the tensors that train: detach() the enforcer, load,"
+                    " add_data() the tensors again, and attach it."
+                )
+            commit_dense = dense.prepare(saved, configs, strict=strict)
+            located = packed.locate()
+            # If not strict, tables that are registered stay as they are.
+            if strict:
+                loaded = packed.prepare(saved["sharded"], located)
+            for name in loaded:
+                # A state may be of another class of sparsifier: the next mask update would fail.
+                if lacking := sorted(set(self.defaults) - set(configs[name])):
+                    raise ValueError(
+                        f"Error loading {name!r}: its configuration in the state lacks {lacking}."
+                    )
+                self.check_config(located[name], configs[name])
+            for facts, names in noted:
+                for name in filter(loaded.__contains__, names):
+                    one = loaded[name]
+                    values = [one.block, configs[name], one.updates, one.removed]
+                    facts[f"the state of table {name!r}"] = values
+        if loaded:
+            refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
+            packed.compare_holders("load_state_dict()", located, loaded, refusal)
+            # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
+            _check_removed(packed, loaded)
 
+        # Nothing below can fail: all ranks load, or none. It is local, so that callers can prepare
+        # several states and load all of them or none.
         def load() -> None:
-            self.data_groups = commit()
+            # A state may have configurations without masks, which are not loaded.
+            names = {*commit_dense(), *loaded}
+            packed.load(loaded)
+            kept = {} if strict else self.data_groups
+            self.data_groups = {name: configs[name] for name in configs if name in names} | kept
             self.masks.hooks.renew()
 
         return load
@@ -542,18 +585,6 @@ def _overrides(
 # the format is the ancestor's; what belongs to sharded tables is in ``sharded``.
 
 
-def save(sparsifier: MaskMaker) -> dict[str, Any]:
-    """See :meth:`dist_sparse.BaseDataSparsifier.state_dict`."""
-    dense, packed, configs = sparsifier.masks.plain, sparsifier.masks.tables, sparsifier.data_groups
-    plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
-    saved = {**dense.state_dict(), "data_groups": plain}
-    if not packed:
-        return saved
-    # DCP looks for an entry of each empty mapping, and finds none.
-    kept = {key: part for key, part in saved.items() if part}
-    return {**kept, "sharded": packed.state_dict(configs)}
-
-
 def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the configuration of every name in a state.
 
@@ -563,63 +594,6 @@ def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     saved = _whole(saved)
     given = {name: entry["config"] for name, entry in tables_of(saved["sharded"]).items()}
     return copy.deepcopy({**saved["data_groups"], **given})
-
-
-def prepare_load(
-    sparsifier: MaskMaker, saved: Mapping[str, Any], strict: bool
-) -> Callable[[], dict[str, dict[str, Any]]]:
-    """Check a state and return the function that loads it into the stores and returns the new
-    ``data_groups``.
-
-    Collective over the groups of the sharded tables; the function itself is local. See
-    :meth:`dist_sparse.BaseDataSparsifier.load_state_dict`.
-    """
-    dense, packed = sparsifier.masks.plain, sparsifier.masks.tables
-    loaded: dict[str, TableMasks] = {}
-    with packed.agreeing("load_state_dict()") as noted:
-        configs, saved = saved_configs(saved), _whole(saved)
-        _refuse_plain_data(sparsifier, saved["state"])
-        commit_dense = dense.prepare(saved, configs, strict=strict)
-        located = packed.locate()
-        # If not strict, tables that are registered stay as they are.
-        if strict:
-            loaded = packed.prepare(saved["sharded"], located)
-        for name in loaded:
-            # A state may be of another class of sparsifier: the next mask update would fail.
-            if lacking := sorted(set(sparsifier.defaults) - set(configs[name])):
-                raise ValueError(
-                    f"Error loading {name!r}: its configuration in the state lacks {lacking}."
-                )
-            sparsifier.check_config(located[name], configs[name])
-        for facts, names in noted:
-            for name in filter(loaded.__contains__, names):
-                one = loaded[name]
-                values = [one.block, configs[name], one.updates, one.removed]
-                facts[f"the state of table {name!r}"] = values
-    if loaded:
-        refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
-        packed.compare_holders("load_state_dict()", located, loaded, refusal)
-        # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
-        _check_removed(packed, loaded)
-
-    # Nothing below can fail: all ranks load, or none.
-    def commit() -> dict[str, dict[str, Any]]:
-        # A state may have configurations without masks, which are not loaded.
-        names = {*commit_dense(), *loaded}
-        packed.load(loaded)
-        kept = {} if strict else sparsifier.data_groups
-        return {**{name: config for name, config in configs.items() if name in names}, **kept}
-
-    return commit
-
-
-def _refuse_plain_data(sparsifier: MaskMaker, state: Mapping[str, Any]) -> None:
-    if state and sparsifier.masks.enforcer is not None:
-        raise ValueError(
-            f"The state holds copies of the plain data {sorted(state)}, which would take the place"
-            " of the tensors that train: detach() the enforcer, load, add_data() the tensors again,"
-            " and attach it."
-        )
 
 
 def _check_removed(packed: PackedStore, loaded: Mapping[str, TableMasks]) -> None:

@@ -18,6 +18,7 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts, rank_in
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
+from dist_sparse.sparsifiers.masks import Configs, Located
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
 from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
@@ -184,9 +185,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         state = known.total.data_ptr(), known.total._version, known.initial
         return lambda data, rows: _by_norm(data, known.of_rows(rows)), state
 
-    def score_tables(
-        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, ScoredTable]:
+    def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets rows, and no table.
         self._known = self.look_up(located)
         return super().score_tables(located, configs)
@@ -249,7 +248,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             if holds:
                 raise ValueError(f"Table {data.name!r}: the level 'untouched' {reason}.")
 
-    def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
+    def unknown_tables(self, located: Located) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
         steps on this rank. Local."""
         if self.scored_by in ("norm", "frequency"):
@@ -261,7 +260,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 unknown.append(name)
         return unknown
 
-    def look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
+    def look_up(self, located: Located) -> dict[str, list[_Known]]:
         """Return lookups or sums of the rows of this rank's shards. Local.
 
         Raises:

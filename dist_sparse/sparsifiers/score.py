@@ -32,6 +32,7 @@ from dist_sparse.masking.cached.kept_scores import Keeping, KeptScores, RowMeasu
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
+from dist_sparse.sparsifiers.masks import Configs, Located
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -166,9 +167,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
 
-    def score_tables(
-        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, ScoredTable]:
+    def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
@@ -177,16 +176,11 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _with_kept_scores(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
         """Return the goals of a mask update, with the scores that are kept."""
-        found = dict(goals)
-        if self.masks.enforcer is None:
-            # Nothing tracks writes any more; masks may not be with their shards yet.
-            self._kept_scores = {}
-            return found
         if integer("full_every", self.full_every, least=1) == 1:
-            return found
-        # Scores of shards that are not found below are forgotten.
+            return dict(goals)
+        # Scores of shards that are not found below are forgotten: without an enforcer, all of them.
         before, self._kept_scores = self._kept_scores, {}
-        written = self.masks.enforcer.written()
+        found, written = dict(goals), self.masks.hooks.written()
         for name, goal in goals.items():
             # Else a written row would change scores of other rows, or of another rank.
             if not (goal.by_element or goal.whole_columns or goal.data.replicated):

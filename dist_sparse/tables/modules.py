@@ -146,22 +146,18 @@ class ModelTables:
         walked = _Walk(slots=self._slots).found_in(self.model)
         first = self._names is None
         if self._names is None:
-            selected = self._select(walked)
-            self._names = {found.fqn: name for name, found in selected.items()}
-        else:
-            known = self._names
-            selected = {known[found.fqn]: found for found in walked if found.fqn in known}
-        if names is not None:
-            selected = {name: selected[name] for name in selected if name in names}
+            self._names = {found.fqn: name for name, found in self._select(walked).items()}
+        known = self._names
+        selected = {known[found.fqn]: found for found in walked if found.fqn in known}
+        wanted = selected.keys() if names is None else selected.keys() & names
         # What the walk read of a collection, views of its weights too, must not outlive it.
         self._found = {
             name: replace(found, locate=found.later or found.locate)
             for name, found in selected.items()
         }
-        located = [found.locate(name) for name, found in selected.items()]
-        if first:
-            for data in located:
-                check_data(data)
+        located = [found.locate(name) for name, found in selected.items() if name in wanted]
+        for data in located if first else ():
+            check_data(data)
         return located
 
     def find(self, name: str) -> ShardedData:
