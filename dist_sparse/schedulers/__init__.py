@@ -346,11 +346,9 @@ class CurveDataScheduler(ReadyDataScheduler):
         return found
 
     def _facts(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        # Pairs, because the order of globs matters.
-        final = list(self.final.items()) if isinstance(self.final, dict) else self.final
         curve = getattr(self.curve, "__name__", type(self.curve).__name__)
-        # As text: 1 and 1.0 are two plans.
-        return {**super()._facts(answer), "final": repr(final), "curve": curve}
+        # As text: 1 and 1.0 are two plans, and the order of globs matters.
+        return {**super()._facts(answer), "final": repr(self.final), "curve": curve}
 
 
 class ConstantDataScheduler(CurveDataScheduler):

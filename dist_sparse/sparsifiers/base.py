@@ -143,16 +143,17 @@ class BaseDataSparsifier(MaskMaker):
                 stacklevel=2,
             )
         # Of known data, what the caller does not pass stays as it was.
-        group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
-        reused = known and reuse_mask
-        mask = self.get_mask(name) if reused else group.get("mask")
-        if mask is None:
+        group = self._overlaid(self.data_groups.get(name, self.defaults), config)
+        mask = group.get("mask")
+        if known and reuse_mask:
+            mask = self.get_mask(name)
+            if mask.shape != weight.shape:
+                raise AssertionError(
+                    "to retain the old mask, the shape of the new data must be the same as the"
+                    " previous one"
+                )
+        elif mask is None:
             mask = torch.ones_like(weight)
-        if reused and mask.shape != weight.shape:
-            raise AssertionError(
-                "to retain the old mask, the shape of the new data must be the same as the"
-                " previous one"
-            )
         masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
         # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
@@ -573,7 +574,7 @@ def _overrides(
                 f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
                 f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
             )
-        matching = [each for each in located if fnmatch.filter([each.name, each.fqn or ""], glob)]
+        matching = [each for each in located if fnmatch.filter([each.name, str(each.fqn)], glob)]
         if not matching:
             raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
         for data in matching:
@@ -614,7 +615,8 @@ def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(saved, Mapping):
         raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
     # Beside sharded tables, empty parts are left out.
-    if missing := [key for key in parts if key not in saved and "sharded" not in saved]:
+    missing = [part for part in parts if part not in saved]
+    if missing and "sharded" not in saved:
         raise ValueError(
             f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import Facts, rank_in
+from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
 from dist_sparse.sparsifiers.masks import Configs, Located
@@ -152,12 +152,13 @@ class ImportanceSparsifier(DataNormSparsifier):
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         # Without a norm, score() is called.
-        return self.norm if self.scored_by == "norm" and self._own_score else None
+        return self.norm if self._fast == "norm" else None
 
     @property
-    def _own_score(self) -> bool:
-        """Whether no subclass replaces :meth:`score`, so that faster ways to its values hold."""
-        return type(self).score is ImportanceSparsifier.score
+    def _fast(self) -> str | None:
+        """The score, where no subclass replaces :meth:`score`, so that faster ways to its values
+        hold."""
+        return self.scored_by if type(self).score is ImportanceSparsifier.score else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return the score of each element, float64; see the class."""
@@ -169,14 +170,14 @@ class ImportanceSparsifier(DataNormSparsifier):
         return of_rows.expand(data.shape)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if not self._own_score or self.scored_by != "norm_accumulator":
+        if self._fast != "norm_accumulator":
             return super().element_measure(name, config)
         return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
-        if not self._own_score or self.scored_by == "norm":
+        if self._fast in (None, "norm"):
             return super().row_measure(name, shard)
-        if self.scored_by != "norm_accumulator":
+        if self._fast != "norm_accumulator":
             # Counts decay in all rows; resets of G change rows that nothing has written.
             return None
         known = next(known for known in self._known[name] if known.rect == shard.rect)
@@ -222,8 +223,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             if data.replicated and not data.copied:
                 known = self._known.get(data.name, ())
                 totals = [(data, each.rect, each.total) for each in known]
-                rank, what = rank_in(data.ranks), "optimizer state of "
-                facts.replicas |= shared_tensors(totals, rank, what)
+                facts.replicas |= shared_tensors(totals, "optimizer state of ")
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:

@@ -233,7 +233,7 @@ def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, T
     ``(bool (rows,), float64 (rows,))`` on the CPU; none if lookups are not counted. Local."""
     found = []
     for held in packed.table(data.name).leftmost:
-        if held.counts is not None:
+        if held.counts.numel():
             found.append((held.mask.dead_rows().cpu(), held.counts.cpu().double()))
     return found
 
@@ -516,7 +516,8 @@ class Masks:
         everywhere = ((whole,),) * group.size
         table = packed.table(name)
         [arrived] = exchange(group, [table.move(everywhere)])
-        return assembled(whole, table.block, arrived, torch.device("cpu")).mask.dense()
+        held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
+        return held.mask.dense()
 
 
 def _count(held: _Held) -> list[int]:

@@ -60,8 +60,8 @@ class TableMasks:
         return [held.mask for held in self.shards]
 
     @property
-    def counts(self) -> dict[Rect, Any]:
-        """Lookups by shard; None where they are not counted."""
+    def counts(self) -> dict[Rect, Tensor]:
+        """Lookups by shard; empty where they are not counted."""
         return {held.mask.rect: held.counts for held in self.shards}
 
     @property
@@ -82,9 +82,9 @@ class TableMasks:
         their first holder only."""
         return sum(pieces.removed_blocks(held.mask) for held in self.owned)
 
-    def move(self, new: pieces.Tiling, counted: torch.dtype | None = None) -> pieces.Move:
-        """Return the move of the masks to another tiling, with the counts if ``counted``."""
-        return pieces.Move(self.shards, self.block, self.tiling, new, counted)
+    def move(self, new: pieces.Tiling) -> pieces.Move:
+        """Return the move of masks and counts to another tiling."""
+        return pieces.Move(self.shards, self.block, self.tiling, new, self.counted)
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
@@ -184,7 +184,7 @@ class PackedStore:
     def __init__(self) -> None:
         self._tables: dict[str, TableMasks] = {}
         # While a user's update_mask edits the mask of one shard, mask() must return that object.
-        self._edited: tuple[str, Tensor] | None = None
+        self._edited: dict[str, Tensor] = {}
         self.version = 0
 
     def __bool__(self) -> bool:
@@ -227,7 +227,7 @@ class PackedStore:
         same tables on every rank."""
         sums = {name: list(value) for name, value in values.items()}
         for ranks, held in self.groups.items():
-            if names := [name for name in held if name in values]:
+            if names := sorted(values.keys() & held):
                 # Hashes have 64 bits and no sign; collectives sum int64.
                 rows = [list(map(_signed, values[name])) for name in names]
                 total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
@@ -271,7 +271,8 @@ class PackedStore:
             block, shards = blocks[data.name], []
             for rect, weights in data.shards:
                 mask = BlockMask.full(rect, block, weights.device)
-                shards.append(pieces.Held(mask, pieces.no_counts(mask, counted)))
+                counts = pieces.no_counts(rect, counted, weights.device)
+                shards.append(pieces.Held(mask, counts))
             self._tables[data.name] = TableMasks(
                 source, data.shape, data.ranks, data.tiling, block, shards, counted
             )
@@ -298,7 +299,7 @@ class PackedStore:
         found: dict[str, ShardedData] = {}
         for source, wanted in names.items():
             found |= {data.name: data for data in source.locate(wanted)}
-        if missing := [name for name in self._tables if name not in found]:
+        if missing := sorted(self._tables.keys() - found.keys()):
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
                 f" {sorted(found)}."
@@ -376,14 +377,11 @@ class PackedStore:
         moved = set(self.moved(located))
         # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
         for ranks, names in self.groups.items():
-            tables = [located[name] for name in names if name in moved]
+            tables = [located[name] for name in sorted(moved.intersection(names))]
             if not tables:
                 # Not even its group is made: other ranks may not be here.
                 continue
-            moves = []
-            for data in tables:
-                table = self._tables[data.name]
-                moves.append(table.move(data.tiling, table.counted))
+            moves = [self._tables[data.name].move(data.tiling) for data in tables]
             arrived = pieces.exchange(group_over(ranks), moves)
             for data, found in zip(tables, arrived, strict=True):
                 self._tables[data.name].take(data, found)
@@ -436,18 +434,18 @@ class PackedStore:
             ValueError: this rank has several shards or none, or shards have moved since the masks
                 were last used.
         """
-        if self._edited is not None and self._edited[0] == name:
-            return self._edited[1]
+        if name in self._edited:
+            return self._edited[name]
         return _only(name, self._masks_in_place(name)).dense()
 
     @contextmanager
     def editing(self, name: str, mask: Tensor) -> Iterator[None]:
         """Have :meth:`mask` return ``mask``, for a user's ``update_mask`` of one shard."""
-        self._edited = (name, mask)
+        self._edited[name] = mask
         try:
             yield
         finally:
-            self._edited = None
+            self._edited.clear()
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as
@@ -512,12 +510,12 @@ class PackedStore:
                 cut.append(name)
         arrived = pieces.exchange(group, [moves[name] for name in cut])
         held.update(zip(cut, arrived, strict=True))
-        cpu, found = torch.device("cpu"), {}
+        cpu, found = torch.device("cpu"), dict[str, list[BlockMask]]()
         for name, move in moves.items():
-            whole = [
-                pieces.assembled(rect, move.block, held[name], cpu) for rect in move.new[group.rank]
-            ]
-            found[name] = [part.mask for part in whole]
+            found[name] = []
+            for rect in move.new[group.rank]:
+                whole = pieces.assembled(rect, move.block, held[name], cpu, move.counted)
+                found[name].append(whole.mask)
         return found
 
     def prepare(
@@ -541,7 +539,8 @@ class PackedStore:
                 f"The registered tables {sorted(self.names)} are not those of the state,"
                 f" {sorted(entries)}: call add_model() on the same tables before loading."
             )
-        masks, counts = (pieces.mapping_of(saved, part) for part in ("masks", "counts"))
+        masks = pieces.mapping_of(saved, "masks")
+        counts = pieces.mapping_of(saved, "counts")
         return {
             name: self._tables[name].loaded(located[name], entry, masks.get(name), counts.get(name))
             for name, entry in entries.items()

@@ -9,7 +9,7 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from dist_sparse.checks import from_json, integer
 from dist_sparse.facts import cut
-from dist_sparse.groups import Group, Parcels, Replica
+from dist_sparse.groups import Group, Parcels, Replica, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
@@ -40,11 +40,11 @@ class Held:
     Attributes:
         mask: of the shard's rectangle.
         counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
-            counts decay; None where they are not counted.
+            counts decay; ``(0,)`` where they are not counted.
     """
 
     mask: BlockMask
-    counts: Tensor | None = None
+    counts: Tensor = field(default_factory=partial(torch.empty, 0))
 
     @cached_property
     def samples(self) -> Tensor:
@@ -56,7 +56,7 @@ class Held:
     @property
     def lookups(self) -> Tensor:
         """All lookups of the shard, and those of its removed rows: counted ones, or a sample."""
-        if self.counts is None:
+        if not self.counts.numel():
             return self.samples
         rows = self.counts.double()
         return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
@@ -67,14 +67,14 @@ class Held:
 
     def to(self, device: torch.device) -> Held:
         # Counts are summed where lookups are.
-        counts = None if self.counts is None else self.counts.to(device)
-        return Held(replace(self.mask, bits=self.mask.bits.to(device)), counts)
+        bits = self.mask.bits.to(device)
+        return Held(replace(self.mask, bits=bits), self.counts.to(device))
 
     def cut(self, rect: Rect) -> Held:
         """Return the part over a rectangle within this one. Blocks that its border cuts are in it
         whole."""
         rows = slice(rect.row - self.mask.rect.row, rect.row_end - self.mask.rect.row)
-        return Held(self.mask.cut(rect), None if self.counts is None else self.counts[rows])
+        return Held(self.mask.cut(rect), self.counts[rows])
 
 
 def assembled(
@@ -82,7 +82,7 @@ def assembled(
     block: Block,
     pieces: Iterable[Held],
     device: torch.device,
-    counted: torch.dtype | None = None,
+    counted: torch.dtype | None,
 ) -> Held:
     """Return what belongs to ``rect``, from pieces that cover it: a copy on ``device``. Rows
     without a piece have no lookups. ``counted`` is the dtype of the counts, that of the pieces may
@@ -101,19 +101,18 @@ def assembled(
         mask = BlockMask(rect, block, masks[0].bits.to(device, copy=True))
     else:
         mask = BlockMask.assemble(rect, block, masks, device)
-    counts = no_counts(mask, counted)
+    counts = no_counts(rect, counted, device)
     for part in parts:
-        if counts is not None and part.counts is not None:
-            first = part.mask.rect.row - rect.row
-            counts[first : first + part.mask.rect.rows] = part.counts
+        first = part.mask.rect.row - rect.row
+        counts[first : first + part.mask.rect.rows] = part.counts
     return Held(mask, counts)
 
 
-def no_counts(mask: BlockMask, counted: torch.dtype | None) -> Tensor | None:
-    """Return lookup counts of zero for the rows of a mask, on its device; None without counts."""
+def no_counts(rect: Rect, counted: torch.dtype | None, device: torch.device | str) -> Tensor:
+    """Return lookup counts of zero for the rows of a rectangle; ``(0,)`` if ``counted`` is None."""
     if counted is None:
-        return None
-    return torch.zeros(mask.rect.rows, dtype=counted, device=mask.bits.device)
+        return torch.empty(0, device=device)
+    return torch.zeros(rect.rows, dtype=counted, device=device)
 
 
 # Exchange. Both sides derive the order of messages from the tilings, so only values are sent.
@@ -126,7 +125,7 @@ class Move(NamedTuple):
         held: what this rank holds of the old tiling.
         block: of the masks, known on ranks without one too.
         old, new: the rectangles before, and the rectangles to cover.
-        counted: dtype of the lookup counts that go with them; None if they stay.
+        counted: dtype of the lookup counts that go with them; None if there are none.
     """
 
     held: Sequence[Held]
@@ -157,26 +156,23 @@ def _packed(parcels: Parcels, rank: int, move: Move) -> list[Callable[[], Held]]
         for rect, source in _common(owned[rank], wanted):
             part = here[source].cut(rect)
             parcels.send(receiver, part.mask.bits)
-            if move.counted is not None and part.counts is not None:
-                parcels.send(receiver, part.counts)
+            parcels.send(receiver, part.counts)
     readers: list[Callable[[], Held]] = []
     # The senders loop over the same rectangles in the same order.
     for sender, theirs in enumerate(owned):
         for rect, _ in _common(theirs, move.new[rank]):
             bits = parcels.expect(sender, (grid_of(rect, move.block).bytes,))
-            counts = None
-            if move.counted is not None:
-                counts = parcels.expect(sender, (rect.rows,), move.counted)
+            like = no_counts(rect, move.counted, "meta")
+            counts = parcels.expect(sender, like.shape, like.dtype)
             readers.append(partial(_read, rect, move.block, bits, counts))
     return readers
 
 
 def _read(
-    rect: Rect, block: Block, bits: Callable[[], Tensor], counts: Callable[[], Tensor] | None
+    rect: Rect, block: Block, bits: Callable[[], Tensor], counts: Callable[[], Tensor]
 ) -> Held:
     # Copies: a view would keep the received bytes of all tables alive.
-    mask = BlockMask(rect, block, bits().clone())
-    return Held(mask, None if counts is None else counts().clone())
+    return Held(BlockMask(rect, block, bits().clone()), counts().clone())
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -205,8 +201,9 @@ def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tilin
         held = []
         for rect in owned:
             # The last block of a table may be smaller.
-            top, bottom = (min(_up(at, height), shape[0]) for at in (rect.row, rect.row_end))
-            left, right = (min(_up(at, width), shape[1]) for at in (rect.col, rect.col_end))
+            top, left = min(_up(rect.row, height), shape[0]), min(_up(rect.col, width), shape[1])
+            bottom = min(_up(rect.row_end, height), shape[0])
+            right = min(_up(rect.col_end, width), shape[1])
             to = Rect(top, left, bottom - top, right - left)
             if to.numel:
                 held.append(to)
@@ -497,35 +494,33 @@ def _hashed(tensor: Tensor) -> Tensor:
 
 def shape_hash(shape: tuple[int, int]) -> int:
     """Return a number that tells shapes apart."""
-    rows, cols = (torch.tensor([size]) for size in shape)
+    rows, cols = torch.tensor(shape).unbind()
     return int(_mix(rows, _ROWS ^ 0xFF) * 3 + _mix(cols, _COLS ^ 0xFF))
 
 
-def shared_weights(tables: Sequence[ShardedData], rank: int) -> dict[str, Replica]:
-    """Return hashes of the weights that group rank ``rank`` holds in common with others, by place;
-    local."""
-    held = [(data, shard.rect, shard.tensor) for data in tables for shard in data.shards]
-    return shared_tensors(held, rank)
+def shared_weights(tables: Sequence[ShardedData]) -> dict[str, Replica]:
+    """Return hashes of the weights that this rank holds in common with others, by place; local."""
+    return shared_tensors([(data, *shard) for data in tables for shard in data.shards])
 
 
 def shared_tensors(
-    held: Sequence[tuple[ShardedData, Rect, Tensor]], rank: int, what: str = ""
+    held: Iterable[tuple[ShardedData, Rect, Tensor]], what: str = ""
 ) -> dict[str, Replica]:
-    """Return hashes of the tensors of shards that group rank ``rank`` holds in common with others,
-    by place; local."""
+    """Return hashes of the tensors of shards that this rank holds in common with others, by place;
+    local."""
     hashes: dict[str, Tensor] = {}
-    holders_of: dict[str, list[int]] = {}
+    holders_of: dict[str, tuple[bool, int]] = {}
     for data, rect, tensor in held:
         # Rectangles of other ranks are known from metadata: equal ones are replicas.
-        holders = [r for r, rects in enumerate(data.tiling) if rect in rects]
+        holders = [rank for rank, rects in enumerate(data.tiling) if rect in rects]
         if len(holders) > 1:
             place = f"{what}{data.name} {rect}"
-            hashes[place], holders_of[place] = _hashed(tensor), holders
+            hashes[place] = _hashed(tensor)
+            holders_of[place] = holders[0] == rank_in(data.ranks), len(holders)
     found = {}
     # One wait for all of them.
     for place, value in zip(hashes, on_host([*hashes.values()]), strict=True):
-        holders = holders_of[place]
-        found[place] = Replica(int(value) % (1 << 64), holders[0] == rank, len(holders))
+        found[place] = Replica(int(value) % (1 << 64), *holders_of[place])
     return found
 
 

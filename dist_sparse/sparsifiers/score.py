@@ -41,6 +41,7 @@ from dist_sparse.tables.shards import (
     ShardedData,
     check_cached,
     grid_of,
+    matrix_shape,
     resolve_block,
 )
 
@@ -531,4 +532,4 @@ def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
         raise ValueError(
             f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
         )
-    return data.reshape(real if len(real) == 2 else (1, data.numel()))
+    return data.reshape(matrix_shape(real))

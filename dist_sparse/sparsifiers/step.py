@@ -231,7 +231,7 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
     for facts, names in noted:
         facts["whether steps are recorded"] = sparsifier.masks.recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.masks.enforcer is not None
-        facts["the list of moved tables"] = [name for name in names if name in moved]
+        facts["the list of moved tables"] = sorted(moved.intersection(names))
         for name in names:
             data = located[name]
             facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]
@@ -245,8 +245,7 @@ def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     # Copies are trained apart.
     equal = [data for data in tables if data.replicated and not data.copied]
-    if equal:
-        facts.replicas |= shared_weights(equal, group_over(equal[0].ranks).rank)
+    facts.replicas |= shared_weights(equal)
     facts.on_drift = _refuse_drift
 
 
@@ -267,8 +266,6 @@ def _of_first_copies(
     bits."""
     # The same on every rank: the tables of a group are.
     copied = {name: located[name] for name in made if located[name].copied}
-    if not copied:
-        return dict(made)
     moves = []
     for name, data in copied.items():
         held = [Held(mask) for mask, _ in made[name].masks]

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from dist_sparse.checks import name_list
 from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.protocols import TorchRecPort
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data, matrix_shape
 
 Patterns = str | Sequence[str] | None
 
@@ -78,7 +78,7 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which
     is that of the module inside them. A module that is reached twice has its first path.
     """
-    return {at.path: at.module for at in _places(model)}
+    return {at.path: at.module for at in _places(model, set())}
 
 
 def _child_path(module: nn.Module, path: str, name: str) -> str:
@@ -221,10 +221,9 @@ class _Place(NamedTuple):
         return ranks if len(ranks) > 1 else None
 
 
-def _places(model: nn.Module, seen: set[int] | None = None) -> Iterator[_Place]:
+def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
     """Yield the modules of a model, each once, before those below it; not those that the caller
     has added to ``seen``, by id, nor what is below them only."""
-    seen = set() if seen is None else seen
     waiting = [_Place(model)]
     while waiting:
         at = waiting.pop()
@@ -385,7 +384,7 @@ def _replica(
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
-    view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
+    view = parameter.data.view(matrix_shape(parameter.shape))
     whole = Rect(0, 0, *view.shape)
     held = (whole,) if whole.numel else ()
     return ShardedData(
@@ -415,10 +414,13 @@ def _no_matrix(parameter: Any) -> str | None:
 
 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
-    where = f" at {path!r}" if path else ""
-    # The model itself has no path by which it could be left out.
-    way_out = f" It can be left out: exclude=[{path!r}]." if path else ""
-    raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
+    if not path:
+        # The model itself has no path by which it could be left out.
+        raise ValueError(f"The tables of {kind} can't be sparsified: {reason}.")
+    raise ValueError(
+        f"The tables of {kind} at {path!r} can't be sparsified: {reason}. It can be left out:"
+        f" exclude=[{path!r}]."
+    )
 
 
 def _named(walked: list[_Found]) -> _Named:
@@ -555,7 +557,7 @@ def _located(
         shards.append(Shard(rect, tensor.view(rect.rows, rect.cols)))
     return ShardedData(
         name=name,
-        shape=(data.shape[0], data.shape[1]) if data.dim() == 2 else (1, data.shape[0]),
+        shape=matrix_shape(data.shape),
         dtype=data.dtype,
         sharding=kind,
         ranks=ranks if len(ranks) > 1 else None,

@@ -8,6 +8,7 @@ the rectangles of the other ranks come from metadata.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,6 +139,13 @@ def steps_in_backward(parameter: object) -> bool:
     """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
     # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update.
     return hasattr(parameter, "_in_backward_optimizers")
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a tensor as a matrix: one dimension is a row, of more than two the first
+    ones are rows."""
+    *rows, columns = 1, *shape
+    return math.prod(rows), columns
 
 
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
@@ -279,9 +287,11 @@ def shared_memory(
     """Return the names of two tensors that have memory in common, of which the second is new; None
     if there are none. All have passed :func:`check_memory`."""
     tensors = [*known, *new]
-    # Empty tensors have no memory to share.
-    filled = [(i, tensor) for i, (_, tensor) in enumerate(tensors) if tensor.numel()]
-    spans = [(str(tensor.device), *memory_of(tensor), i) for i, tensor in filled]
+    spans = []
+    for i, (_, tensor) in enumerate(tensors):
+        # Empty tensors have no memory to share.
+        if tensor.numel():
+            spans.append((str(tensor.device), *memory_of(tensor), i))
     # By device and address: what overlaps any earlier one overlaps the one that reaches furthest.
     reach, furthest = ("", 0), 0
     for device, start, end, i in sorted(spans):

@@ -73,7 +73,7 @@ class Unwrapped:
         # rank holds its one tile.
         tables = [located[name] for name in self._names if name in located]
         held = [replace(data, ranks=ranks, tiling=data.tiling * size) for data in tables]
-        return shared_weights(held, self._world.rank)
+        return shared_weights(held)
 
     def _warn(self, drifted: Mapping[str, list[int]]) -> None:
         if self._world.rank != 0:
