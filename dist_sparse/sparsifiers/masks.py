@@ -247,7 +247,8 @@ def _lookups_here(table: TableMasks, data: ShardedData) -> list[int]:
         for held in table.leftmost:
             sums += held.lookups.cpu()
     # Counts that decay have fractions; sums are rounded once.
-    return [int(each) for each in sums.round()]
+    found: list[int] = sums.round().long().tolist()
+    return found
 
 
 def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:

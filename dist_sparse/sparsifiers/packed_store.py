@@ -211,8 +211,7 @@ class PackedStore:
         # By name: ranks may have registered in another order.
         for name in sorted(self._tables):
             groups.setdefault(self._tables[name].ranks, []).append(name)
-        order = sorted(groups, key=lambda ranks: (len(ranks or ()), ranks or ()))
-        return {ranks: groups[ranks] for ranks in order}
+        return {ranks: groups[ranks] for ranks in sorted(groups, key=_by_size)}
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
@@ -579,6 +578,11 @@ class PackedStore:
                 " step(), apply_masks() or table_stats() on every rank first."
             )
         return self.masks(name)
+
+
+def _by_size(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
+    held = ranks or ()
+    return len(held), held
 
 
 def _only(name: str, shards: Sequence[T]) -> T:

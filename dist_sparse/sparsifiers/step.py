@@ -153,19 +153,22 @@ def make_masks(
         before: takes the live masks of plain data, which change at once, each with a copy.
     """
     packed = sparsifier.masks.tables
+    # Masks must follow shards that have moved first where a user's update_mask edits them, or where
+    # an enforcer zeroes weights by them.
+    edits = type(sparsifier).score_tables is MaskMaker.score_tables
+    in_place = edits or sparsifier.masks.enforcer is not None
     # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all
     # ranks here.
     with packed.agreeing("step()") as noted:
         located = packed.locate()
         _note_facts(noted, located, sparsifier)
-        moved = packed.moved(located)
-        if not moved:
+        moves_first = in_place and packed.moved(located)
+        if not moves_first:
             scored = _score(sparsifier, located, before, noted)
     # 3. Collective: bring masks to shards that have moved, or to their devices.
     packed.reshard(located)
-    if moved:
-        # A user edits masks in scoring, and an enforcer zeroes weights by them: they had to move
-        # first. All ranks agree again, on the scores.
+    if moves_first:
+        # All ranks agree again, on the scores.
         with packed.agreeing("step()") as noted:
             scored = _score(sparsifier, located, before, noted)
     # 4. Collective: select.
