@@ -423,21 +423,24 @@ class Masks:
     ) -> dict[str, tuple[_Held, list[int]]]:
         """Return the masks of every name on this rank, and the sums over all ranks of what
         ``count`` returns for them. Collective: one all-reduce a group, after an exchange of status;
-        ``located`` spares a walk."""
+        ``located`` spares the status and a walk."""
         if located is None:
             located = self.tables.current(action)
-        # A rank that runs out of memory here would leave the others waiting.
-        with self.tables.agreeing(action):
-            held = self.held(located)
-            counts = {name: count(one) for name, one in held.items()}
-        sums = self.tables.summed(counts)
+        held = self.held(located)
+        sums = self.tables.summed({name: count(one) for name, one in held.items()})
         return {name: (one, sums[name]) for name, one in held.items()}
 
     def table_stats(self, configs: Configs) -> dict[str, TableStats]:
         """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
+        located = self.tables.current("table_stats()")
+        # A rank that runs out of memory here would leave the others waiting.
+        with self.tables.agreeing("table_stats()"):
+            here = self.held(located)
+            counts = {name: _count(one) for name, one in here.items()}
         found = {}
-        for name, (held, sums) in self._summed("table_stats()", _count).items():
-            data, (removed, removed_elements, mask_bytes) = held.data, sums
+        for name, sums in self.tables.summed(counts).items():
+            held, (removed, removed_elements, mask_bytes) = here[name], sums
+            data = held.data
             elements = data.shape[0] * data.shape[1]
             found[name] = TableStats(
                 name=name,
