@@ -220,7 +220,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         facts["sparsifier.decay"] = self.decay
         for data in located:
             # Replicas must score alike; copies are trained apart, and the first one's masks count.
-            if data.replicated and not data.copied:
+            if data.kept_equal:
                 known = self._known.get(data.name, ())
                 totals = [(data, each.rect, each.total) for each in known]
                 facts.replicas |= shared_tensors(totals, "optimizer state of ")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import (
@@ -50,7 +50,7 @@ class TableMasks:
     ranks: Ranks
     tiling: pieces.Tiling
     block: Block
-    shards: list[pieces.Held]
+    shards: list[Held]
     counted: torch.dtype | None
     removed: int | None = 0
     updates: int = 0
@@ -65,14 +65,14 @@ class TableMasks:
         return {held.mask.rect: held.counts for held in self.shards}
 
     @property
-    def owned(self) -> list[pieces.Held]:
+    def owned(self) -> list[Held]:
         """What is stored with the shards that this rank owns, once each."""
         here = {held.mask.rect: held for held in self.shards}
         # Not of the group, which a rank alone must not make.
         return [here[rect] for rect in owners(self.tiling)[rank_in(self.ranks)]]
 
     @property
-    def leftmost(self) -> list[pieces.Held]:
+    def leftmost(self) -> list[Held]:
         """The owned shards whose lookups count: shards of the same rows have the same ones."""
         return [held for held in self.owned if held.mask.rect.col == 0]
 
@@ -93,7 +93,7 @@ class TableMasks:
     def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
         return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
 
-    def differs_at(self, arrived: Sequence[pieces.Held]) -> Rect | None:
+    def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
         touched = self._whole_blocks(mask.rect for mask in self.masks)
@@ -105,14 +105,12 @@ class TableMasks:
                     return rect
         return None
 
-    def take(self, data: ShardedData, arrived: Sequence[pieces.Held]) -> None:
+    def take(self, data: ShardedData, arrived: Sequence[Held]) -> None:
         """Put together what a :meth:`move` has brought to the shards of ``data``."""
         self.shards = self._assembled(data, self.block, arrived)
         self.tiling = data.tiling
 
-    def _assembled(
-        self, data: ShardedData, block: Block, arrived: Sequence[pieces.Held]
-    ) -> list[pieces.Held]:
+    def _assembled(self, data: ShardedData, block: Block, arrived: Sequence[Held]) -> list[Held]:
         return [
             pieces.assembled(rect, block, arrived, weights.device, self.counted)
             for rect, weights in data.shards
@@ -123,7 +121,7 @@ class TableMasks:
         devices = [shard.tensor.device for shard in data.shards]
         if [mask.bits.device for mask in self.masks] == devices:
             return False
-        self.shards = list(map(pieces.Held.to, self.shards, devices))
+        self.shards = list(map(Held.to, self.shards, devices))
         return True
 
     def state(self, writes: Sequence[BlockMask]) -> tuple[ChunkedTensor, ChunkedTensor | None]:
@@ -271,7 +269,7 @@ class PackedStore:
             for rect, weights in data.shards:
                 mask = BlockMask.full(rect, block, weights.device)
                 counts = pieces.no_counts(rect, counted, weights.device)
-                shards.append(pieces.Held(mask, counts))
+                shards.append(Held(mask, counts))
             self._tables[data.name] = TableMasks(
                 source, data.shape, data.ranks, data.tiling, block, shards, counted
             )
@@ -343,7 +341,7 @@ class PackedStore:
         Raises:
             ValueError: on every rank; names table, place and rank.
         """
-        arrived: dict[str, list[pieces.Held]] = {}
+        arrived: dict[str, list[Held]] = {}
         for ranks, names in self.groups.items():
             moves = {}
             for name in names:
@@ -419,7 +417,7 @@ class PackedStore:
         """
         assert [(mask.block, mask.rect) for mask in masks] == [(block, s.rect) for s in data.shards]
         table = self._tables[data.name]
-        shards = list(map(pieces.Held.with_mask, table.shards, masks))
+        shards = list(map(Held.with_mask, table.shards, masks))
         # A mask update that changes nothing keeps the masks themselves.
         self.version += shards != table.shards
         table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed

@@ -9,8 +9,7 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from dist_sparse.checks import from_json, integer
 from dist_sparse.facts import cut
 from dist_sparse.groups import Group, Parcels, Replica, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
-from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
+from dist_sparse.masking.masks import BitWriter, BlockMask, Held, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
@@ -31,50 +30,6 @@ Tiling = tuple[tuple[Rect, ...], ...]
 MOST_COUNTED = 1 << 30
 """Lookups of a row from which on more make no difference. Half of the range of int32, so that as
 many again can be counted before a clamp."""
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """What is stored with one shard on this rank, or with a part of one. A mask update replaces it.
-
-    Attributes:
-        mask: of the shard's rectangle.
-        counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
-            counts decay; ``(0,)`` where they are not counted.
-    """
-
-    mask: BlockMask
-    counts: Tensor = field(default_factory=partial(torch.empty, 0))
-
-    @cached_property
-    def samples(self) -> Tensor:
-        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
-        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
-        optimizers are ever sampled."""
-        return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
-
-    @property
-    def lookups(self) -> Tensor:
-        """All lookups of the shard, and those of its removed rows: counted ones, or a sample."""
-        if not self.counts.numel():
-            return self.samples
-        rows = self.counts.double()
-        return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
-
-    def with_mask(self, mask: BlockMask) -> Held:
-        """Return what is stored with the shard once this is its mask."""
-        return self if mask is self.mask else Held(mask, self.counts)
-
-    def to(self, device: torch.device) -> Held:
-        # Counts are summed where lookups are.
-        bits = self.mask.bits.to(device)
-        return Held(replace(self.mask, bits=bits), self.counts.to(device))
-
-    def cut(self, rect: Rect) -> Held:
-        """Return the part over a rectangle within this one. Blocks that its border cuts are in it
-        whole."""
-        rows = slice(rect.row - self.mask.rect.row, rect.row_end - self.mask.rect.row)
-        return Held(self.mask.cut(rect), self.counts[rows])
 
 
 def assembled(

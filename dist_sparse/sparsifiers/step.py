@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Located, Masks
+from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Held, Move, Tiling, exchange, shared_weights
+from dist_sparse.sparsifiers.pieces import Move, Tiling, exchange, shared_weights
 from dist_sparse.tables.shards import (
     CACHED,
     Block,
@@ -59,6 +59,10 @@ class MaskMaker(abc.ABC):
         self.step_count += 1
         if self.enable_mask_update:
             update_masks(self)
+
+    def hooks(self) -> Enforcer:
+        """Return the enforcer that is attached, or one that does nothing."""
+        return self.masks.enforcer or Enforcer()
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
@@ -139,7 +143,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    masks.hooks.end_step()
+    sparsifier.hooks().end_step()
 
 
 def make_masks(
@@ -205,7 +209,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    sparsifier.masks.hooks.begin_step()
+    sparsifier.hooks().begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
@@ -247,8 +251,9 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     # Copies are trained apart.
-    equal = [data for data in tables if data.replicated and not data.copied]
-    facts.replicas |= shared_weights(equal)
+    equal = [data for data in tables if data.kept_equal]
+    if equal:
+        facts.replicas |= shared_weights(equal)
     facts.on_drift = _refuse_drift
 
 
@@ -269,6 +274,8 @@ def _of_first_copies(
     bits."""
     # The same on every rank: the tables of a group are.
     copied = {name: located[name] for name in made if located[name].copied}
+    if not copied:
+        return dict(made)
     moves = []
     for name, data in copied.items():
         held = [Held(mask) for mask, _ in made[name].masks]

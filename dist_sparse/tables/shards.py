@@ -115,6 +115,11 @@ class ShardedData:
         rects = [rect for held in self.tiling for rect in held]
         return len(set(rects)) < len(rects)
 
+    @property
+    def kept_equal(self) -> bool:
+        """Whether there are replicas, and training keeps them equal."""
+        return self.replicated and not self.copied
+
     def owned(self, rank: int) -> list[Rect]:
         """Return the rectangles that group rank ``rank`` owns: of several replicas the lowest rank
         owns its first."""
