@@ -32,14 +32,14 @@ from dist_sparse.records import TableStats as TableStats
 from dist_sparse.report.run_log import RunLog as RunLog
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate
+from dist_sparse.schedulers import ConstantDataScheduler as ConstantDataScheduler
+from dist_sparse.schedulers import CosineDataScheduler as CosineDataScheduler
+from dist_sparse.schedulers import CubicDataScheduler as CubicDataScheduler
+from dist_sparse.schedulers import ExponentialDataScheduler as ExponentialDataScheduler
+from dist_sparse.schedulers import LambdaDataScheduler as LambdaDataScheduler
+from dist_sparse.schedulers import LinearDataScheduler as LinearDataScheduler
+from dist_sparse.schedulers import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler as BaseDataScheduler
-from dist_sparse.schedulers.ready import ConstantDataScheduler as ConstantDataScheduler
-from dist_sparse.schedulers.ready import CosineDataScheduler as CosineDataScheduler
-from dist_sparse.schedulers.ready import CubicDataScheduler as CubicDataScheduler
-from dist_sparse.schedulers.ready import ExponentialDataScheduler as ExponentialDataScheduler
-from dist_sparse.schedulers.ready import LambdaDataScheduler as LambdaDataScheduler
-from dist_sparse.schedulers.ready import LinearDataScheduler as LinearDataScheduler
-from dist_sparse.schedulers.ready import OneShotDataScheduler as OneShotDataScheduler
 from dist_sparse.serving.export import export as export
 from dist_sparse.serving.served import load_served as load_served
 from dist_sparse.slots.collections import following as following
@@ -47,10 +47,10 @@ from dist_sparse.slots.tables import FollowingTables as FollowingTables
 from dist_sparse.sparsifiers.base import BaseDataSparsifier as BaseDataSparsifier
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier as ImportanceSparsifier
 from dist_sparse.sparsifiers.importance import Score
+from dist_sparse.sparsifiers.masks import describe as describe
 from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.sparsifiers.score import DataNormSparsifier as DataNormSparsifier
 from dist_sparse.sparsifiers.score import ScoreSparsifier as ScoreSparsifier
-from dist_sparse.sparsifiers.stats import describe as describe
 from dist_sparse.tables.shards import COL as COL
 from dist_sparse.tables.shards import ROW as ROW
 from dist_sparse.training.arguments import Levels, OptimizerState, Schedule

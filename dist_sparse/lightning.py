@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse.enforcer import Hook
 from dist_sparse.rotation.rotate import expect_bases
-from dist_sparse.sparsifiers.recorder import configured_level
+from dist_sparse.sparsifiers.masks import configured_level
 from dist_sparse.training.arguments import SparsifyArgs
 from dist_sparse.training.sparsify import SparseTraining, sparsify
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dist_sparse import SparseTraining
 from dist_sparse.groups import group_over, world_ranks
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
 
 __all__ = ["outcomes"]

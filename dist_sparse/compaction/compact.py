@@ -29,8 +29,7 @@ from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.shards import ShardedData
-from dist_sparse.tables.sizes import narrow_width
+from dist_sparse.tables.shards import ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining
 
 
@@ -155,7 +154,7 @@ def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> 
         # Tables that are rotated together meet in dot products: they need the same columns. So one
         # table that has lost nothing makes its whole group keep all.
         kept = [stats[name].blocks - stats[name].removed_blocks for name in group]
-        most = max(map(mul, kept, [store.block(name)[1] for name in group]))
+        most = max(map(mul, kept, [store.table(name).block[1] for name in group]))
         widths |= dict.fromkeys(group, narrow_width(most, store.find(group[0]).shape[1]))
     return widths
 
@@ -213,7 +212,7 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
 def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> None:
     """Refuse tables whose masks remove parts of rows."""
     for data in tables:
-        height, width = store.block(data.name)
+        height, width = store.table(data.name).block
         if height != 1 or width < data.shape[1]:
             raise ValueError(
                 f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "

@@ -42,8 +42,8 @@ from dist_sparse.groups import cut
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.step import Enforcer
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of

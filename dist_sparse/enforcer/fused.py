@@ -298,7 +298,7 @@ class TableBatchHooks:
             held = self._store.table(name).shards[number]
             self._slots[table] = Slot(views[table].data, held.mask)
             samples[table] = held.samples
-            if held.counts is not None:
+            if held.counts.numel():
                 counted[table] = held.counts
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in self._written.values():

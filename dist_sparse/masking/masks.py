@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -449,6 +449,50 @@ class BlockMask:
         if size in WORDS:
             return self.bits.view(WORDS[size]) == 0
         return self.bits.view(-1, size).amax(1) == 0
+
+
+@dataclass(eq=False, frozen=True)
+class Held:
+    """What is stored with one shard on this rank, or with a part of one. A mask update replaces it.
+
+    Attributes:
+        mask: of the shard's rectangle.
+        counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
+            counts decay; ``(0,)`` where they are not counted.
+    """
+
+    mask: BlockMask
+    counts: Tensor = field(default_factory=partial(torch.empty, 0))
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
+        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
+        optimizers are ever sampled."""
+        return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
+
+    @property
+    def lookups(self) -> Tensor:
+        """All lookups of the shard, and those of its removed rows: counted ones, or a sample."""
+        if not self.counts.numel():
+            return self.samples
+        rows = self.counts.double()
+        return torch.stack([rows.sum(), rows[self.mask.dead_rows()].sum()])
+
+    def with_mask(self, mask: BlockMask) -> Held:
+        """Return what is stored with the shard once this is its mask."""
+        return self if mask is self.mask else Held(mask, self.counts)
+
+    def to(self, device: torch.device) -> Held:
+        # Counts are summed where lookups are.
+        bits = self.mask.bits.to(device)
+        return Held(replace(self.mask, bits=bits), self.counts.to(device))
+
+    def cut(self, rect: Rect) -> Held:
+        """Return the part over a rectangle within this one. Blocks that its border cuts are in it
+        whole."""
+        rows = slice(rect.row - self.mask.rect.row, rect.row_end - self.mask.rect.row)
+        return Held(self.mask.cut(rect), self.counts[rows])
 
 
 def _apply_on_devices(

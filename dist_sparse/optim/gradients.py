@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.checks import refuse
-from dist_sparse.tables.modules import modules_by_path, torchrec_port
-from dist_sparse.tables.tensors import is_sharded, steps_in_backward
+from dist_sparse.tables.modules import is_sharded, modules_by_path, torchrec_port
+from dist_sparse.tables.shards import steps_in_backward
 
 Gradients = dict[nn.Parameter, Tensor | None]
 """The gradients of all parameters of an optimizer."""

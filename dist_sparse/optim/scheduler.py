@@ -36,8 +36,8 @@ from dist_sparse.optim.gradients import (
     update_weights,
     wiring_of,
 )
+from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import ReadyDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()

@@ -21,8 +21,7 @@ from dist_sparse import checks
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.codes.quantize import LEAST_ROWS
 from dist_sparse.serving.encodings import BITS
-from dist_sparse.tables.shards import ShardedData
-from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
+from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
 BY_COLUMN: Final = "int4 by column"

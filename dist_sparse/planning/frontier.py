@@ -38,7 +38,7 @@ from dist_sparse.planning.trials import check_candidate, serving
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.encodings import BITS
 from dist_sparse.serving.sources import check_range
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.modules import model_source
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import percent, progress, table_lines

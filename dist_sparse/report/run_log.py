@@ -2,7 +2,7 @@
 0.
 
 Other ranks take part in collectives only. Counts over ranks are summed in each mask update
-(:mod:`dist_sparse.sparsifiers.recorder`).
+(:class:`dist_sparse.sparsifiers.masks.Recorder`).
 
 ``run.json`` describes the run: when and how it was started, versions, config, bytes of all tables.
 Every line of ``log.jsonl`` has a ``kind``:
@@ -45,7 +45,7 @@ from dist_sparse.records import FATES, GuardCheck, SlotUpdate, StepRecord
 from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.report.summary import table_json
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.recorder import counted_rows, knows_removed_rows, removed_lookups
+from dist_sparse.sparsifiers.masks import counted_rows, knows_removed_rows, removed_lookups
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
@@ -354,7 +354,7 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, dict[str, Any]]:
     if not sparsifier.counts_lookups:
         return found
     for name, data in packed.current("RunLog.close()").items():
-        if knows_removed_rows(data, packed.block(name)):
+        if knows_removed_rows(data, packed.table(name).block):
             # Of kept and of removed rows, how many by octave; the last column is their lookups.
             sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)
             for dead, lookups in counted_rows(packed, data):

@@ -171,9 +171,9 @@ class BaseDataScheduler:
 
     def _next_values(self) -> Mapping[str, Any]:
         """Return the values that this step writes. Collective over all ranks."""
-        return self._values_of_rank_0()
+        return self._agreed_values()
 
-    def _values_of_rank_0(self) -> Mapping[str, Any]:
+    def _agreed_values(self) -> Mapping[str, Any]:
         """Return rank 0's values; rank 0 warns where other ranks have others. Collective."""
         group = group_over(world_ranks())
         answer = self._agreed_answer(group)

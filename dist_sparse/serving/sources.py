@@ -27,7 +27,6 @@ from dist_sparse.serving.artifact import all_kept
 from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
 from dist_sparse.serving.manifest import Collection, Feature, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.stats import count_revived
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
@@ -351,7 +350,7 @@ def check_zero(
     if all(table.is_noted for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
-    revived = count_revived(sparsifier.masks, registered)
+    revived = sparsifier.masks.count_revived("export()", registered)
     with group_over(world_ranks()).agreeing("export()"):
         for name in revived.keys() & tables.keys():
             if revived[name]:

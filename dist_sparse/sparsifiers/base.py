@@ -20,20 +20,18 @@ from torch import Tensor, nn
 
 from dist_sparse.groups import group_over, weights_are_on, world_ranks
 from dist_sparse.records import TableStats
-from dist_sparse.sparsifiers import stats
 from dist_sparse.sparsifiers.dense_store import (
     DenseStore,
     Masked,
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.recorder import Recorder
-from dist_sparse.sparsifiers.saving import prepare_load, save
-from dist_sparse.sparsifiers.step import MaskMaker, Masks
-from dist_sparse.tables.modules import ModelTables
+from dist_sparse.sparsifiers.masks import Masks, Recorder
+from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
+from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
+from dist_sparse.sparsifiers.step import MaskMaker
+from dist_sparse.tables.modules import ModelTables, TensorSource, is_sharded
 from dist_sparse.tables.shards import Block, ShardedData, Source
-from dist_sparse.tables.tensors import TensorSource, is_sharded
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
@@ -146,16 +144,17 @@ class BaseDataSparsifier(MaskMaker):
                 stacklevel=2,
             )
         # Of known data, what the caller does not pass stays as it was.
-        group = self._overlaid(self.data_groups[name] if known else self.defaults, config)
-        reused = known and reuse_mask
-        mask = self.get_mask(name) if reused else group.get("mask")
-        if mask is None:
+        group = self._overlaid(self.data_groups.get(name, self.defaults), config)
+        mask = group.get("mask")
+        if known and reuse_mask:
+            mask = self.get_mask(name)
+            if mask.shape != weight.shape:
+                raise AssertionError(
+                    "to retain the old mask, the shape of the new data must be the same as the"
+                    " previous one"
+                )
+        elif mask is None:
             mask = torch.ones_like(weight)
-        if reused and mask.shape != weight.shape:
-            raise AssertionError(
-                "to retain the old mask, the shape of the new data must be the same as the"
-                " previous one"
-            )
         masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
         # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
@@ -240,7 +239,7 @@ class BaseDataSparsifier(MaskMaker):
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
         as long as a mask update. After it, any row counts as written."""
-        self.masks.tables.apply(self.masks.tables.names)
+        self.masks.tables.apply(self.masks.tables.current())
         self.masks.hooks.renew()
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
@@ -275,19 +274,19 @@ class BaseDataSparsifier(MaskMaker):
             ValueError: unknown name, or another rank asks for another.
         """
         if name in self.masks.tables:
-            return stats.full_mask(self.masks.tables, name)
+            return self.masks.full_mask(name)
         return self.get_mask(name).to(torch.int8)
 
     def table_stats(self) -> list[TableStats]:
         """Return counts of every registered name, the same on every rank. Collective if sharded
         tables are registered: one all-reduce after an exchange of status."""
-        return [*self._in_order(stats.table_stats(self.masks, self.data_groups)).values()]
+        return [*self._in_order(self.masks.table_stats(self.data_groups)).values()]
 
     def dead_rows(self) -> dict[str, int]:
         """Return the number of rows with nothing left, by name, the same on every rank. No
         rank sees the rows of a table cut by columns: unless its blocks are as wide as the table, it
         is left out. Collective as :meth:`table_stats`."""
-        return self._in_order(stats.dead_rows(self.masks))
+        return self._in_order(self.masks.dead_rows())
 
     def count_revived(self) -> dict[str, int]:
         """Return how many removed weights are not zero, by name, all replicas counted; squashed
@@ -296,12 +295,12 @@ class BaseDataSparsifier(MaskMaker):
         Weights are read as they are stored. With an enforcer attached, what optimizers have revived
         since the last forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
         """
-        return self._in_order(stats.count_revived(self.masks))
+        return self._in_order(self.masks.count_revived())
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
         blocks or ranks. Collective as :meth:`table_stats`."""
-        return self._in_order(stats.fingerprints(self.masks, "fingerprint()"))
+        return self._in_order(self.masks.fingerprints("fingerprint()"))
 
     def audit(self) -> dict[str, str]:
         """Return :meth:`fingerprint`, after comparing the masks of all holders (replicas, and the
@@ -330,7 +329,7 @@ class BaseDataSparsifier(MaskMaker):
             >>> list(sparsifier.audit())
             ['weight']
         """
-        return self._in_order(stats.audit(self.masks))
+        return self._in_order(self.masks.audit())
 
     def record(self) -> Recorder:
         """Return a recorder of what mask updates change in sharded tables, from now on: one a
@@ -369,11 +368,10 @@ class BaseDataSparsifier(MaskMaker):
         plain = [name for name in chosen if self._store(name) is self.masks.plain]
         sharded = [name for name in chosen if name not in plain]
         # What can fail comes first. Collective only if a sharded table is squashed.
-        if sharded:
-            self.masks.tables.current()
+        located = self.masks.tables.current() if sharded else {}
         self.masks.plain.squash(plain, write=leave_parametrized)
         if leave_parametrized:
-            self.masks.tables.apply(sharded)
+            self.masks.tables.apply({name: located[name] for name in sharded})
         for name in sharded:
             self.masks.tables.drop(name)
             del self.data_groups[name]
@@ -392,7 +390,15 @@ class BaseDataSparsifier(MaskMaker):
         # Masks with their shards, and weights as a forward would read them.
         self.masks.tables.current()
         self.masks.hooks.settle()
-        return save(self)
+        dense, packed, configs = self.masks.plain, self.masks.tables, self.data_groups
+        plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
+        saved = {**dense.state_dict(), "data_groups": plain}
+        if not packed:
+            return saved
+        # On a rank without a shard of some table of the model, DCP 2.13 looks for an entry of each
+        # empty mapping, and finds none.
+        kept = {key: part for key, part in saved.items() if part}
+        return {**kept, "sharded": packed.state_dict(configs)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables
@@ -416,12 +422,47 @@ class BaseDataSparsifier(MaskMaker):
         """Check a state as :meth:`load_state_dict` does, and return the function that loads it.
         Collective if sharded tables are registered; the function itself is local. Nothing changes
         before it is called."""
-        # The function that commits is local, so that callers can prepare several states and load
-        # all of them or none.
-        commit = prepare_load(self, state_dict, strict)
+        dense, packed = self.masks.plain, self.masks.tables
+        loaded: dict[str, TableMasks] = {}
+        with packed.agreeing("load_state_dict()") as noted:
+            configs, saved = saved_configs(state_dict), _whole(state_dict)
+            if saved["state"] and self.masks.enforcer is not None:
+                raise ValueError(
+                    f"The state holds copies of the plain data {sorted(saved['state'])}, which"
+                    " would take the place of the tensors that train: detach() the enforcer, load,"
+                    " add_data() the tensors again, and attach it."
+                )
+            commit_dense = dense.prepare(saved, configs, strict=strict)
+            located = packed.locate()
+            # If not strict, tables that are registered stay as they are.
+            if strict:
+                loaded = packed.prepare(saved["sharded"], located)
+            for name in loaded:
+                # A state may be of another class of sparsifier: the next mask update would fail.
+                if lacking := sorted(set(self.defaults) - set(configs[name])):
+                    raise ValueError(
+                        f"Error loading {name!r}: its configuration in the state lacks {lacking}."
+                    )
+                self.check_config(located[name], configs[name])
+            for facts, names in noted:
+                for name in filter(loaded.__contains__, names):
+                    one = loaded[name]
+                    values = [one.block, configs[name], one.updates, one.removed]
+                    facts[f"the state of table {name!r}"] = values
+        if loaded:
+            refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
+            packed.compare_holders("load_state_dict()", located, loaded, refusal)
+            # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
+            _check_removed(packed, loaded)
 
+        # Nothing below can fail: all ranks load, or none. It is local, so that callers can prepare
+        # several states and load all of them or none.
         def load() -> None:
-            self.data_groups = commit()
+            # A state may have configurations without masks, which are not loaded.
+            names = {*commit_dense(), *loaded}
+            packed.load(loaded)
+            kept = {} if strict else self.data_groups
+            self.data_groups = {name: configs[name] for name in configs if name in names} | kept
             self.masks.hooks.renew()
 
         return load
@@ -525,19 +566,62 @@ def _overrides(
 ) -> dict[str, dict[str, Any]]:
     """Return the overrides of each table of a model, whether they were given by glob or for all; of
     several globs that match, later ones win."""
-    # A default may be a mapping itself: its key is not a glob then.
-    keys = [key for key in config if key in defaults or not isinstance(config[key], Mapping)]
     given: dict[str, dict[str, Any]] = {data.name: {} for data in located}
-    for glob, overrides in ({"*": config} if keys else config).items():
+    # A default may be a mapping itself: its key is not a glob then.
+    by_glob = all(isinstance(config[key], Mapping) for key in config.keys() - defaults.keys())
+    if not by_glob or config.keys() & defaults.keys():
+        config = {"*": config}
+    for glob, overrides in config.items():
         # With keys and globs in one mapping, the globs are unknown keys.
         if unknown := sorted(set(overrides) - set(defaults)):
             raise ValueError(
                 f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
                 f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
             )
-        matching = [each for each in located if fnmatch.filter([each.name, each.fqn or ""], glob)]
+        matching = [each for each in located if fnmatch.filter([each.name, str(each.fqn)], glob)]
         if not matching:
             raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
         for data in matching:
             given[data.name] |= copy.deepcopy(dict(overrides))
     return given
+
+
+# Saving and loading. A load is checked whole on all ranks, then put in place whole. Of plain data
+# the format is the ancestor's; what belongs to sharded tables is in ``sharded``.
+
+
+def saved_configs(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the configuration of every name in a state.
+
+    Raises:
+        ValueError: it is not the state of a sparsifier.
+    """
+    saved = _whole(saved)
+    given = {name: entry["config"] for name, entry in tables_of(saved["sharded"]).items()}
+    return copy.deepcopy({**saved["data_groups"], **given})
+
+
+def _check_removed(packed: PackedStore, loaded: Mapping[str, TableMasks]) -> None:
+    """Compare the removed blocks over all ranks with the saved numbers. Collective."""
+    here = {name: [one.removed_here] for name, one in loaded.items()}
+    # In one order on every rank, so that all raise the same.
+    for name, [count] in sorted(packed.summed(here).items()):
+        if loaded[name].removed not in (None, count):
+            raise ValueError(
+                f"Error loading {name!r}: the masks remove {count} blocks over all ranks, but "
+                f"{loaded[name].removed} when they were saved. Nothing was changed."
+            )
+
+
+def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the parts that it has left out."""
+    parts = ("state", "data_groups", "_container")
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
+    # Beside sharded tables, empty parts are left out.
+    missing = [part for part in parts if part not in saved]
+    if missing and "sharded" not in saved:
+        raise ValueError(
+            f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."
+        )
+    return {part: mapping_of(saved, part) for part in (*parts, "sharded")}

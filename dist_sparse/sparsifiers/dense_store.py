@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory, matrix_shape
 
 
 class Masked(nn.Module):
@@ -208,11 +208,8 @@ def refuse_attribute(name: str) -> None:
 
 
 def as_matrix(mask: Tensor) -> Tensor:
-    """Return a mask as ``(rows, columns)``: one dimension as a row, more than two with the first
-    ones as rows."""
-    if mask.dim() == 2:
-        return mask
-    return mask.reshape(1, -1) if mask.dim() < 2 else mask.reshape(-1, mask.shape[-1])
+    """Return a mask as ``(rows, columns)``."""
+    return mask.reshape(matrix_shape(mask.shape))
 
 
 def as_sharded(name: str, matrix: Tensor) -> ShardedData:

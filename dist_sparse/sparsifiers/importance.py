@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import Facts, rank_in
+from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
-from dist_sparse.sparsifiers.digest import shared_tensors
-from dist_sparse.sparsifiers.pieces import MOST_COUNTED
+from dist_sparse.sparsifiers.masks import Configs, Located
+from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
 from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
 
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
-SCORES = ("norm", "frequency", "accumulator", "norm_accumulator")
+SCORES = get_args(Score)
 
 _TINY = 2.0**-100
 """Added to a G, so that rows that were never touched are ordered by norm, and after those that are
@@ -47,12 +47,8 @@ class _Known(NamedTuple):
         ``(rows, columns)``."""
         # Copied: the total is live, and the caller computes in place.
         known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
-        if self.most < math.inf:
-            # The shards of a row are clamped at different times, but must score alike.
-            known.clamp_(max=self.most)
-        if self.initial != 0:
-            known.sub_(self.initial)
-        return known if self.share == 1 else known.div_(self.share)
+        # The shards of a row are clamped at different times, but must score alike.
+        return known.clamp_(max=self.most).sub_(self.initial).div_(self.share)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -156,12 +152,13 @@ class ImportanceSparsifier(DataNormSparsifier):
     @property
     def measure(self) -> Literal["L1", "L2"] | None:
         # Without a norm, score() is called.
-        return self.norm if self.scored_by == "norm" and self._own_score else None
+        return self.norm if self._fast == "norm" else None
 
     @property
-    def _own_score(self) -> bool:
-        """Whether no subclass replaces :meth:`score`, so that faster ways to its values hold."""
-        return type(self).score is ImportanceSparsifier.score
+    def _fast(self) -> str | None:
+        """The score, where no subclass replaces :meth:`score`, so that faster ways to its values
+        hold."""
+        return self.scored_by if type(self).score is ImportanceSparsifier.score else None
 
     def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
         """Return the score of each element, float64; see the class."""
@@ -173,14 +170,14 @@ class ImportanceSparsifier(DataNormSparsifier):
         return of_rows.expand(data.shape)
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if not self._own_score or self.scored_by != "norm_accumulator":
+        if self._fast != "norm_accumulator":
             return super().element_measure(name, config)
         return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
-        if not self._own_score or self.scored_by == "norm":
+        if self._fast in (None, "norm"):
             return super().row_measure(name, shard)
-        if self.scored_by != "norm_accumulator":
+        if self._fast != "norm_accumulator":
             # Counts decay in all rows; resets of G change rows that nothing has written.
             return None
         known = next(known for known in self._known[name] if known.rect == shard.rect)
@@ -189,11 +186,9 @@ class ImportanceSparsifier(DataNormSparsifier):
         state = known.total.data_ptr(), known.total._version, known.initial
         return lambda data, rows: _by_norm(data, known.of_rows(rows)), state
 
-    def score_tables(
-        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, ScoredTable]:
+    def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets rows, and no table.
-        self._known = self._look_up(located)
+        self._known = self.look_up(located)
         return super().score_tables(located, configs)
 
     def step(self) -> None:
@@ -225,11 +220,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         facts["sparsifier.decay"] = self.decay
         for data in located:
             # Replicas must score alike; copies are trained apart, and the first one's masks count.
-            if data.replicated and not data.copied:
+            if data.kept_equal:
                 known = self._known.get(data.name, ())
                 totals = [(data, each.rect, each.total) for each in known]
-                rank, what = rank_in(data.ranks), "optimizer state of "
-                facts.replicas |= shared_tensors(totals, rank, what)
+                facts.replicas |= shared_tensors(totals, "optimizer state of ")
 
     def check_config(self, data: ShardedData, config: Mapping[str, Any]) -> Block:
         if self.counts_lookups and data.kernel not in FUSED:
@@ -254,15 +248,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             if holds:
                 raise ValueError(f"Table {data.name!r}: the level 'untouched' {reason}.")
 
-    def check_known(self, located: Mapping[str, ShardedData]) -> None:
-        """Refuse tables whose score is not known on this rank. Local.
-
-        Raises:
-            ValueError: as in ``step()``; names the table.
-        """
-        self._look_up(located)
-
-    def unknown_tables(self, located: Mapping[str, ShardedData]) -> list[str]:
+    def unknown_tables(self, located: Located) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
         steps on this rank. Local."""
         if self.scored_by in ("norm", "frequency"):
@@ -274,8 +260,12 @@ class ImportanceSparsifier(DataNormSparsifier):
                 unknown.append(name)
         return unknown
 
-    def _look_up(self, located: Mapping[str, ShardedData]) -> dict[str, list[_Known]]:
-        """Return lookups or sums of the rows of this rank's shards."""
+    def look_up(self, located: Located) -> dict[str, list[_Known]]:
+        """Return lookups or sums of the rows of this rank's shards. Local.
+
+        Raises:
+            ValueError: the score of a table is not known on this rank; names it.
+        """
         if self.scored_by == "norm":
             return {}
         # Lookups need an enforcer too, so that it is asked in any case.

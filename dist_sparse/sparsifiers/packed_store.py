@@ -8,24 +8,22 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
+from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import (
     Block,
     Rect,
-    Shard,
     ShardedData,
     Source,
     owners,
@@ -33,36 +31,7 @@ from dist_sparse.tables.shards import (
 )
 
 Ranks = tuple[int, ...] | None
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """What is stored with one shard on this rank. A mask update replaces it.
-
-    Attributes:
-        mask: of the shard's rectangle.
-        counts: lookups of each row in training, live: ``(rect.rows,)``, int32, or float64 where
-            counts decay; None where they are not counted.
-    """
-
-    mask: BlockMask
-    counts: Tensor | None
-
-    @cached_property
-    def samples(self) -> Tensor:
-        """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
-        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
-        optimizers are ever sampled."""
-        return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
-
-    def with_mask(self, mask: BlockMask) -> Held:
-        """Return what is stored with the shard once this is its mask."""
-        return self if mask is self.mask else Held(mask, self.counts)
-
-    def to(self, device: torch.device) -> Held:
-        # Counts are summed where lookups are.
-        counts = None if self.counts is None else self.counts.to(device)
-        return Held(replace(self.mask, bits=self.mask.bits.to(device)), counts)
+T = TypeVar("T")
 
 
 @dataclass
@@ -93,16 +62,14 @@ class TableMasks:
     @property
     def counts(self) -> dict[Rect, Tensor]:
         """Lookups by shard; empty where they are not counted."""
-        found = {held.mask.rect: held.counts for held in self.shards}
-        return {rect: counts for rect, counts in found.items() if counts is not None}
+        return {held.mask.rect: held.counts for held in self.shards}
 
     @property
     def owned(self) -> list[Held]:
-        """What is stored with the shards that this rank owns, once each, without empty ones."""
-        distinct = {held.mask.rect: held for held in self.shards if held.mask.blocks}
+        """What is stored with the shards that this rank owns, once each."""
+        here = {held.mask.rect: held for held in self.shards}
         # Not of the group, which a rank alone must not make.
-        owned = owners(self.tiling)[rank_in(self.ranks)]
-        return [distinct[rect] for rect in owned if rect in distinct]
+        return [here[rect] for rect in owners(self.tiling)[rank_in(self.ranks)]]
 
     @property
     def leftmost(self) -> list[Held]:
@@ -115,42 +82,39 @@ class TableMasks:
         their first holder only."""
         return sum(pieces.removed_blocks(held.mask) for held in self.owned)
 
-    def moves(self, new: pieces.Tiling) -> list[pieces.Move]:
-        """Return what travels when the shards become those of another tiling."""
-        moves = [pieces.move_of_masks(self.masks, self.block, self.tiling, new)]
-        if self.counted is not None:
-            moves.append(pieces.move_of_counts(self.counts, self.counted, self.tiling, new))
-        return moves
+    def move(self, new: pieces.Tiling) -> pieces.Move:
+        """Return the move of masks and counts to another tiling."""
+        return pieces.Move(self.shards, self.block, self.tiling, new, self.counted)
 
     def move_of_whole_blocks(self) -> pieces.Move:
         """Return the move that brings all holders' bits of the blocks that a shard touches."""
-        new = tuple(map(self._whole_blocks, self.tiling))
-        return pieces.move_of_masks(self.masks, self.block, self.tiling, new)
+        return self.move(tuple(map(self._whole_blocks, self.tiling)))
 
     def _whole_blocks(self, rects: Iterable[Rect]) -> tuple[Rect, ...]:
         return tuple(pieces.whole_blocks(rect, self.block, self.shape) for rect in rects)
 
-    def differs_at(self, bits: Sequence[pieces.Piece]) -> Rect | None:
+    def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
         touched = self._whole_blocks(mask.rect for mask in self.masks)
         for mask, here in zip(self.masks, touched, strict=True):
-            for rect, theirs in bits:
+            for theirs in arrived:
+                rect = theirs.mask.rect
                 inside = rect.intersect(here) == rect
-                if inside and not torch.equal(mask.cut(rect).bits.cpu(), theirs):
+                if inside and not torch.equal(mask.cut(rect).bits.cpu(), theirs.mask.bits):
                     return rect
         return None
 
-    def take(self, data: ShardedData, arrived: Iterator[list[pieces.Piece]]) -> None:
-        """Put together what :meth:`moves` has brought to the shards of ``data``."""
-        bits = next(arrived)
-        lookups = [] if self.counted is None else next(arrived)
-        masks = [
-            pieces.assembled(rect, self.block, bits, weights.device)
+    def take(self, data: ShardedData, arrived: Sequence[Held]) -> None:
+        """Put together what a :meth:`move` has brought to the shards of ``data``."""
+        self.shards = self._assembled(data, self.block, arrived)
+        self.tiling = data.tiling
+
+    def _assembled(self, data: ShardedData, block: Block, arrived: Sequence[Held]) -> list[Held]:
+        return [
+            pieces.assembled(rect, block, arrived, weights.device, self.counted)
             for rect, weights in data.shards
         ]
-        counts = pieces.new_counts(data, self.counted, lookups)
-        self.shards, self.tiling = list(map(Held, masks, counts)), data.tiling
 
     def follow(self, data: ShardedData) -> bool:
         """Bring the masks to the devices of their shards, where they are not yet."""
@@ -159,6 +123,53 @@ class TableMasks:
             return False
         self.shards = list(map(Held.to, self.shards, devices))
         return True
+
+    def state(self, writes: Sequence[BlockMask]) -> tuple[ChunkedTensor, ChunkedTensor | None]:
+        """Return masks and counts of lookups as a state holds them; ``writes`` are the parts of the
+        mask that this rank writes: see :func:`~dist_sparse.sparsifiers.pieces.written`."""
+        masks = pieces.saved_masks(self.shape, self.block, writes, self.shards)
+        if self.counted is None:
+            return masks, None
+        rects = [held.mask.rect for held in self.leftmost]
+        return masks, pieces.saved_counts(self.shape[0], self.counted, rects, self.counts)
+
+    def loaded(
+        self, data: ShardedData, entry: Mapping[str, Any], masks: object, counts: object
+    ) -> TableMasks:
+        """Return what a state holds for the shards of this rank.
+
+        Args:
+            data: the table as it is stored now.
+            entry: see :func:`~dist_sparse.sparsifiers.pieces.tables_of`.
+            masks, counts: its tensors in the state.
+
+        Raises:
+            ValueError: they do not fit the table, were changed since they were saved, or do not
+                cover the shards.
+        """
+        # Tuples in a state of torch.save, lists where it has been through JSON.
+        if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
+            raise ValueError(
+                f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
+                f" {shape}."
+            )
+        try:
+            height, width = pieces.ints("block", entry.get("block"), 2, least=1)
+            # The state's: without DCP it may differ from the configured one.
+            block, counted = (height, width), self.counted is not None
+            saved = pieces.saved_pieces(
+                masks, counts, block, registered=self.block, counted=counted
+            )
+            shards = self._assembled(data, block, saved)
+        except ValueError as error:
+            raise ValueError(
+                f"Table {data.name!r}: {error} Outside a checkpoint of"
+                " torch.distributed.checkpoint, a state_dict() has only the bits of its own rank."
+            ) from error
+        removed, updates = entry.get("removed"), entry.get("updates", 0)
+        return replace(
+            self, tiling=data.tiling, block=block, shards=shards, removed=removed, updates=updates
+        )
 
 
 class PackedStore:
@@ -171,7 +182,7 @@ class PackedStore:
     def __init__(self) -> None:
         self._tables: dict[str, TableMasks] = {}
         # While a user's update_mask edits the mask of one shard, mask() must return that object.
-        self._edited: tuple[str, Tensor] | None = None
+        self._edited: dict[str, Tensor] = {}
         self.version = 0
 
     def __bool__(self) -> bool:
@@ -198,8 +209,7 @@ class PackedStore:
         # By name: ranks may have registered in another order.
         for name in sorted(self._tables):
             groups.setdefault(self._tables[name].ranks, []).append(name)
-        order = sorted(groups, key=lambda ranks: (len(ranks or ()), ranks or ()))
-        return {ranks: groups[ranks] for ranks in order}
+        return {ranks: groups[ranks] for ranks in sorted(groups, key=_by_size)}
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
@@ -214,7 +224,7 @@ class PackedStore:
         same tables on every rank."""
         sums = {name: list(value) for name, value in values.items()}
         for ranks, held in self.groups.items():
-            if names := [name for name in held if name in values]:
+            if names := sorted(values.keys() & held):
                 # Hashes have 64 bits and no sign; collectives sum int64.
                 rows = [list(map(_signed, values[name])) for name in names]
                 total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
@@ -255,16 +265,13 @@ class PackedStore:
         """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts`
         of that dtype."""
         for data in located:
-            block = blocks[data.name]
-            masks = [BlockMask.full(rect, block, weights.device) for rect, weights in data.shards]
+            block, shards = blocks[data.name], []
+            for rect, weights in data.shards:
+                mask = BlockMask.full(rect, block, weights.device)
+                counts = pieces.no_counts(rect, counted, weights.device)
+                shards.append(Held(mask, counts))
             self._tables[data.name] = TableMasks(
-                source=source,
-                shape=data.shape,
-                ranks=data.ranks,
-                tiling=data.tiling,
-                block=block,
-                shards=list(map(Held, masks, pieces.new_counts(data, counted))),
-                counted=counted,
+                source, data.shape, data.ranks, data.tiling, block, shards, counted
             )
         self.version += 1
 
@@ -289,7 +296,7 @@ class PackedStore:
         found: dict[str, ShardedData] = {}
         for source, wanted in names.items():
             found |= {data.name: data for data in source.locate(wanted)}
-        if missing := [name for name in self._tables if name not in found]:
+        if missing := sorted(self._tables.keys() - found.keys()):
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
                 f" {sorted(found)}."
@@ -334,10 +341,10 @@ class PackedStore:
         Raises:
             ValueError: on every rank; names table, place and rank.
         """
-        arrived: dict[str, list[pieces.Piece]] = {}
+        arrived: dict[str, list[Held]] = {}
         for ranks, names in self.groups.items():
             moves = {}
-            for name in filter(masks.__contains__, names):
+            for name in names:
                 move = masks[name].move_of_whole_blocks()
                 # Usually nothing is shared: then nothing is sent.
                 if located[name].replicated or move.new != move.old:
@@ -345,8 +352,8 @@ class PackedStore:
             found = pieces.exchange(group_over(ranks), list(moves.values()))
             arrived.update(zip(moves, found, strict=True))
         with self.agreeing(action):
-            for name, bits in arrived.items():
-                if place := masks[name].differs_at(bits):
+            for name, theirs in arrived.items():
+                if place := masks[name].differs_at(theirs):
                     raise ValueError(f"{refusal} Table {name!r}: {place}.")
 
     def find(self, name: str) -> ShardedData:
@@ -367,13 +374,14 @@ class PackedStore:
         moved = set(self.moved(located))
         # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
         for ranks, names in self.groups.items():
-            tables = [located[name] for name in names if name in moved]
+            tables = [located[name] for name in sorted(moved.intersection(names))]
             if not tables:
+                # Not even its group is made: other ranks may not be here.
                 continue
-            moves = [move for data in tables for move in self._tables[data.name].moves(data.tiling)]
-            arrived = iter(pieces.exchange(group_over(ranks), moves))
-            for data in tables:
-                self._tables[data.name].take(data, arrived)
+            moves = [self._tables[data.name].move(data.tiling) for data in tables]
+            arrived = pieces.exchange(group_over(ranks), moves)
+            for data, found in zip(tables, arrived, strict=True):
+                self._tables[data.name].take(data, found)
                 self.version += 1
         for name, data in located.items():
             # A model may have been moved, such as by .to(), since the bits were stored.
@@ -393,11 +401,6 @@ class PackedStore:
     def samples(self, name: str) -> list[Tensor]:
         """Return :attr:`Held.samples` of this rank's shards."""
         return [held.samples for held in self._tables[name].shards]
-
-    def block(self, name: str) -> Block:
-        """Return the block that one bit of the table's masks covers, known on ranks without a
-        shard too."""
-        return self._tables[name].block
 
     def replace(
         self,
@@ -428,20 +431,18 @@ class PackedStore:
             ValueError: this rank has several shards or none, or shards have moved since the masks
                 were last used.
         """
-        if self._edited is not None and self._edited[0] == name:
-            return self._edited[1]
-        masks = self._masks_in_place(name)
-        _check_single(name, len(masks))
-        return masks[0].dense()
+        if name in self._edited:
+            return self._edited[name]
+        return _only(name, self._masks_in_place(name)).dense()
 
     @contextmanager
     def editing(self, name: str, mask: Tensor) -> Iterator[None]:
         """Have :meth:`mask` return ``mask``, for a user's ``update_mask`` of one shard."""
-        self._edited = (name, mask)
+        self._edited[name] = mask
         try:
             yield
         finally:
-            self._edited = None
+            self._edited.clear()
 
     def local_masks(self, name: str) -> list[tuple[tuple[int, int], Tensor]]:
         """Return ``((row, column) offset, int8 mask)`` of each shard on this rank; raises as
@@ -451,9 +452,7 @@ class PackedStore:
 
     def weight(self, name: str) -> Tensor:
         """Return the live weights of this rank's only shard; raises as :meth:`mask`."""
-        shards = self.find(name).shards
-        _check_single(name, len(shards))
-        return shards[0].tensor
+        return _only(name, self.find(name).shards).tensor
 
     def effective(self, name: str) -> Tensor:
         """Return the masked weights of this rank's only shard, a new tensor; raises as
@@ -462,19 +461,11 @@ class PackedStore:
         return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
-    def apply(self, names: Sequence[str]) -> None:
-        """Write zero to the removed weights of this rank's shards. Local, unless shards have moved:
-        then collective."""
-        if not names:
-            return
-        located = self.current()
-        for shard, mask in self.shards({name: located[name] for name in names}):
-            mask.apply_(shard.tensor)
-
-    def shards(self, located: Mapping[str, ShardedData]) -> Iterator[tuple[Shard, BlockMask]]:
-        """Yield all shards of these tables on this rank, each with its mask."""
+    def apply(self, located: Mapping[str, ShardedData]) -> None:
+        """Write zero to the removed weights of this rank's shards of these tables. Local."""
         for name, data in located.items():
-            yield from zip(data.shards, self.masks(name), strict=True)
+            for shard, mask in zip(data.shards, self.masks(name), strict=True):
+                mask.apply_(shard.tensor)
 
     # Saving.
 
@@ -495,11 +486,9 @@ class PackedStore:
                 "removed": table.removed,
                 "config": configs[name],
             }
-            masks[name] = pieces.saved_mask(table.shape, table.block, writes[name], table.masks)
-            if table.counted is not None:
-                rects = [held.mask.rect for held in table.leftmost]
-                rows, kept = table.shape[0], table.counts
-                counts[name] = pieces.saved_counts(rows, table.counted, kept, rects)
+            masks[name], lookups = table.state(writes[name])
+            if lookups is not None:
+                counts[name] = lookups
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
@@ -508,24 +497,22 @@ class PackedStore:
         """Return the parts of each mask that this rank writes to a checkpoint: see
         :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
         bytes of a mask: then collective over the group."""
-        found: dict[str, list[BlockMask]] = {}
-        moves: dict[str, pieces.Move] = {}
+        moves, held, cut = {}, {}, []
         for name in names:
             table = self._tables[name]
-            parts = pieces.written(table.tiling, table.block, table.shape)
-            if any(part.needs_bits_of_others for part in itertools.chain(*parts)):
-                # From the parts of all ranks: all of them take part in the exchange, or none.
-                new = tuple(tuple(part.to for part in held) for held in parts)
-                moves[name] = pieces.move_of_masks(table.masks, table.block, table.tiling, new)
-            else:
-                masks = {mask.rect: mask for mask in table.masks}
-                found[name] = [masks[part.shard].cut(part.to) for part in parts[group.rank]]
-        cpu = torch.device("cpu")
-        arrived = pieces.exchange(group, list(moves.values()))
-        for (name, move), bits in zip(moves.items(), arrived, strict=True):
-            block = self._tables[name].block
-            rects = move.new[group.rank]
-            found[name] = [pieces.assembled(rect, block, bits, cpu) for rect in rects]
+            parts, cuts_bytes = pieces.written(table.tiling, table.block, table.shape)
+            moves[name], held[name] = table.move(parts), table.shards
+            if cuts_bytes:
+                # The same on all ranks: all of them take part in the exchange, or none.
+                cut.append(name)
+        arrived = pieces.exchange(group, [moves[name] for name in cut])
+        held.update(zip(cut, arrived, strict=True))
+        cpu, found = torch.device("cpu"), dict[str, list[BlockMask]]()
+        for name, move in moves.items():
+            found[name] = []
+            for rect in move.new[group.rank]:
+                whole = pieces.assembled(rect, move.block, held[name], cpu, move.counted)
+                found[name].append(whole.mask)
         return found
 
     def prepare(
@@ -549,28 +536,12 @@ class PackedStore:
                 f"The registered tables {sorted(self.names)} are not those of the state,"
                 f" {sorted(entries)}: call add_model() on the same tables before loading."
             )
-        masks, counts = (pieces.mapping_of(saved, part) for part in ("masks", "counts"))
-        prepared = {}
-        for name, entry in entries.items():
-            table = self._tables[name]
-            block, found, lookups = pieces.loaded_table(
-                located[name],
-                entry,
-                masks.get(name),
-                counts.get(name),
-                registered=table.block,
-                counted=table.counted,
-            )
-            prepared[name] = replace(
-                table,
-                tiling=located[name].tiling,
-                # The state's: without DCP it may differ from the configured one.
-                block=block,
-                shards=list(map(Held, found, lookups)),
-                removed=entry.get("removed"),
-                updates=entry.get("updates", 0),
-            )
-        return prepared
+        masks = pieces.mapping_of(saved, "masks")
+        counts = pieces.mapping_of(saved, "counts")
+        return {
+            name: self._tables[name].loaded(located[name], entry, masks.get(name), counts.get(name))
+            for name, entry in entries.items()
+        }
 
     def snapshot(self) -> dict[str, TableMasks]:
         """Return the masks as they are, for :meth:`load`. Nothing is copied: masks are replaced,
@@ -607,11 +578,17 @@ class PackedStore:
         return self.masks(name)
 
 
-def _check_single(name: str, shards: int) -> None:
-    if shards != 1:
+def _by_size(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
+    held = ranks or ()
+    return len(held), held
+
+
+def _only(name: str, shards: Sequence[T]) -> T:
+    if len(shards) != 1:
         raise ValueError(
-            f"Table {name!r} has {shards} shards on this rank: use local_masks({name!r})."
+            f"Table {name!r} has {len(shards)} shards on this rank: use local_masks({name!r})."
         )
+    return shards[0]
 
 
 def _signed(value: int) -> int:

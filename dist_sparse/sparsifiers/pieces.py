@@ -1,5 +1,5 @@
-"""Pieces of masks and lookup counts, by global rectangle: exchanged between ranks, saved, and read
-back for the current shards.
+"""Parts of masks and lookup counts, by global rectangle: exchanged between ranks, saved, and read
+back for the current shards; hashes of masks and weights.
 
 A state has a tensor of each table for torch.distributed.checkpoint, in global coordinates: eight
 blocks of a row of blocks to a byte, each row of blocks beginning a new byte; the lookups of each
@@ -8,7 +8,8 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dist_sparse.checks import from_json, integer
-from dist_sparse.groups import Group, Parcels, cut
-from dist_sparse.masking.masks import BitWriter, BlockMask, count_bits, pack, unpack
-from dist_sparse.sparsifiers.digest import hash_tensor
+from dist_sparse.groups import Group, Parcels, Replica, cut, rank_in
+from dist_sparse.masking.device import on_host, pieces_on
+from dist_sparse.masking.masks import BitWriter, BlockMask, Held, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
-from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of, owners
+from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
 """The rectangles of each rank."""
@@ -30,80 +31,102 @@ MOST_COUNTED = 1 << 30
 many again can be counted before a clamp."""
 
 
-Piece = tuple[Rect, Tensor]
-"""Bits or counts of a rectangle."""
+def assembled(
+    rect: Rect,
+    block: Block,
+    pieces: Iterable[Held],
+    device: torch.device,
+    counted: torch.dtype | None,
+) -> Held:
+    """Return what belongs to ``rect``, from pieces that cover it: a copy on ``device``. Rows
+    without a piece have no lookups. ``counted`` is the dtype of the counts, that of the pieces may
+    be another; None is no counts.
+
+    Raises:
+        ValueError: the pieces leave a block uncovered, or differ where they overlap.
+    """
+    parts = []
+    for piece in pieces:
+        if (common := piece.mask.rect.intersect(rect)) is not None:
+            parts.append(piece.cut(common))
+    masks, grid = [part.mask for part in parts], grid_of(rect, block)
+    if [mask.grid for mask in masks] == [grid]:
+        # Usually shards are as they were: their bits need not be unpacked.
+        mask = BlockMask(rect, block, masks[0].bits.to(device, copy=True))
+    else:
+        mask = BlockMask.assemble(rect, block, masks, device)
+    counts = no_counts(rect, counted, device)
+    for part in parts:
+        first = part.mask.rect.row - rect.row
+        counts[first : first + part.mask.rect.rows] = part.counts
+    return Held(mask, counts)
 
 
-# Exchange. Both sides derive the order of messages from the tilings, so only bits are sent.
+def no_counts(rect: Rect, counted: torch.dtype | None, device: torch.device | str) -> Tensor:
+    """Return lookup counts of zero for the rows of a rectangle; ``(0,)`` if ``counted`` is None."""
+    if counted is None:
+        return torch.empty(0, device=device)
+    return torch.zeros(rect.rows, dtype=counted, device=device)
+
+
+# Exchange. Both sides derive the order of messages from the tilings, so only values are sent.
 
 
 class Move(NamedTuple):
-    """Values of a table on their way from the owners in one tiling to the holders in another.
+    """Masks of a table on their way from the owners in one tiling to the holders in another.
 
     Args:
+        held: what this rank holds of the old tiling.
+        block: of the masks, known on ranks without one too.
         old, new: the rectangles before, and the rectangles to cover.
-        part: the values of a rectangle inside one that this rank owns: ``part(rect, owned)``.
-        length: how many values a rectangle has, known on ranks without one too.
-        dtype: of the values.
+        counted: dtype of the lookup counts that go with them; None if there are none.
     """
 
+    held: Sequence[Held]
+    block: Block
     old: Tiling
     new: Tiling
-    part: Callable[[Rect, Rect], Tensor]
-    length: Callable[[Rect], int]
-    dtype: torch.dtype
+    counted: torch.dtype | None = None
 
 
-def move_of_masks(masks: Sequence[BlockMask], block: Block, old: Tiling, new: Tiling) -> Move:
-    """Return the move of this rank's ``masks`` of its rectangles of ``old``."""
-    held = {mask.rect: mask for mask in masks}
-    return Move(
-        old,
-        new,
-        # Blocks that a border cuts are in both parts; assembled() compares them.
-        lambda rect, owned: held[owned].cut(rect).bits,
-        lambda rect: grid_of(rect, block).bytes,
-        torch.uint8,
-    )
-
-
-def move_of_counts(
-    counts: Mapping[Rect, Tensor], dtype: torch.dtype, old: Tiling, new: Tiling
-) -> Move:
-    """Return the move of lookup counts, one number per row, of this rank's shards in ``old``."""
-    return Move(
-        old,
-        new,
-        lambda rect, owned: counts[owned][rect.row - owned.row : rect.row_end - owned.row],
-        lambda rect: rect.rows,
-        dtype,
-    )
-
-
-def exchange(group: Group, moves: Sequence[Move]) -> list[list[Piece]]:
+def exchange(group: Group, moves: Sequence[Move]) -> list[list[Held]]:
     """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
     CPU. Collective over ``group``: one all-to-all, none if there are no moves."""
     if not moves:
         return []
-    parcels, arriving = Parcels(group), []
-    for move in moves:
-        owned = owners(move.old)
-        for receiver, wanted in enumerate(move.new):
-            for rect, source in _common(owned[group.rank], wanted):
-                parcels.send(receiver, move.part(rect, source))
-        # The senders loop over the same rectangles in the same order.
-        expected = []
-        for sender, theirs in enumerate(owned):
-            for rect, _ in _common(theirs, move.new[group.rank]):
-                expected.append((rect, parcels.expect(sender, (move.length(rect),), move.dtype)))
-        arriving.append(expected)
+    parcels = Parcels(group)
+    arriving = [_packed(parcels, group.rank, move) for move in moves]
     parcels.exchange(torch.device("cpu"))
+    found = []
+    for readers in arriving:
+        found.append([read() for read in readers])
+    return found
+
+
+def _packed(parcels: Parcels, rank: int, move: Move) -> list[Callable[[], Held]]:
+    """Pack what a move sends from this rank; return the readers of what it brings here."""
+    owned, here = owners(move.old), {held.mask.rect: held for held in move.held}
+    for receiver, wanted in enumerate(move.new):
+        for rect, source in _common(owned[rank], wanted):
+            part = here[source].cut(rect)
+            parcels.send(receiver, part.mask.bits)
+            parcels.send(receiver, part.counts)
+    readers: list[Callable[[], Held]] = []
+    # The senders loop over the same rectangles in the same order.
+    for sender, theirs in enumerate(owned):
+        for rect, _ in _common(theirs, move.new[rank]):
+            bits = parcels.expect(sender, (grid_of(rect, move.block).bytes,))
+            like = no_counts(rect, move.counted, "meta")
+            counts = parcels.expect(sender, like.shape, like.dtype)
+            readers.append(partial(_read, rect, move.block, bits, counts))
+    return readers
+
+
+def _read(
+    rect: Rect, block: Block, bits: Callable[[], Tensor], counts: Callable[[], Tensor]
+) -> Held:
     # Copies: a view would keep the received bytes of all tables alive.
-    return [_read(expected) for expected in arriving]
-
-
-def _read(expected: Sequence[tuple[Rect, Callable[[], Tensor]]]) -> list[Piece]:
-    return [(rect, read().clone()) for rect, read in expected]
+    return Held(BlockMask(rect, block, bits().clone()), counts().clone())
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -115,46 +138,32 @@ def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rec
                 yield rect, source
 
 
-def assembled(rect: Rect, block: Block, bits: Sequence[Piece], device: torch.device) -> BlockMask:
-    """Return the mask of ``rect`` from the bits of rectangles inside it."""
-    # A rank has pieces of all its shards; overlapping parts of blocks are compared.
-    inside = [BlockMask(at, block, part) for at, part in bits if at.intersect(rect) == at]
-    return BlockMask.assemble(rect, block, inside, device)
-
-
 # Saving.
 
 
-class Written(NamedTuple):
-    """A shard, and the part ``to`` of the table's mask that its owner writes to a checkpoint."""
+def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> tuple[Tiling, bool]:
+    """Return for each rank the parts of a table's mask that it writes to a checkpoint, of each
+    shard that it owns the bytes whose first block begins in it; and whether the last byte of any
+    holds bits of other shards.
 
-    shard: Rect
-    to: Rect
-    needs_bits_of_others: bool
-    """Whether the last byte holds bits of other shards."""
-
-
-def written(tiling: Tiling, block: Block, shape: tuple[int, int]) -> list[list[Written]]:
-    """Return for each rank the parts of a table's mask that it writes: of each shard that it owns,
-    the bytes whose first block begins in it.
-
-    Over all shards they tile the table. Blocks of the last byte may belong to other shards.
+    Over all shards they tile the table.
     """
     # A byte is eight blocks of one row of blocks.
     height, width = block[0], 8 * block[1]
-    parts = []
+    parts, cuts_bytes = [], False
     for owned in owners(tiling):
         held = []
         for rect in owned:
             # The last block of a table may be smaller.
-            top, bottom = (min(_up(at, height), shape[0]) for at in (rect.row, rect.row_end))
-            left, right = (min(_up(at, width), shape[1]) for at in (rect.col, rect.col_end))
+            top, left = min(_up(rect.row, height), shape[0]), min(_up(rect.col, width), shape[1])
+            bottom = min(_up(rect.row_end, height), shape[0])
+            right = min(_up(rect.col_end, width), shape[1])
             to = Rect(top, left, bottom - top, right - left)
             if to.numel:
-                last = grid_of(to, block).col_end
-                held.append(Written(rect, to, last > grid_of(rect, block).col_end))
-        parts.append(held)
-    return parts
+                held.append(to)
+                cuts_bytes |= grid_of(to, block).col_end > grid_of(rect, block).col_end
+        parts.append(tuple(held))
+    return tuple(parts), cuts_bytes
 
 
 def _up(number: int, step: int) -> int:
@@ -177,10 +186,7 @@ def begun(mask: BlockMask) -> BlockMask:
     rect = mask.rect
     top = min(_up(rect.row, mask.block[0]), rect.row_end)
     left = min(_up(rect.col, mask.block[1]), rect.col_end)
-    inside = Rect(top, left, rect.row_end - top, rect.col_end - left)
-    if inside.numel == 0:
-        return BlockMask.full(inside, mask.block, mask.bits.device)
-    return mask.cut(inside)
+    return mask.cut(Rect(top, left, rect.row_end - top, rect.col_end - left))
 
 
 def removed_blocks(mask: BlockMask) -> int:
@@ -189,42 +195,39 @@ def removed_blocks(mask: BlockMask) -> int:
     return mask.blocks - count_bits(mask.bits)
 
 
-def saved_mask(
-    shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], masks: Sequence[BlockMask]
+def saved_masks(
+    shape: tuple[int, int], block: Block, writes: Sequence[BlockMask], shards: Sequence[Held]
 ) -> ChunkedTensor:
-    """Return the mask of a table as a state holds it.
+    """Return the masks of a table as a state holds them.
 
     Args:
         shape: of the table.
         block: of its masks.
         writes: the parts that this rank writes: see :func:`written`.
-        masks: of this rank's shards.
+        shards: of this rank.
     """
     grid = grid_of(Rect(0, 0, *shape), block)
     chunks = [(_place_of(mask.grid)[0], _bytes_of(mask)) for mask in writes if mask.blocks]
-    # Bytes at the borders of shards are wanted by both.
-    wants = [_place_of(mask.grid) for mask in masks]
-    kept = [
-        {
-            "rect": tuple(mask.rect),
-            "bits": mask.bits.to("cpu", copy=True),
-            "hash": f"{hash_tensor(mask.bits):016x}",
-        }
-        for mask in masks
-    ]
+    wants, kept = [], []
+    for held in shards:
+        mask = held.mask
+        # Bytes at the borders of shards are wanted by both.
+        wants.append(_place_of(mask.grid))
+        bits, digest = mask.bits.to("cpu", copy=True), f"{hash_tensor(mask.bits):016x}"
+        kept.append({"rect": tuple(mask.rect), "bits": bits, "hash": digest})
     return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, kept)
 
 
 def saved_counts(
-    rows: int, dtype: torch.dtype, counts: Mapping[Rect, Tensor], writes: Sequence[Rect]
+    rows: int, dtype: torch.dtype, writes: Sequence[Rect], counts: Mapping[Rect, Tensor]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
     Args:
         rows: of the table.
         dtype: of the counts.
+        writes: the rectangles whose counts this rank writes.
         counts: of this rank's shards, by rectangle.
-        writes: the rectangles among them whose counts this rank writes.
     """
     kept = {rect: count.to("cpu", copy=True) for rect, count in counts.items()}
     chunks = [((rect.row,), kept[rect]) for rect in writes]
@@ -272,107 +275,66 @@ def mapping_of(saved: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return value
 
 
-def loaded_table(
-    data: ShardedData,
-    entry: Mapping[str, Any],
-    masks: object,
-    counts: object,
-    *,
-    registered: Block,
-    counted: torch.dtype | None,
-) -> tuple[Block, list[BlockMask], Sequence[Tensor | None]]:
-    """Return the block of a table's masks in a state, and the masks and lookup counts of this
-    rank's shards, in their order.
+def saved_pieces(
+    masks: object, counts: object, block: Block, *, registered: Block, counted: bool
+) -> list[Held]:
+    """Return this rank's pieces of a table in a state, with what DCP has loaded, if it has.
 
     Args:
-        data: the table as it is stored now.
-        entry: see :func:`tables_of`.
         masks, counts: its tensors in the state.
+        block: of these masks.
         registered: the block of its present masks.
-        counted: dtype of its counts; None if lookups are not counted.
+        counted: whether lookups are counted.
 
     Raises:
-        ValueError: they do not fit the table, were changed since they were saved, or do not cover
-            the shards.
+        ValueError: they are malformed, or were changed since they were saved.
     """
-    # Tuples in a state of torch.save, lists where it has been through JSON.
-    if (shape := entry.get("shape")) not in (data.shape, list(data.shape)):
-        raise ValueError(
-            f"Table {data.name!r} has the shape {data.shape}; the masks in the state are of"
-            f" {shape}."
-        )
-    try:
-        height, width = _ints("block", entry.get("block"), 2, least=1)
-        block = height, width
-        saved = _saved_masks(masks, block, registered)
-        found = [_mask_from(shard, block, saved) for shard in data.shards]
-        rows = [] if counted is None else _rows_from(counts, saved)
-    except ValueError as error:
-        raise ValueError(
-            f"Table {data.name!r}: {error} Outside a checkpoint of torch.distributed.checkpoint, a"
-            " state_dict() has only the bits of its own rank."
-        ) from error
-    return block, found, new_counts(data, counted, rows)
-
-
-def _saved_masks(saved: object, block: Block, registered: Block) -> list[BlockMask]:
-    """Return this rank's pieces of a saved mask, with the bits that DCP has loaded, if it has."""
-    if not isinstance(saved, ChunkedTensor):
-        raise ValueError("the state has no mask of it.")
+    saved = _checked(masks, "the state has no mask of it.")
     if saved.loaded is not None and block != registered:
         raise ValueError(
             f"its masks were saved by blocks {block}, and it is registered by {registered}:"
             " register it with the sparse_block_shape of the checkpoint."
         )
-    masks, loaded = [], saved.loaded
-    for i, piece in enumerate(_pieces_of(saved)):
-        rect = Rect(*_ints("rect", piece.get("rect"), 4, least=0))
-        bits = piece.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
+    pieces, loaded = [], saved.loaded
+    for i, entry in enumerate(saved.kept):
+        rect = Rect(*ints("rect", entry.get("rect"), 4, least=0))
+        bits = entry.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
         if not isinstance(bits, Tensor):
             raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
         # Refuses bits of another length.
-        masks.append(BlockMask(rect, block, bits))
+        pieces.append(Held(BlockMask(rect, block, bits)))
         # The hash is of the bits that this rank held when it asked DCP to load.
-        if loaded is None and piece.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+        if loaded is None and entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
             raise ValueError(
                 f"The bits of {rect} are not those that were saved: their hash differs."
             )
-    return masks
+    return _with_counts(pieces, counts) if counted else pieces
 
 
-def _pieces_of(saved: ChunkedTensor) -> list[dict[str, Any]]:
+def _checked(saved: object, missing: str) -> ChunkedTensor:
+    if not isinstance(saved, ChunkedTensor):
+        raise ValueError(missing)
     # A state may have been edited by hand, or damaged.
     if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
-        return saved.kept
+        return saved
     raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
 
-def _mask_from(shard: Shard, block: Block, saved: Sequence[BlockMask]) -> BlockMask:
-    parts = []
-    for mask in saved:
-        if (common := mask.rect.intersect(shard.rect)) is not None:
-            parts.append(mask.cut(common))
-    return BlockMask.assemble(shard.rect, block, parts, shard.tensor.device)
-
-
-def _rows_from(saved: object, masks: Sequence[BlockMask]) -> list[Piece]:
-    """Return saved lookup counts, of any counted dtype. The pieces of ``masks``, which cover the
-    shards, have the same order."""
-    if not isinstance(saved, ChunkedTensor):
-        raise ValueError("the state has no counts of lookups; it is of another score.")
+def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
+    """Return pieces with their lookup counts, of any counted dtype, which have the same order."""
+    saved = _checked(saved, "the state has no counts of lookups; it is of another score.")
     counts: Sequence[Any] | None = saved.loaded
     if counts is None:
-        counts = [piece.get("counts") for piece in _pieces_of(saved)]
-    if len(masks) != len(counts):
-        raise ValueError(f"the state has {len(masks)} pieces of masks and {len(counts)} of counts.")
-    pieces = []
-    for mask, count in zip(masks, counts, strict=True):
-        if not _valid_counts(count, mask.rect.rows):
-            raise ValueError(
-                f"the counts of {mask.rect} must be {mask.rect.rows} int32 or float64 >= 0."
-            )
-        pieces.append((mask.rect, count))
-    return pieces
+        counts = [entry.get("counts") for entry in saved.kept]
+    if len(pieces) != len(counts):
+        raise ValueError(
+            f"the state has {len(pieces)} pieces of masks and {len(counts)} of counts."
+        )
+    for piece, count in zip(pieces, counts, strict=True):
+        rect = piece.mask.rect
+        if not _valid_counts(count, rect.rows):
+            raise ValueError(f"the counts of {rect} must be {rect.rows} int32 or float64 >= 0.")
+    return [Held(piece.mask, count) for piece, count in zip(pieces, counts, strict=True)]
 
 
 def _valid_counts(saved: object, rows: int) -> bool:
@@ -380,24 +342,6 @@ def _valid_counts(saved: object, rows: int) -> bool:
     if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
-
-
-def new_counts(
-    data: ShardedData, dtype: torch.dtype | None, pieces: Sequence[Piece] = ()
-) -> Sequence[Tensor | None]:
-    """Return the lookup counts of this rank's shards from pieces, 0 in other rows: ``(rect.rows,)``
-    on the shard's device. Pieces may be of another dtype. None each if lookups are not counted."""
-    if dtype is None:
-        return [None] * len(data.shards)
-    counts = []
-    for own, weights in data.shards:
-        count = torch.zeros(own.rows, dtype=dtype, device=weights.device)
-        for rect, piece in pieces:
-            if (common := own.intersect(rect)) is not None:
-                into, first = common.row - own.row, common.row - rect.row
-                count[into : into + common.rows] = piece[first : first + common.rows]
-        counts.append(count)
-    return counts
 
 
 def _place_of(grid: Grid) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -435,7 +379,8 @@ def _bits_of(rect: Rect, block: Block, chunk: Tensor) -> Tensor:
     return writer.close()
 
 
-def _ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
+def ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
+    """Return a sequence of ints of a state, checked."""
     # Not bool, which is an int too.
     is_ints = isinstance(value, (tuple, list)) and [*map(type, value)] == [int] * count
     if is_ints and min(value) >= least:
@@ -443,3 +388,100 @@ def _ints(key: str, value: Any, count: int, least: int) -> tuple[int, ...]:
     raise ValueError(
         f"Invalid {key}={cut(repr(value), 80)} in the state: must be {count} ints >= {least}."
     )
+
+
+# Hashes. That of a mask is the sum, modulo 2**64, of a(row) * b(column) over its removed elements,
+# with pseudo-random a and b. Sums can be taken over any pieces in any order, so it depends on
+# neither the sharding nor the blocks. It detects accidents, not attacks.
+
+
+_ROWS, _COLS = 0x51, 0xC3
+# Odd, so that multiplying by it can be undone. Saved states hold hashes made with it.
+_MIX = 0x1E3779B97F4A7C15
+
+
+def mask_hash(mask: BlockMask) -> int:
+    """Return the hash of one shard's part of a mask, by its global rows and columns."""
+    rect, device = mask.rect, mask.bits.device
+    rows = _mix(torch.arange(rect.row, rect.row_end, device=device), _ROWS)
+    cols = _mix(torch.arange(rect.col, rect.col_end, device=device), _COLS)
+    # Int64 wraps around: sums are modulo 2**64.
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for here, kept in mask.element_chunks(only_removing=True):
+        total += ((~kept * cols).sum(1) * rows[here]).sum()
+    return int(total)
+
+
+def hash_tensor(tensor: Tensor) -> int:
+    """Return a 64-bit hash of the bytes of ``tensor``, in row-major order."""
+    return int(_hashed(tensor)) % (1 << 64)
+
+
+def _hashed(tensor: Tensor) -> Tensor:
+    """Return :func:`hash_tensor` modulo 2**64, an int64 scalar on the device of ``tensor``.
+
+    Each word is mixed with its position by steps that can be undone, so a change of one word always
+    changes the sum; and not linearly, so that changes which cancel as numbers do not cancel here.
+    """
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # The length counts: zeros at the end would change nothing else.
+    total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
+    step = pieces_on(raw.device).hashed
+    for start in range(0, raw.numel(), step):
+        part = raw[start : start + step]
+        if rest := -part.numel() % 8:
+            part = torch.cat([part, part.new_zeros(rest)])
+        if part.storage_offset() % 8:
+            # A view as int64 must begin at a word.
+            part = part.clone()
+        # Mixed with their position, so that swapped words are noticed.
+        words = part.view(torch.int64)
+        mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
+        mixed.mul_(_MIX).bitwise_xor_(words)
+        for shift in (32, 29):
+            # Torch shifts int64 with its sign: the bits shifted in are cleared.
+            mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(_MIX)
+        # Int64 wraps around: sums are modulo 2**64.
+        total += (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum()
+    return total
+
+
+def shape_hash(shape: tuple[int, int]) -> int:
+    """Return a number that tells shapes apart."""
+    rows, cols = torch.tensor(shape).unbind()
+    return int(_mix(rows, _ROWS ^ 0xFF) * 3 + _mix(cols, _COLS ^ 0xFF))
+
+
+def shared_weights(tables: Sequence[ShardedData]) -> dict[str, Replica]:
+    """Return hashes of the weights that this rank holds in common with others, by place; local."""
+    return shared_tensors([(data, *shard) for data in tables for shard in data.shards])
+
+
+def shared_tensors(
+    held: Iterable[tuple[ShardedData, Rect, Tensor]], what: str = ""
+) -> dict[str, Replica]:
+    """Return hashes of the tensors of shards that this rank holds in common with others, by place;
+    local."""
+    hashes: dict[str, Tensor] = {}
+    holders_of: dict[str, tuple[bool, int]] = {}
+    for data, rect, tensor in held:
+        # Rectangles of other ranks are known from metadata: equal ones are replicas.
+        holders = [rank for rank, rects in enumerate(data.tiling) if rect in rects]
+        if len(holders) > 1:
+            place = f"{what}{data.name} {rect}"
+            hashes[place] = _hashed(tensor)
+            holders_of[place] = holders[0] == rank_in(data.ranks), len(holders)
+    found = {}
+    # One wait for all of them.
+    for place, value in zip(hashes, on_host([*hashes.values()]), strict=True):
+        found[place] = Replica(int(value) % (1 << 64), *holders_of[place])
+    return found
+
+
+def _mix(values: Tensor, seed: int) -> Tensor:
+    """Pseudo-random odd int64 from int64 (the finalizer of splitmix64, Steele et al. 2014)."""
+    # Constants of splitmix64 as int64; masked shifts, as torch shifts with the sign.
+    z = (values + seed) * -7046029254386353131
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return (z ^ ((z >> 31) & 0x1FFFFFFFF)) | 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Wri
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
+from dist_sparse.sparsifiers.masks import Configs, Located
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -40,13 +41,14 @@ from dist_sparse.tables.shards import (
     ShardedData,
     check_cached,
     grid_of,
+    matrix_shape,
     resolve_block,
 )
 
-BlockShape: TypeAlias = tuple[int | str, int | str] | Literal["row", "col", "1x4"] | str
+BlockShape: TypeAlias = tuple[int | str, int | str] | str
 Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
 Scope: TypeAlias = Literal["table", "global"]
-SCOPES = ("table", "global")
+SCOPES = get_args(Scope)
 
 # How elements of a shard are scored, and anything else that decides about their scores: if it
 # differs from the last time, kept scores are out of date.
@@ -166,9 +168,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         facts["sparsifier.scope"] = self.scope
         facts["sparsifier.floors"] = dict(self.floors)
 
-    def score_tables(
-        self, located: Mapping[str, ShardedData], configs: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, ScoredTable]:
+    def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         """Score this rank's shards: the local half of a mask update."""
         goals = {name: self._goal(data, configs[name]) for name, data in located.items()}
         self._check_pool(goals)
@@ -177,16 +177,11 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _with_kept_scores(self, goals: Mapping[str, Goal]) -> dict[str, Goal]:
         """Return the goals of a mask update, with the scores that are kept."""
-        found = dict(goals)
-        if self.masks.enforcer is None:
-            # Nothing tracks writes any more; masks may not be with their shards yet.
-            self._kept_scores = {}
-            return found
         if integer("full_every", self.full_every, least=1) == 1:
-            return found
-        # Scores of shards that are not found below are forgotten.
+            return dict(goals)
+        # Scores of shards that are not found below are forgotten: without an enforcer, all of them.
         before, self._kept_scores = self._kept_scores, {}
-        written = self.masks.enforcer.written()
+        found, written = dict(goals), self.hooks().written()
         for name, goal in goals.items():
             # Else a written row would change scores of other rows, or of another rank.
             if not (goal.by_element or goal.whole_columns or goal.data.replicated):
@@ -371,7 +366,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if self.masks.rotation is not None and data.name in self.masks.rotation.names:
+        rotation = self.masks.rotation
+        if rotation is not None and any(data.name in group for group in rotation.groups):
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
         return self.element_measure(data.name, config)
@@ -536,4 +532,4 @@ def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
         raise ValueError(
             f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
         )
-    return data.reshape(real if len(real) == 2 else (1, data.numel()))
+    return data.reshape(matrix_shape(real))

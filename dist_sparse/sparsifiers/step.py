@@ -1,5 +1,4 @@
-"""One mask update: locate, score, agree, select, apply; and what it needs of a sparsifier, which is
-what the rest of the package needs of one too: ``sparsifier.masks``.
+"""One mask update: locate, score, agree, select, apply; and what it needs of a sparsifier.
 
 Nothing of a sharded table is written before all ranks have agreed that the update can succeed. The
 masks of plain data are put back if the update fails, whatever the reason.
@@ -8,26 +7,20 @@ masks of plain data are put back if the update fails, whatever the reason.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask
+from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.dense_store import DenseStore
-from dist_sparse.sparsifiers.digest import shared_weights
+from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Tiling, exchange, move_of_masks
-from dist_sparse.sparsifiers.recorder import Recorder
+from dist_sparse.sparsifiers.pieces import Move, Tiling, exchange, shared_weights
 from dist_sparse.tables.shards import (
     CACHED,
     Block,
@@ -37,102 +30,6 @@ from dist_sparse.tables.shards import (
     owners,
 )
 
-
-class Enforcer:
-    """The methods of an attached enforcer that a sparsifier calls. None of them communicates. This
-    class stands in while none is attached, and does nothing."""
-
-    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
-        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
-        address of the weights: live, one for each weight, or one for each row of a shard:
-        ``(rows,)`` or ``(rows, 1)``."""
-        return {}
-
-    def states(self) -> Mapping[int, Sequence[Tensor]]:
-        """Return all optimizer state, live, by the address of the weights."""
-        return {}
-
-    def written(self, reader: str = "scores") -> Mapping[int, Written]:
-        """Map weight addresses to live sets of possibly written rows, for shards whose writes are
-        all tracked. Each reader has and clears its own."""
-        return {}
-
-    def settle(self) -> None:
-        """Zero revived weights, before weights are scored, read or saved."""
-
-    def begin_step(self) -> None:
-        """Called before a mask update."""
-
-    def end_step(self) -> None:
-        """Called after a mask update, which has zeroed what it removes in sharded tables, but not
-        in plain data."""
-
-    def renew(self) -> None:
-        """Called after masks were replaced or squashed: look everything up again and zero it."""
-
-
-class Rotation(Protocol):
-    """What rotates tables before each mask update, if anything does."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The tables whose columns hold less and less in a mask update, so that the last ones are
-        removed."""
-        ...
-
-    @property
-    def groups(self) -> Sequence[Sequence[str]]:
-        """The same tables, grouped as they are rotated together."""
-        ...
-
-    def update(self) -> None:
-        """Rotate them. Collective over the groups of the sharded tables."""
-        ...
-
-
-class Undo(Protocol):
-    """What keeps mask updates to be undone, if anything does."""
-
-    def keep(
-        self, masks: Masks, located: Mapping[str, ShardedData], made: Mapping[str, MadeMasks]
-    ) -> None:
-        """Keep what an update is about to change. Local."""
-        ...
-
-    def forget(self) -> None:
-        """Release what is kept. Local."""
-        ...
-
-
-class Masks:
-    """The masks of one sparsifier, and what is attached to it.
-
-    Attributes:
-        tables: the masks of sharded tables.
-        plain: the masks of plain data.
-        enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
-        rotation: the bases of :func:`~dist_sparse.rotate`, if any.
-        undo: keeps each mask update until the next, if one is to be undone.
-        recorder: counts what mask updates change, since ``sparsifier.record()``.
-        schedulers: all that have stepped on the sparsifier and are still alive, with their notes.
-    """
-
-    def __init__(self) -> None:
-        self.tables, self.plain = PackedStore(), DenseStore()
-        self.enforcer: Enforcer | None = None
-        self.rotation: Rotation | None = None
-        self.undo: Undo | None = None
-        self.recorder: Recorder | None = None
-        self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-    @property
-    def hooks(self) -> Enforcer:
-        """The enforcer that is attached, or one that does nothing."""
-        return self.enforcer or Enforcer()
-
-
-Located = Mapping[str, ShardedData]
-Configs = Mapping[str, Mapping[str, Any]]
 Noted = Sequence[tuple[Facts, list[str]]]
 """The facts of each group, and the names of its tables."""
 
@@ -162,6 +59,10 @@ class MaskMaker(abc.ABC):
         self.step_count += 1
         if self.enable_mask_update:
             update_masks(self)
+
+    def hooks(self) -> Enforcer:
+        """Return the enforcer that is attached, or one that does nothing."""
+        return self.masks.enforcer or Enforcer()
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
@@ -197,7 +98,17 @@ class MaskMaker(abc.ABC):
             located: the sharded tables as they are stored now, by name.
             configs: name -> configuration.
         """
-        return masks_by_shard(self.masks.tables, self.update_mask, located, configs)
+        made: dict[str, list[NewMask]] = {}
+        for name, data in located.items():
+            made[name] = []
+            for shard, before in zip(data.shards, self.masks.tables.masks(name), strict=True):
+                mask = before.dense()
+                with self.masks.tables.editing(name, mask):
+                    self.update_mask(name, shard.tensor, **configs[name])
+                new = BlockMask.of_elements(shard.rect, mask)
+                # A user's own rule says nothing about zeros: all that is removed is written.
+                made[name].append(NewMask(new, ~new.bits))
+        return made
 
     def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
@@ -221,7 +132,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with nullcontext() if recorder is None else recorder.step():
-            located, made = make_masks(sparsifier, partial(_update_plain, sparsifier, before))
+            located, made = make_masks(sparsifier, before)
             if recorder is not None:
                 recorder.note(packed, located, made, sparsifier.data_groups)
             if masks.undo is not None:
@@ -232,36 +143,39 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    masks.hooks.end_step()
+    sparsifier.hooks().end_step()
 
 
 def make_masks(
-    sparsifier: MaskMaker, first: Callable[[], None]
+    sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]
 ) -> tuple[Located, dict[str, MadeMasks]]:
     """Return the sharded tables as they are stored now, and their new masks, not put in place yet.
     Collective.
 
     Args:
         sparsifier: whose masks.
-        first: local work before scoring; an error in it is raised on every rank.
+        before: takes the live masks of plain data, which change at once, each with a copy.
     """
     packed = sparsifier.masks.tables
+    # Masks must follow shards that have moved first where a user's update_mask edits them, or where
+    # an enforcer zeroes weights by them.
+    edits = type(sparsifier).score_tables is MaskMaker.score_tables
+    in_place = edits or sparsifier.masks.enforcer is not None
     # 1. Local: locate, score, note what must be equal. 2. Agree: an error or a difference stops all
     # ranks here.
     with packed.agreeing("step()") as noted:
         located = packed.locate()
         _note_facts(noted, located, sparsifier)
-        moves_first = packed.moved(located) and _uses_masks_in_place(sparsifier)
+        moves_first = in_place and packed.moved(located)
         if not moves_first:
-            scored = _score(sparsifier, located, first, noted)
-    if moves_first:
-        # The exchange is collective: all ranks have agreed before it, and agree again on the
-        # scores.
-        packed.reshard(located)
-        with packed.agreeing("step()") as noted:
-            scored = _score(sparsifier, located, first, noted)
-    # 3. Collective: bring masks to their shards, select.
+            scored = _score(sparsifier, located, before, noted)
+    # 3. Collective: bring masks to shards that have moved, or to their devices.
     packed.reshard(located)
+    if moves_first:
+        # All ranks agree again, on the scores.
+        with packed.agreeing("step()") as noted:
+            scored = _score(sparsifier, located, before, noted)
+    # 4. Collective: select.
     made: dict[str, MadeMasks] = {}
     for ranks, names in packed.groups.items():
         group = group_over(ranks)
@@ -270,15 +184,14 @@ def make_masks(
     return located, made
 
 
-def _uses_masks_in_place(sparsifier: MaskMaker) -> bool:
-    """Whether masks must be with their shards before scoring: a user edits them, or an enforcer
-    zeroes weights by them."""
-    edits = type(sparsifier).score_tables is MaskMaker.score_tables
-    return edits or sparsifier.masks.enforcer is not None
-
-
-def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], noted: Noted) -> Any:
-    first()
+def _score(
+    sparsifier: MaskMaker,
+    located: Located,
+    before: list[tuple[Tensor, Tensor]],
+    noted: Noted,
+) -> Any:
+    """Score plain data and this rank's shards, and note what must be equal on all ranks."""
+    _update_plain(sparsifier, before)
     for name, data in located.items():
         check_writable(data)
         if data.kernel == CACHED:
@@ -292,29 +205,11 @@ def _score(sparsifier: MaskMaker, located: Located, first: Callable[[], None], n
     return scored
 
 
-def masks_by_shard(
-    packed: PackedStore, update_mask: Callable[..., Any], located: Located, configs: Configs
-) -> dict[str, list[NewMask]]:
-    """Return the new masks of this rank's shards, as a user's own ``update_mask`` edits them: one
-    bit an element."""
-    made: dict[str, list[NewMask]] = {}
-    for name, data in located.items():
-        made[name] = []
-        for shard, before in zip(data.shards, packed.masks(name), strict=True):
-            mask = before.dense()
-            with packed.editing(name, mask):
-                update_mask(name, shard.tensor, **configs[name])
-            new = BlockMask.of_elements(shard.rect, mask)
-            # A user's own rule says nothing about zeros: all that is removed is written.
-            made[name].append(NewMask(new, ~new.bits))
-    return made
-
-
 def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) -> None:
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    sparsifier.masks.hooks.begin_step()
+    sparsifier.hooks().begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
@@ -343,7 +238,7 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
     for facts, names in noted:
         facts["whether steps are recorded"] = sparsifier.masks.recorder is not None
         facts["whether an enforcer is attached"] = sparsifier.masks.enforcer is not None
-        facts["the list of moved tables"] = [name for name in names if name in moved]
+        facts["the list of moved tables"] = sorted(moved.intersection(names))
         for name in names:
             data = located[name]
             facts[f"the config of table {name!r}"] = sparsifier.data_groups[name]
@@ -356,9 +251,9 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     # Copies are trained apart.
-    equal = [data for data in tables if data.replicated and not data.copied]
+    equal = [data for data in tables if data.kept_equal]
     if equal:
-        facts.replicas |= shared_weights(equal, group_over(equal[0].ranks).rank)
+        facts.replicas |= shared_weights(equal)
     facts.on_drift = _refuse_drift
 
 
@@ -383,13 +278,17 @@ def _of_first_copies(
         return dict(made)
     moves = []
     for name, data in copied.items():
-        masks, block = [mask for mask, _ in made[name].masks], made[name].block
-        moves.append(move_of_masks(masks, block, data.tiling, _later_copies(data)))
+        held = [Held(mask) for mask, _ in made[name].masks]
+        moves.append(Move(held, made[name].block, data.tiling, _later_copies(data)))
     taken = dict(made)
     for name, arrived in zip(copied, exchange(group, moves), strict=True):
-        first = dict(arrived)
-        new = [_of_first_copy(own, first.get(own.mask.rect)) for own in made[name].masks]
-        taken[name] = made[name]._replace(masks=new)
+        own = {new.mask.rect: new for new in made[name].masks}
+        for copy in arrived:
+            first = copy.to(own[copy.mask.rect].mask.bits.device).mask
+            # Blocks that are zero in this copy already need not be those that the other removes.
+            own[first.rect] = NewMask(first, ~first.bits)
+        masks = [own[new.mask.rect] for new in made[name].masks]
+        taken[name] = made[name]._replace(masks=masks)
     return taken
 
 
@@ -399,11 +298,3 @@ def _later_copies(data: ShardedData) -> Tiling:
     for held, owned in zip(data.tiling, owners(data.tiling), strict=True):
         later.append(tuple(rect for rect in dict.fromkeys(held) if rect not in owned))
     return tuple(later)
-
-
-def _of_first_copy(own: NewMask, first: Tensor | None) -> NewMask:
-    if first is None:
-        return own
-    bits = first.to(own.mask.bits.device)
-    # Blocks that are zero in this copy already need not be those that the other removes.
-    return NewMask(replace(own.mask, bits=bits), ~bits)

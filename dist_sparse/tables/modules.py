@@ -9,6 +9,8 @@ Nothing here communicates.
 from __future__ import annotations
 
 import fnmatch
+import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from dist_sparse.checks import name_list
 from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.protocols import TorchRecPort
-from dist_sparse.tables.shards import ShardedData, check_data, whole
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data, matrix_shape, whole
 
 Patterns = str | Sequence[str] | None
 
@@ -75,26 +78,14 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     Wrappers (DMP, DDP, FSDP, torch.compile, activation checkpointing) add nothing to a path, which
     is that of the module inside them. A module that is reached twice has its first path.
     """
-    found: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, path: str) -> None:
-        if module not in seen:
-            seen.add(module)
-            found[path] = module
-            for name, child in module.named_children():
-                visit(child, _child_path(module, path, name))
-
-    visit(model, "")
-    return found
+    return {at.path: at.module for at in _places(model, set())}
 
 
 def _child_path(module: nn.Module, path: str, name: str) -> str:
     """The path of the child ``name`` of the module at ``path``."""
-    if name in _WRAPPED:
-        return path
     kinds = {kind.__name__ for kind in type(module).__mro__}
-    return path if name == "module" and _WRAPPERS & kinds else _join(path, name)
+    wrapped = name in _WRAPPED or (name == "module" and _WRAPPERS & kinds)
+    return path if wrapped else _join(path, name)
 
 
 def model_source(model: nn.Module, **selection: Any) -> ModelTables:
@@ -155,19 +146,18 @@ class ModelTables:
         walked = _Walk(slots=self._slots).found_in(self.model)
         first = self._names is None
         if self._names is None:
-            selected = self._select(walked)
-            self._names = {found.fqn: name for name, found in selected.items()}
-        else:
-            known = self._names
-            selected = {known[found.fqn]: found for found in walked if found.fqn in known}
-        if names is not None:
-            selected = {name: selected[name] for name in selected if name in names}
+            self._names = {found.fqn: name for name, found in self._select(walked).items()}
+        known = self._names
+        selected = {known[found.fqn]: found for found in walked if found.fqn in known}
+        wanted = selected.keys() if names is None else selected.keys() & names
         # What the walk read of a collection, views of its weights too, must not outlive it.
-        self._found = {name: replace(found, locate=found.find) for name, found in selected.items()}
-        located = [found.locate(name) for name, found in selected.items()]
-        if first:
-            for data in located:
-                check_data(data)
+        self._found = {
+            name: replace(found, locate=found.later or found.locate)
+            for name, found in selected.items()
+        }
+        located = [found.locate(name) for name, found in selected.items() if name in wanted]
+        for data in located if first else ():
+            check_data(data)
         return located
 
     def find(self, name: str) -> ShardedData:
@@ -182,7 +172,7 @@ class ModelTables:
             if not located:
                 raise ValueError(f"The registered table {name!r} is no longer in the model.")
             return located[0]
-        return found.find(name)
+        return found.locate(name)
 
     def _select(self, walked: list[_Found]) -> _Named:
         everything = _named(walked)
@@ -207,17 +197,20 @@ class ModelTables:
 
 
 class _Place(NamedTuple):
-    """Where a module is: its path, the attributes that lead to it from the model, and its own path
-    inside the innermost DDP around it."""
+    """A module, its path, the attributes that lead to it from the model, and its own path inside
+    the innermost DDP around it."""
 
+    module: nn.Module
     path: str = ""
     trail: str = ""
     inside: str = ""
     ddp: DistributedDataParallel | None = None
 
-    def child(self, name: str, path: str) -> _Place:
-        inside, trail = _join(self.inside, name), _join(self.trail, name)
-        return self._replace(path=path, trail=trail, inside=inside)
+    def child(self, name: str, module: nn.Module) -> _Place:
+        path, trail = _child_path(self.module, self.path, name), _join(self.trail, name)
+        if isinstance(self.module, DistributedDataParallel):
+            return _Place(module, path, trail, "", self.module)
+        return _Place(module, path, trail, _join(self.inside, name), self.ddp)
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
@@ -228,6 +221,21 @@ class _Place(NamedTuple):
         return ranks if len(ranks) > 1 else None
 
 
+def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
+    """Yield the modules of a model, each once, before those below it; not those that the caller
+    has added to ``seen``, by id, nor what is below them only."""
+    waiting = [_Place(model)]
+    while waiting:
+        at = waiting.pop()
+        if id(at.module) in seen:
+            continue
+        seen.add(id(at.module))
+        yield at
+        # Only now: the caller may have added what is below.
+        children = [at.child(*each) for each in at.module.named_children()]
+        waiting += reversed(children)
+
+
 @dataclass(frozen=True)
 class _Found:
     """Something in the model.
@@ -236,26 +244,24 @@ class _Found:
         name: its own.
         path: of the module that gave it its name.
         fqn: fully qualified name.
-        locate: looks it up under a registered name, during the walk.
-        find: does so at any later time, as long as ``holder`` is part of the model.
-        holder: the module that holds it.
-        trail: the attributes that lead from the model to ``holder``.
+        at: the module that holds it.
+        locate: looks it up under a registered name.
+        later: does so after the walk, where that is another function.
         dense: the parameter, if it is no embedding table.
     """
 
     name: str
     path: str
     fqn: str
+    at: _Place
     locate: Callable[[str], ShardedData]
-    find: Callable[[str], ShardedData]
-    holder: nn.Module
-    trail: str
+    later: Callable[[str], ShardedData] | None = None
     dense: nn.Parameter | None = None
 
     def present(self, model: nn.Module) -> bool:
-        """Whether ``holder`` is still where it was."""
+        """Whether the module that holds it is still where it was."""
         try:
-            return model.get_submodule(self.trail) is self.holder
+            return model.get_submodule(self.at.trail) is self.at.module
         except AttributeError:
             return False
 
@@ -276,50 +282,44 @@ class _Walk:
 
     def found_in(self, model: nn.Module) -> list[_Found]:
         """Return everything in a model, in its order."""
-        found = list(self._find(model, _Place()))
+        found: list[_Found] = []
+        for at in _places(model, self._seen):
+            found += self._held_by(at)
         # A weight that an embedding shares with another module is a table, whichever comes first.
         return [each for each in found if id(each.dense) not in self._table_weights]
 
-    def _find(self, module: nn.Module, at: _Place) -> Iterator[_Found]:
-        if not self._first(module):
-            return
+    def _held_by(self, at: _Place) -> Iterator[_Found]:
+        module, label = at.module, at.path.replace(".", "/")
         reason = self._refusal(module)
         if reason is not None:
             # Whether it is selected, and so refused, is not known yet.
-            self._note_weights(module)
+            self._take_whole(module)
             kind = type(module).__name__
             refuse = partial(_refuse, kind, at.path, reason)
-            name = at.path.replace(".", "/") or kind
-            yield _Found(name, "", at.path or kind, refuse, refuse, module, at.trail)
+            yield _Found(label or kind, "", at.path or kind, at, refuse)
             return
         collection = self._torchrec.collection(module) if self._torchrec else None
         if collection is not None:
-            self._note_weights(module)
-            in_collection = self._sharded if collection.is_sharded else self._unsharded
-            yield from in_collection(module, collection, at)
+            self._take_whole(module)
+            yield from (self._sharded if collection.is_sharded else self._unsharded)(collection, at)
             return
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            self._note_weights(module)
-            yield from self._table(module, at.path.replace(".", "/") or "weight", "", at)
-        if isinstance(module, DistributedDataParallel):
-            wrapped = _Place(at.path, _join(at.trail, "module"), "", module)
-            yield from self._find(module.module, wrapped)
-            return
-        yield from self._dense_parameters(module, at)
-        for name, child in module.named_children():
-            yield from self._find(child, at.child(name, _child_path(module, at.path, name)))
+        if self._note_weight(module):
+            yield from self._table(at, label or "weight", "")
+        yield from self._dense_parameters(at)
 
-    def _first(self, thing: object) -> bool:
-        first = id(thing) not in self._seen
-        self._seen.add(id(thing))
-        return first
-
-    def _note_weights(self, holder: nn.Module) -> None:
-        """Note the weights of all embeddings of torch's in a module: they are no dense
-        parameters."""
+    def _take_whole(self, holder: nn.Module) -> None:
+        """Leave out what is below a module that is taken as a whole."""
         for module in holder.modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                self._table_weights.add(id(module._parameters.get("weight", holder)))
+            self._seen.add(id(module))
+            self._note_weight(module)
+
+    def _note_weight(self, module: nn.Module) -> bool:
+        """Note the weight of an embedding of torch's, which is no dense parameter; return whether
+        the module is one."""
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding:
+            self._table_weights.add(id(module._parameters.get("weight", module)))
+        return is_embedding
 
     def _refusal(self, module: nn.Module) -> str | None:
         # Collections of this package whose rows are slots.
@@ -333,56 +333,43 @@ class _Walk:
             )
         return self._torchrec.refusal(module) if self._torchrec else None
 
-    def _sharded(
-        self, module: nn.Module, collection: TableCollection, at: _Place
-    ) -> Iterator[_Found]:
+    def _sharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
         for table in collection.tables:
             fqn = collection.fqn(at.path, table.name)
             # What one collection has read serves all its tables during the walk. Later it is read
             # again: a reshard replaces it.
             locate = partial(collection.locate, table.name, fqn)
-            find = partial(_find_sharded, module, table.name, fqn)
-            yield _Found(table.name, at.path, fqn, locate, find, module, at.trail)
+            later = partial(_find_sharded, at.module, table.name, fqn)
+            yield _Found(table.name, at.path, fqn, at, locate, later)
 
-    def _unsharded(
-        self, module: nn.Module, collection: TableCollection, at: _Place
-    ) -> Iterator[_Found]:
+    def _unsharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
         embeddings = collection.embeddings()
         for table in collection.tables:
-            below = f"{collection.attribute}.{table.name}"
-            place = at.child(below, _join(at.path, below))
-            embedding, features = embeddings[table.name], table.features
-            yield from self._table(embedding, table.name, at.path, place, features)
+            place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
+            yield from self._table(place, table.name, at.path, table.features)
 
     def _table(
-        self,
-        module: nn.Module,
-        name: str,
-        path: str,
-        at: _Place,
-        features: tuple[str, ...] = (),
+        self, at: _Place, name: str, path: str, features: tuple[str, ...] = ()
     ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
         here."""
-        self._seen.add(id(module))
-        weight = module._parameters.get("weight")
-        if weight is None or self._first(weight):
+        weight = at.module._parameters.get("weight")
+        if weight is None or id(weight) not in self._seen:
+            self._seen.add(id(weight))
             fqn = _join(at.path, "weight")
-            ranks = at.ranks("weight")
-            locate = partial(_replica, module, "weight", fqn, ranks, features=features)
-            yield _Found(name, path, fqn, locate, locate, module, at.trail)
+            locate = partial(_replica, at, "weight", fqn, features=features)
+            yield _Found(name, path, fqn, at, locate)
 
-    def _dense_parameters(self, module: nn.Module, at: _Place) -> Iterator[_Found]:
+    def _dense_parameters(self, at: _Place) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
-        for name, parameter in module._parameters.items():
+        for name, parameter in at.module._parameters.items():
             if parameter is None or id(parameter) in self._seen_dense:
                 continue
             # Not in _seen: an embedding that comes later may share it, and is a table.
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
-            locate = partial(_replica, module, name, fqn, at.ranks(name))
-            label = fqn.replace(".", "/")
-            yield _Found(label, "", fqn, locate, locate, module, at.trail, dense=parameter)
+            label, locate = fqn.replace(".", "/"), partial(_replica, at, name, fqn)
+            yield _Found(label, "", fqn, at, locate, dense=parameter)
 
 
 def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> ShardedData:
@@ -390,19 +377,14 @@ def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> Sharded
 
 
 def _replica(
-    module: nn.Module,
-    attribute: str,
-    fqn: str,
-    ranks: tuple[int, ...] | None,
-    name: str,
-    features: tuple[str, ...] = (),
+    at: _Place, attribute: str, fqn: str, name: str, features: tuple[str, ...] = ()
 ) -> ShardedData:
-    """A parameter that every rank of ``ranks`` holds whole."""
-    parameter = module._parameters.get(attribute)
+    """A parameter that every rank of the DDP around it holds whole."""
+    parameter, ranks = at.module._parameters.get(attribute), at.ranks(attribute)
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
-    view = parameter.data if parameter.ndim == 2 else parameter.data.view(1, -1)
+    view = parameter.data.view(matrix_shape(parameter.shape))
     return whole(name, view, ranks, fqn=fqn, features=features)
 
 
@@ -420,10 +402,13 @@ def _no_matrix(parameter: Any) -> str | None:
 
 
 def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
-    where = f" at {path!r}" if path else ""
-    # The model itself has no path by which it could be left out.
-    way_out = f" It can be left out: exclude=[{path!r}]." if path else ""
-    raise ValueError(f"The tables of {kind}{where} can't be sparsified: {reason}.{way_out}")
+    if not path:
+        # The model itself has no path by which it could be left out.
+        raise ValueError(f"The tables of {kind} can't be sparsified: {reason}.")
+    raise ValueError(
+        f"The tables of {kind} at {path!r} can't be sparsified: {reason}. It can be left out:"
+        f" exclude=[{path!r}]."
+    )
 
 
 def _named(walked: list[_Found]) -> _Named:
@@ -470,3 +455,111 @@ def _listed(named: _Named) -> str:
 
 def _join(path: str, name: str, separator: str = ".") -> str:
     return f"{path}{separator}{name}" if path else name
+
+
+# ShardedTensors and DTensors. Both carry the rectangles of all ranks in their metadata.
+
+
+def is_sharded(data: object) -> bool:
+    """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
+    only by programs that use them."""
+    kinds = {(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(data).__mro__}
+    return not kinds.isdisjoint({("ShardedTensor", "torch"), ("DTensor", "torch")})
+
+
+class TensorSource:
+    """One sharded tensor, registered under a name. A 1-D tensor is a matrix of one column per
+    element: ``(1, n)``.
+
+    Raises:
+        ValueError: the tensor has more than two dimensions, this rank is not among those that hold
+            it, or :func:`~dist_sparse.tables.shards.check_data` refuses it.
+    """
+
+    def __init__(self, name: str, data: Any) -> None:
+        self._name, self.data = name, data
+        check_data(self.locate()[0])
+
+    def locate(self, names: Collection[str] | None = None) -> list[ShardedData]:
+        """Return its one entry. Does not communicate; raises ValueError as the class says."""
+        return [self.find(self._name)]
+
+    def find(self, name: str) -> ShardedData:
+        """Return its one entry."""
+        data = self.data
+        if data.dim() not in (1, 2):
+            raise ValueError(
+                f"Data {self._name!r} of shape {tuple(data.shape)}: sharded data must have one or"
+                " two dimensions."
+            )
+        if hasattr(data, "local_shards"):
+            return _from_sharded_tensor(self._name, data)
+        return _from_dtensor(self._name, data)
+
+
+def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
+    group = data._process_group if data._process_group is not None else dist.group.WORLD
+    held: dict[int, list[Rect]] = {rank: [] for rank in dist.get_process_group_ranks(group)}
+    for shard in data.metadata().shards_metadata:
+        held[shard.placement.rank()].append(_rect(shard))
+    local = {_rect(shard.metadata): shard.tensor for shard in data.local_shards()}
+    return _located(name, data, "sharded_tensor", held, local)
+
+
+def _from_dtensor(name: str, data: Any) -> ShardedData:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import (
+        _compute_local_shape_and_global_offset as local_shape_and_offset,
+    )
+
+    mesh = data.device_mesh.mesh
+    if any(not isinstance(placement, (Shard, Replicate)) for placement in data.placements):
+        raise ValueError(
+            f"Data {name!r} has placements {data.placements}: only Shard and Replicate are"
+            " supported."
+        )
+    held: dict[int, list[Rect]] = {}
+    for position in itertools.product(*map(range, mesh.shape)):
+        sizes, offsets = local_shape_and_offset(
+            data.shape, mesh.shape, list(position), data.placements
+        )
+        held[int(mesh[position])] = [_rect(ShardMetadata(list(offsets), list(sizes)))]
+    local = {rect: data.to_local() for rect in held.get(dist.get_rank(), ())}
+    return _located(name, data, "dtensor", held, local)
+
+
+def _located(
+    name: str, data: Any, kind: str, held: dict[int, list[Rect]], local: dict[Rect, Tensor]
+) -> ShardedData:
+    """Data of the rectangles that each rank holds, and the tensors of this one's."""
+    ranks = tuple(sorted(held))  # as process groups have them, whatever the order of a mesh
+    if dist.get_rank() not in held:
+        raise ValueError(
+            f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."
+        )
+    tiling = tuple(tuple(filter(_numel, held[rank])) for rank in ranks)
+    shards = []
+    for rect in tiling[ranks.index(dist.get_rank())]:
+        tensor = torch.as_tensor(local[rect]).detach()
+        shards.append(Shard(rect, tensor.view(rect.rows, rect.cols)))
+    return ShardedData(
+        name=name,
+        shape=matrix_shape(data.shape),
+        dtype=data.dtype,
+        sharding=kind,
+        ranks=ranks if len(ranks) > 1 else None,
+        tiling=tiling,
+        shards=tuple(shards),
+    )
+
+
+def _rect(shard: Any) -> Rect:
+    """The rectangle in the metadata of a shard; of one dimension it is a row."""
+    *row, col = shard.shard_offsets
+    *rows, cols = shard.shard_sizes
+    return Rect(int(sum(row)), int(col), int(math.prod(rows)), int(cols))
+
+
+def _numel(rect: Rect) -> int:
+    return rect.numel

@@ -35,21 +35,17 @@ class LookupKernel(Protocol):
     def module(self) -> nn.Module:
         """TorchRec's kernel, called with a KeyedJaggedTensor of ids local to the shards. The same
         object as long as the batch is in place."""
-        ...
 
     @property
     def features(self) -> Sequence[int]:
         """For each feature of the ids the number of its shard."""
-        ...
 
     @property
     def pooling(self) -> Literal["sum", "mean", "none"]:
         """How the rows of a bag are pooled."""
-        ...
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
-        ...
 
 
 class TableBatch(LookupKernel, Protocol):
@@ -59,29 +55,24 @@ class TableBatch(LookupKernel, Protocol):
     @property
     def tables(self) -> Sequence[str]:
         """The table of each shard."""
-        ...
 
     @property
     def keeps_zeros(self) -> bool:
         """Whether its optimizer leaves a row of zeros as it is if the gradient is zero."""
-        ...
 
     @property
     def is_adagrad(self) -> bool:
         """Whether the first optimizer state is the sum of squared gradients."""
-        ...
 
     @property
     def cached(self) -> Set[int]:
         """The shards whose rows are cached, so that :meth:`weights` may lack their latest
         values."""
-        ...
 
     @property
     def pending(self) -> MutableSet[object]:
         """Lookups whose backward is to come, to be kept up to date by the enforcer where rows are
         cached."""
-        ...
 
     def write_back(self) -> None:
         """Write cached rows back to :meth:`weights`, and empty the cache: until the next lookup,
@@ -90,20 +81,16 @@ class TableBatch(LookupKernel, Protocol):
         Raises:
             ValueError: a lookup holds cached rows; names the tables.
         """
-        ...
 
     def states(self) -> list[Sequence[Tensor]]:
         """Return live views of each shard's optimizer state: of its shape, or one value per row."""
-        ...
 
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
-        ...
 
     @property
     def kernel(self) -> nn.Module:
         """FBGEMM's module inside :attr:`module`, called with keywords."""
-        ...
 
     def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
         """Return the keywords of a pooled lookup in which some ids weigh nothing: their rows add
@@ -116,15 +103,12 @@ class TableBatch(LookupKernel, Protocol):
                 end (on a device as a tensor). Returns which ids keep their weight, bool ``(n,)``,
                 or None for all.
         """
-        ...
 
     def restore_pooling(self) -> None:
         """Pool as before :meth:`weighed`."""
-        ...
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
-        ...
 
 
 class Collection(Protocol):
@@ -136,17 +120,14 @@ class Collection(Protocol):
     @property
     def pooled(self) -> bool:
         """Whether it returns bags: the rows of a sample's ids, pooled."""
-        ...
 
     @property
     def weighted(self) -> bool:
         """Whether its ids have weights."""
-        ...
 
     @property
     def needs_indices(self) -> bool:
         """Whether it returns the ids beside their rows."""
-        ...
 
     @property
     def tables(self) -> list[TableConfig]: ...
@@ -154,31 +135,24 @@ class Collection(Protocol):
     @property
     def attribute(self) -> str:
         """The attribute that holds the embedding modules, a part of fully qualified names."""
-        ...
 
     def fqn(self, path: str, table: str) -> str:
         """Return the fully qualified name of a table's weight in a collection at ``path``."""
-        ...
 
     def outputs(self) -> dict[str, str]:
         """Return the table of each output, in no order."""
-        ...
 
     def embeddings(self) -> dict[str, nn.Module]:
         """Return the embedding modules by table; none if the collection is sharded."""
-        ...
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table of a sharded collection as it is stored now, under a registered name."""
-        ...
 
     def kernels(self) -> Iterator[LookupKernel]:
         """Yield this rank's kernels, whoever steps their tables."""
-        ...
 
     def batches(self) -> Iterator[TableBatch]:
         """Yield this rank's table batches with a fused optimizer."""
-        ...
 
     def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Set the hyperparameters of fused optimizers by table.
@@ -186,21 +160,17 @@ class Collection(Protocol):
         Raises:
             ValueError: two tables of one batch differ in them.
         """
-        ...
 
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table: ``"FATAL"``, ``"WARNING"``, ``"IGNORE"``
         or ``"NONE"``. Left out are tables without a fused kernel: their lookups raise."""
-        ...
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return what plain optimizers step on this rank, by table: parameters that are empty where
         a rank holds nothing of a table."""
-        ...
 
     def optimizers(self) -> list[Any]:
         """Return the fused optimizers of a sharded collection."""
-        ...
 
 
 class Replacement(NamedTuple):
@@ -219,36 +189,29 @@ class TorchRecPort(Protocol):
 
     def collection(self, module: nn.Module) -> Collection | None:
         """Return a collection as it is now, None for another module."""
-        ...
 
     def refusal(self, module: nn.Module) -> str | None:
         """Return why the tables below a module of TorchRec's can't be sparsified, and what would
         work; None if they can."""
-        ...
 
     def is_sharded(self, module: nn.Module) -> bool:
         """Return whether a module is a sharded collection."""
-        ...
 
     def lookups(self, module: nn.Module) -> list[nn.Module]:
         """Return the lookups of a sharded collection, [] of another module. A reshard makes new
         ones on every rank, with or without shards. Not in the module tree."""
-        ...
 
     def processes_features(self, module: nn.Module) -> bool:
         """Return whether a module reads the collection in it without calling it, behind a feature
         processor."""
-        ...
 
     def averages(self, module: nn.Module) -> bool:
         """Return whether a module averages copies of its tables now and then, by its method
         ``sync``."""
-        ...
 
     def among(self, features: Any, chosen: Tensor) -> Any:
         """Return a KeyedJaggedTensor of the ids that are ``chosen``, bool ``(n,)``, and their
         weights, through which gradients flow back."""
-        ...
 
     def with_outputs(self, output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         """Return the output of a collection with each of its parts changed once it has arrived.
@@ -257,15 +220,12 @@ class TorchRecPort(Protocol):
             change: takes an output's name and its values, ``(..., columns)``, and returns values of
                 as many rows.
         """
-        ...
 
     def combined(self, optimizer: object) -> list[Any] | None:
         """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
-        ...
 
     def is_fused(self, optimizer: object) -> bool:
         """Return whether an optimizer only represents one that runs inside the backward."""
-        ...
 
     def rename(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
         """Replace a parameter where keyed optimizers hold it a second time, by name."""
@@ -273,20 +233,16 @@ class TorchRecPort(Protocol):
 
     def is_sharded_model(self, model: nn.Module) -> bool:
         """Return whether a model is a DistributedModelParallel."""
-        ...
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the user's module inside a DistributedModelParallel."""
-        ...
 
     def dense_layers(self, model: nn.Module) -> nn.Module:
         """Return the DDP module of a DistributedModelParallel's dense layers, the user's module if
         there is none."""
-        ...
 
     def compact_refusal(self, model: nn.Module, module: nn.Module) -> str | None:
         """Return why a collection of ``model`` can't be compacted, or None."""
-        ...
 
     def compact_plan(
         self,
@@ -301,7 +257,6 @@ class TorchRecPort(Protocol):
             root: the user's module.
             planner: returns a plan for ``root``; None derives it from the old one.
         """
-        ...
 
     def reshard(self, model: nn.Module, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
         """Return a DistributedModelParallel like ``model`` around ``root``. Rows on the meta device
@@ -310,9 +265,7 @@ class TorchRecPort(Protocol):
         Collective where a collection has data-parallel tables, which TorchRec puts under DDP at
         once.
         """
-        ...
 
     def wrap_layers(self, made: nn.Module, model: nn.Module) -> None:
         """Put the dense layers of a new DistributedModelParallel under DDP if ``model`` has them
         there. Collective."""
-        ...

@@ -8,6 +8,7 @@ the rectangles of the other ranks come from metadata.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,6 +115,11 @@ class ShardedData:
         rects = [rect for held in self.tiling for rect in held]
         return len(set(rects)) < len(rects)
 
+    @property
+    def kept_equal(self) -> bool:
+        """Whether there are replicas, and training keeps them equal."""
+        return self.replicated and not self.copied
+
     def owned(self, rank: int) -> list[Rect]:
         """Return the rectangles that group rank ``rank`` owns: of several replicas the lowest rank
         owns its first."""
@@ -152,6 +158,19 @@ def whole(
     )
 
 
+def steps_in_backward(parameter: object) -> bool:
+    """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
+    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update.
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a tensor as a matrix: one dimension is a row, of more than two the first
+    ones are rows."""
+    *rows, columns = 1, *shape
+    return math.prod(rows), columns
+
+
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
     """Return for each rank the rectangles that it owns: the first of several holders does."""
     seen: set[Rect] = set()
@@ -172,12 +191,10 @@ class Source(Protocol):
         Args:
             names: which, of those that the first call has returned; None is all of them.
         """
-        ...
 
     def find(self, name: str) -> ShardedData:
         """Return one tensor that was located before, as it is stored now. Does not walk the
         model."""
-        ...
 
 
 def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
@@ -293,9 +310,11 @@ def shared_memory(
     """Return the names of two tensors that have memory in common, of which the second is new; None
     if there are none. All have passed :func:`check_memory`."""
     tensors = [*known, *new]
-    # Empty tensors have no memory to share.
-    filled = [(i, tensor) for i, (_, tensor) in enumerate(tensors) if tensor.numel()]
-    spans = [(str(tensor.device), *memory_of(tensor), i) for i, tensor in filled]
+    spans = []
+    for i, (_, tensor) in enumerate(tensors):
+        # Empty tensors have no memory to share.
+        if tensor.numel():
+            spans.append((str(tensor.device), *memory_of(tensor), i))
     # By device and address: what overlaps any earlier one overlaps the one that reaches furthest.
     reach, furthest = ("", 0), 0
     for device, start, end, i in sorted(spans):
@@ -371,3 +390,31 @@ def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+# Bytes of what finds the kept parts of a table: the formulas of budgets and plans.
+
+
+def index_bytes(rows: int) -> int:
+    """Return the bytes in memory that find the kept rows of a table of so many: a bit each, and a
+    count for each 32.
+
+    Example::
+
+        >>> from dist_sparse.tables.shards import index_bytes
+        >>> index_bytes(1000)  # 0.25 byte a row
+        256
+    """
+    return 8 * -(-rows // 32)
+
+
+def narrow_width(kept: int, columns: int) -> int:
+    """Return the columns of a table that has lost all but ``kept``: a multiple of 4, as FBGEMM
+    needs, or all."""
+    return min(columns, max(4, -(-kept // 4) * 4))
+
+
+def basis_bytes(columns: int, width: int) -> int:
+    """Return the bytes of the float32 matrix that turns ``width`` rotated columns back into
+    ``columns``."""
+    return 4 * columns * width

@@ -25,8 +25,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
-from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData, whole
-from dist_sparse.tables.tensors import steps_in_backward
+from dist_sparse.tables.shards import (
+    CACHED,
+    Rect,
+    Shard,
+    ShardedData,
+    steps_in_backward,
+    whole,
+)
 from dist_sparse.torchrec import check_versions
 
 # Before TorchRec's own modules, whose errors name no release.

@@ -20,7 +20,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, Replacement
-from dist_sparse.tables.tensors import steps_in_backward
+from dist_sparse.tables.shards import steps_in_backward
 from dist_sparse.torchrec.collections import (
     CombinedOptimizer,
     DistributedModelParallel,

@@ -22,8 +22,7 @@ from torch import nn
 from dist_sparse import checks
 from dist_sparse.enforcer.dense import same_storage
 from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.schedulers.curves import Window
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     ConstantDataScheduler,
     CosineDataScheduler,
     CubicDataScheduler,
@@ -32,10 +31,20 @@ from dist_sparse.schedulers.ready import (
     OneShotDataScheduler,
     ReadyDataScheduler,
 )
+from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.importance import SCORES
 from dist_sparse.sparsifiers.score import SCOPES
-from dist_sparse.tables.shards import ROW, Block, Rect, ShardedData, grid_of, resolve_block
-from dist_sparse.tables.sizes import basis_bytes, index_bytes, narrow_width
+from dist_sparse.tables.shards import (
+    ROW,
+    Block,
+    Rect,
+    ShardedData,
+    basis_bytes,
+    grid_of,
+    index_bytes,
+    narrow_width,
+    resolve_block,
+)
 
 Level: TypeAlias = float | Literal["untouched", "auto"]
 Levels: TypeAlias = Level | Mapping[str, Level]

@@ -13,8 +13,8 @@ from torch import nn
 
 from dist_sparse.enforcer.dense import combines, leaves
 from dist_sparse.groups import Group, Replica, cut, group_over, ranks_text, world_ranks
-from dist_sparse.sparsifiers.digest import shared_weights
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.pieces import shared_weights
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 
@@ -103,7 +103,7 @@ def _hashes(
     # holds its one tile.
     tables = [located[name] for name in names if name in located]
     held = [replace(data, ranks=world.ranks, tiling=data.tiling * world.size) for data in tables]
-    return shared_weights(held, world.rank)
+    return shared_weights(held)
 
 
 def _warn(world: Group, names: Sequence[str], drifted: Mapping[str, list[int]]) -> None:

@@ -4,7 +4,7 @@ Phases of an update under a :class:`Guard`:
 
 1. It happens when the schedule has one, unless the one before waits for its validation. Then it is
    *owed*: it happens at the first step after that validation, at the level that is scheduled then.
-2. What it removes is kept (:class:`~dist_sparse.sparsifiers.undo.LastUpdate`), and it is *pending*.
+2. What it removes is kept (``sparsifiers.masks.LastUpdate``), and it is *pending*.
 3. A validation accepts it, and what was kept is released; or undoes it, and the schedule ends.
 
 All decisions follow from numbers that all ranks have in common: a guard does not communicate.
@@ -24,16 +24,16 @@ from torch import Tensor
 
 from dist_sparse import checks
 from dist_sparse.groups import group_over, rank_in, world_ranks
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     CurveDataScheduler,
     LambdaDataScheduler,
     ReadyDataScheduler,
     by_name,
 )
+from dist_sparse.sparsifiers.base import saved_configs
 from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
-from dist_sparse.sparsifiers.saving import saved_configs
+from dist_sparse.sparsifiers.masks import LastUpdate
 from dist_sparse.sparsifiers.score import SCOPES
-from dist_sparse.sparsifiers.undo import LastUpdate
 
 Mode: TypeAlias = Literal["max", "min"]
 MODES = ("max", "min")
@@ -386,4 +386,4 @@ def _check_next_updates(
         sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
     # Norms are always known: no walk for them.
     if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
-        sparsifier.check_known(sparsifier.masks.tables.locate())
+        sparsifier.look_up(sparsifier.masks.tables.locate())

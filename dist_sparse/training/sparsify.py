@@ -19,9 +19,9 @@ from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
-from dist_sparse.schedulers.ready import ReadyDataScheduler
+from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Score
-from dist_sparse.sparsifiers.recorder import removed_lookups
+from dist_sparse.sparsifiers.masks import removed_lookups
 from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, Source
@@ -579,7 +579,7 @@ def sparsify(
             training._attach(walked, optimizers, auto_step)
             if plan.score is not None:
                 # A requested score must be known of every table; the default falls back.
-                sparsifier.check_known(walked.located)
+                sparsifier.look_up(walked.located)
             # Tables that no glob of level= matches stay at 0.
             sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
             unknown = sparsifier.unknown_tables(walked.located)

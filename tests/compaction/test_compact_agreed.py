@@ -21,7 +21,7 @@ import dist_sparse.compaction.replacing as replacing
 from dist_sparse import compact, sparsify
 from dist_sparse.compaction.replacing import CollectionSite
 from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers import stats
+from dist_sparse.sparsifiers import masks
 from dist_sparse.torchrec import port
 from tests.compaction.test_compact_sharded import Run, cell_of
 from tests.dist.cells import batch, build
@@ -75,7 +75,7 @@ def failing(real: Any, times: int) -> Any:
 
 
 PLACES = {
-    "counting blocks": (stats, "_count", 1),
+    "counting blocks": (masks, "_count", 1),
     "counting rows": (BlockMask, "dead_rows", 1),
     "building": (CollectionSite, "compacted", 1),
     "in place": (replacing, "places_of", 1),

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dist_sparse.schedulers import CubicDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import CubicDataScheduler
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from tests.conformance.pair import Ancestor, Doubled, Ours, ancestors, saved_and_loaded, weight_of
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.schedulers import ExponentialDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import ExponentialDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 

@@ -115,6 +115,6 @@ def test_memory_that_ends_while_replicas_are_hashed_is_an_error_on_all_ranks(
 ) -> None:
     sparsifier, _ = updated("data_parallel")
     if dist.get_rank():
-        monkeypatch.setattr("dist_sparse.sparsifiers.digest._hashed", lambda _: [][1])
+        monkeypatch.setattr("dist_sparse.sparsifiers.pieces._hashed", lambda _: [][1])
     with pytest.raises(ValueError, match="rank 1: IndexError"):
         sparsifier.step()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse import ROW, DataNormSparsifier, describe
-from dist_sparse.tables.tensors import TensorSource
+from dist_sparse.tables.modules import TensorSource
 from tests.dist.harness import run_ranks
 from tests.dist.pieces import Piece, sharded
 from tests.dist.plugin import on_ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.records import MaskChange
-from dist_sparse.sparsifiers.recorder import Recorder
+from dist_sparse.sparsifiers.masks import Recorder
 from dist_sparse.tables.modules import model_source
 from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.pieces import by_rows, sharded, write

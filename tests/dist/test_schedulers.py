@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from dist_sparse import sparsify
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.schedulers import curves
-from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     CubicDataScheduler,
     CurveDataScheduler,
     LambdaDataScheduler,
     LinearDataScheduler,
+    curves,
 )
+from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from tests.dist.plugin import on_ranks
 

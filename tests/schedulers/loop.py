@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.schedulers import curves
-from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     CosineDataScheduler,
     CubicDataScheduler,
     ExponentialDataScheduler,
     LinearDataScheduler,
+    curves,
 )
+from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
 __all__ = ["GROWING", "level_of", "run", "sparsifier_of"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from dist_sparse.schedulers import CubicDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import CubicDataScheduler
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 
 

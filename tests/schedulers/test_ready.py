@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_sparse.schedulers import curves
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     ConstantDataScheduler,
     CubicDataScheduler,
     CurveDataScheduler,
@@ -17,6 +16,7 @@ from dist_sparse.schedulers.ready import (
     LambdaDataScheduler,
     LinearDataScheduler,
     OneShotDataScheduler,
+    curves,
 )
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from tests.schedulers.loop import GROWING, level_of, run, sparsifier_of

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_sparse.schedulers.base import BaseDataScheduler
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     ConstantDataScheduler,
     CubicDataScheduler,
     LambdaDataScheduler,
     LinearDataScheduler,
     OneShotDataScheduler,
 )
+from dist_sparse.schedulers.base import BaseDataScheduler
 from tests.schedulers.loop import GROWING, level_of, run, sparsifier_of
 
 MAKERS: list[Callable[..., Any]] = [

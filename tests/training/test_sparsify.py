@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, SparseTraining, sparsify
-from dist_sparse.schedulers.ready import (
+from dist_sparse.schedulers import (
     ConstantDataScheduler,
     CosineDataScheduler,
     ExponentialDataScheduler,

@@ -1,0 +1,618 @@
+"""The masks of one sparsifier, what is attached to them, and what they count over all ranks.
+
+:class:`Masks` is what the rest of the package needs of a sparsifier. Its collective methods change
+no mask and no weight; they first check that all ranks make the same call.
+
+A :class:`Recorder` counts on each rank what a mask update changes there. The sums over ranks cost
+one small all-reduce per process group in each mask update. Without a recorder nothing is counted.
+A :class:`LastUpdate` keeps what an update zeroes, so that it can be undone.
+"""
+
+from __future__ import annotations
+
+import numbers
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from dist_sparse.groups import group_over, traffic
+from dist_sparse.masking.block_masks import MadeMasks
+from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.masks import BlockMask, count_bits
+from dist_sparse.records import MaskChange, StepRecord, TableStats
+from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
+from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
+from dist_sparse.sparsifiers.pieces import (
+    assembled,
+    begun,
+    exchange,
+    mask_hash,
+    removed_blocks,
+    shape_hash,
+)
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
+from dist_sparse.text import (
+    block_shape_text,
+    block_text,
+    level_text,
+    number_of,
+    shape_text,
+    table_lines,
+)
+
+Located = Mapping[str, ShardedData]
+Configs = Mapping[str, Mapping[str, Any]]
+
+
+class Enforcer:
+    """The methods of an attached enforcer that a sparsifier calls. None of them communicates. This
+    class stands in while none is attached, and does nothing."""
+
+    def accumulators(self) -> dict[int, tuple[Tensor, float]]:
+        """Return the sums of squared gradients that Adagrad keeps, and their initial value, by the
+        address of the weights: live, one for each weight, or one for each row of a shard:
+        ``(rows,)`` or ``(rows, 1)``."""
+        return {}
+
+    def states(self) -> Mapping[int, Sequence[Tensor]]:
+        """Return all optimizer state, live, by the address of the weights."""
+        return {}
+
+    def written(self, reader: str = "scores") -> Mapping[int, Written]:
+        """Map weight addresses to live sets of possibly written rows, for shards whose writes are
+        all tracked. Each reader has and clears its own."""
+        return {}
+
+    def settle(self) -> None:
+        """Zero revived weights, before weights are scored, read or saved."""
+
+    def begin_step(self) -> None:
+        """Called before a mask update."""
+
+    def end_step(self) -> None:
+        """Called after a mask update, which has zeroed what it removes in sharded tables, but not
+        in plain data."""
+
+    def renew(self) -> None:
+        """Called after masks were replaced or squashed: look everything up again and zero it."""
+
+
+class Rotation(Protocol):
+    """What rotates tables before each mask update, if anything does."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The tables whose columns hold less and less in a mask update, so that the last ones are
+        removed, grouped as they are rotated together."""
+
+    def update(self) -> None:
+        """Rotate them. Collective over the groups of the sharded tables."""
+
+
+class Recorder:
+    """Records the mask updates of one sparsifier over sharded tables; plain data is not recorded.
+    Every rank must have one, or none: a mask update checks it.
+
+    Attributes:
+        count: mask updates so far.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier
+        >>> sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape="row", norm="L2")
+        >>> names = sparsifier.add_model(torch.nn.EmbeddingBag(10, 4))
+        >>> recorder = sparsifier.record()
+        >>> sparsifier.step()
+        >>> [update] = recorder.take()
+        >>> update.tables[0].removed_blocks, update.tables[0].churn
+        (5, 0.5)
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changes: tuple[MaskChange, ...] = ()
+        self._done: list[StepRecord] = []
+
+    def take(self) -> list[StepRecord]:
+        """Return the records since the last call, in order."""
+        done, self._done = self._done, []
+        return done
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure a mask update and record it. If it fails there is no record."""
+        started, before = time.perf_counter(), traffic()
+        yield
+        # Traffic counts all of this process: nothing else communicates within a mask update.
+        self.count += 1
+        after = traffic()
+        self._done.append(
+            StepRecord(
+                number=self.count,
+                seconds=time.perf_counter() - started,
+                collectives=after.collectives - before.collectives,
+                bytes=after.bytes - before.bytes,
+                tables=self._changes,
+            )
+        )
+
+    def note(
+        self,
+        packed: PackedStore,
+        located: Located,
+        made: Mapping[str, MadeMasks],
+        configs: Configs,
+    ) -> None:
+        """Count what changes, before the new masks take the place of the old. Collective: one
+        all-reduce a group.
+
+        Args:
+            packed: the masks so far.
+            located: the tables as they are stored now.
+            made: their new masks.
+            configs: name -> configuration.
+        """
+        counts = {
+            name: _counts(packed.table(name), located[name], new) for name, new in made.items()
+        }
+        self._changes = ()
+        for name, sums in packed.summed(counts).items():
+            same_blocks = packed.table(name).block == made[name].block
+            change = _change(located[name], made[name], configs[name], sums, same_blocks)
+            self._changes += (change,)
+
+
+def _counts(table: TableMasks, data: ShardedData, made: MadeMasks) -> list[int]:
+    """Return removed, flipped and regrown blocks, dead rows, lookups and removed lookups of this
+    rank's shards."""
+    removed = flipped = regrown = dead = 0
+    new = {mask.rect: mask for mask, _ in made.masks}
+    for held in table.owned:
+        mask = new[held.mask.rect]
+        before, after = begun(held.mask), begun(mask)
+        removed += after.blocks - count_bits(after.bits)
+        dead += int(mask.dead_rows().sum())
+        # Bits of other blocks can't be compared.
+        if before.block == after.block:
+            flipped += count_bits(before.bits ^ after.bits)
+            regrown += count_bits(after.bits & ~before.bits)
+    # Of the old masks, which have answered these lookups.
+    return [removed, flipped, regrown, dead, *_lookups_here(table, data)]
+
+
+def _change(
+    data: ShardedData,
+    made: MadeMasks,
+    config: Mapping[str, Any],
+    sums: list[int],
+    same_blocks: bool,
+) -> MaskChange:
+    removed, flipped, regrown, dead, lookups, removed_lookups = sums
+    change = MaskChange(
+        name=data.name,
+        target=configured_level(config),
+        threshold=None if made.threshold is None else made.threshold.score,
+        blocks=grid_of(Rect(0, 0, *data.shape), made.block).blocks,
+        removed_blocks=removed,
+        flipped_blocks=flipped,
+        regrown_blocks=regrown,
+        dead_rows=dead,
+        lookups=lookups,
+        removed_lookups=removed_lookups,
+    )
+    if not same_blocks:
+        # Masks of different blocks can't be compared.
+        change = replace(change, flipped_blocks=None, regrown_blocks=None)
+    if not data.has_whole_rows:
+        # No rank sees the rows of a table cut by columns.
+        change = replace(change, dead_rows=None)
+    return change if lookups else replace(change, lookups=None, removed_lookups=None)
+
+
+def configured_level(config: Mapping[str, Any]) -> float | None:
+    """Return the configured sparsity_level, where there is one that is a number."""
+    level = config.get("sparsity_level")
+    return float(level) if isinstance(level, numbers.Real) else None
+
+
+def knows_removed_rows(data: ShardedData, block: Block) -> bool:
+    """Return whether the leftmost shards of a table tell which of its rows are removed."""
+    return block[1] >= data.shape[1] or data.has_whole_rows
+
+
+def counted_rows(packed: PackedStore, data: ShardedData) -> list[tuple[Tensor, Tensor]]:
+    """Return for each shard that this rank counts which rows are removed, and the lookups of each:
+    ``(bool (rows,), float64 (rows,))`` on the CPU; none if lookups are not counted. Local."""
+    found = []
+    for held in packed.table(data.name).leftmost:
+        if held.counts.numel():
+            found.append((held.mask.dead_rows().cpu(), held.counts.cpu().double()))
+    return found
+
+
+def _lookups_here(table: TableMasks, data: ShardedData) -> list[int]:
+    """Return all lookups of this rank's part of a table and those of its removed rows: counted ones
+    where its score needs counts, otherwise those that enforcers have sampled since the last mask
+    update, 0 where they see no lookups or the removed rows are not known. Local."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    if knows_removed_rows(data, table.block):
+        for held in table.leftmost:
+            sums += held.lookups.cpu()
+    # Counts that decay have fractions; sums are rounded once.
+    found: list[int] = sums.round().long().tolist()
+    return found
+
+
+def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
+    """Return all lookups and removed lookups of each table, 0 where they are not known, by name.
+    Collective: one all-reduce for each group.
+
+    Args:
+        packed: the registered tables.
+        action: the public call, for messages.
+    """
+    located = packed.current(action)
+    return packed.summed(
+        {name: _lookups_here(packed.table(name), data) for name, data in located.items()}
+    )
+
+
+@dataclass(frozen=True)
+class _Removed:
+    """What an update removes of one shard.
+
+    Args:
+        mask: bits of 0 for newly removed blocks.
+        rows: flags of the rows that it leaves nothing of, bool ``(rect.rows,)``.
+        values: the removed elements of the weights, part by part, then those of each optimizer
+            state; empty for a state that belongs to no weight.
+    """
+
+    mask: BlockMask
+    rows: Tensor
+    values: list[list[Tensor]]
+
+
+class LastUpdate:
+    """Keeps one mask update. All methods are local.
+
+    Attributes:
+        before: the masks before the update, by table; empty if there is none to undo.
+    """
+
+    def __init__(self) -> None:
+        self.before: Mapping[str, TableMasks] = {}
+        self._removed: dict[str, list[_Removed]] = {}
+
+    def keep(self, masks: Masks, located: Located, made: Mapping[str, MadeMasks]) -> None:
+        """Take the place of the update that was kept so far. Called before anything is zeroed."""
+        states = masks.hooks.states()
+        self._removed = {}
+        for name, new in made.items():
+            shards = zip(located[name].shards, masks.tables.masks(name), new.masks, strict=True)
+            self._removed[name] = [
+                _removed_of(_tensors_of(shard, states), old, mask)
+                for shard, old, (mask, _) in shards
+            ]
+        self.before = masks.tables.snapshot()
+
+    def check(self, located: Located) -> None:
+        """Refuse to undo an update of tables that are stored elsewhere by now.
+
+        Raises:
+            ValueError: names them.
+        """
+        moved = [name for name, one in self.before.items() if located[name].tiling != one.tiling]
+        if moved:
+            raise ValueError(
+                f"The shards of the tables {moved} have moved since the last mask update, which"
+                " can't be undone now: call guard() before tables are resharded."
+            )
+
+    @torch.no_grad()
+    def undo(self, masks: Masks, located: Located) -> None:
+        """Put masks, removed weights and their optimizer state back, as they were before."""
+        masks.tables.load(self.before)
+        # Zeroes the blocks that the update brought back; the weights below must come later.
+        masks.hooks.renew()
+        states = masks.hooks.states()
+        for name, removed in self._removed.items():
+            for shard, one in zip(located[name].shards, removed, strict=True):
+                # A state that an optimizer has made since comes behind the others, and stays.
+                for tensor, kept in zip(_tensors_of(shard, states), one.values, strict=False):
+                    for (part, flags), values in zip(_parts(tensor, one), kept, strict=True):
+                        part.masked_scatter_(flags, values)
+        masks.hooks.end_step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Release what is kept."""
+        self.before, self._removed = {}, {}
+
+
+def _tensors_of(shard: Shard, states: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    """Return the weights of a shard and all of its optimizer state."""
+    return [shard.tensor, *states.get(shard.tensor.data_ptr(), ())]
+
+
+def _removed_of(tensors: Sequence[Tensor], old: BlockMask, new: BlockMask) -> _Removed:
+    # Masks of other blocks can't be compared: then all that is removed counts as new.
+    newly = new.bits if old.block != new.block else new.bits | ~old.bits
+    mask = BlockMask(new.rect, new.block, newly)
+    removed = _Removed(mask, new.dead_rows() & ~old.dead_rows(), [])
+    for tensor in tensors:
+        removed.values.append([part[flags] for part, flags in _parts(tensor, removed)])
+    return removed
+
+
+def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a shard's weights or optimizer state, live, and flags of the elements that an
+    update removes."""
+    rect = removed.mask.rect
+    if tuple(tensor.shape) == (rect.rows, rect.cols):
+        for rows, kept in removed.mask.element_chunks(only_removing=True):
+            yield tensor.data[rows], ~kept
+    elif tensor.numel() == rect.rows:
+        # One number for each row: it is still in use where a part of the row stays.
+        yield tensor.data.view(-1), removed.rows.to(tensor.device)
+    # A step count belongs to no weight.
+
+
+class _Held(NamedTuple):
+    """The masks of one name on this rank, and those of them that it owns; of plain data element by
+    element. ``nbytes`` are those of all masks here."""
+
+    data: ShardedData
+    block: Block
+    masks: list[BlockMask]
+    owned: list[BlockMask]
+    nbytes: int
+
+
+class Masks:
+    """The masks of one sparsifier, and what is attached to it.
+
+    Attributes:
+        tables: the masks of sharded tables.
+        plain: the masks of plain data.
+        enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
+        rotation: the bases of :func:`~dist_sparse.rotate`, if any.
+        undo: keeps each mask update until the next, if one is to be undone.
+        recorder: counts what mask updates change, since ``sparsifier.record()``.
+        schedulers: all that have stepped on the sparsifier and are still alive, with their notes.
+    """
+
+    def __init__(self) -> None:
+        self.tables, self.plain = PackedStore(), DenseStore()
+        self.enforcer: Enforcer | None = None
+        self.rotation: Rotation | None = None
+        self.undo: LastUpdate | None = None
+        self.recorder: Recorder | None = None
+        self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @property
+    def hooks(self) -> Enforcer:
+        """The enforcer that is attached, or one that does nothing."""
+        return self.enforcer or Enforcer()
+
+    def held(self, located: Located) -> dict[str, _Held]:
+        """Return the masks of every name on this rank. Local."""
+        found = {}
+        for name, data in located.items():
+            table = self.tables.table(name)
+            owned = [held.mask for held in table.owned]
+            nbytes = sum(mask.bits.numel() for mask in table.masks)
+            found[name] = _Held(data, table.block, table.masks, owned, nbytes)
+        for name in self.plain.names:
+            # Masks of plain data may have any dtype.
+            mask, data = self.plain.mask(name), as_sharded(name, as_matrix(self.plain.held(name)))
+            elements = BlockMask.of_elements(data.shards[0].rect, as_matrix(mask))
+            found[name] = _Held(data, (1, 1), [elements], [elements], mask.nbytes)
+        return found
+
+    def _summed(
+        self, action: str, count: Callable[[_Held], list[int]], located: Located | None = None
+    ) -> dict[str, tuple[_Held, list[int]]]:
+        """Return the masks of every name on this rank, and the sums over all ranks of what
+        ``count`` returns for them. Collective: one all-reduce a group, after an exchange of status;
+        ``located`` spares the status and a walk."""
+        if located is None:
+            located = self.tables.current(action)
+        held = self.held(located)
+        sums = self.tables.summed({name: count(one) for name, one in held.items()})
+        return {name: (one, sums[name]) for name, one in held.items()}
+
+    def table_stats(self, configs: Configs) -> dict[str, TableStats]:
+        """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
+        located = self.tables.current("table_stats()")
+        # A rank that runs out of memory here would leave the others waiting.
+        with self.tables.agreeing("table_stats()"):
+            here = self.held(located)
+            counts = {name: _count(one) for name, one in here.items()}
+        found = {}
+        for name, sums in self.tables.summed(counts).items():
+            held, (removed, removed_elements, mask_bytes) = here[name], sums
+            data = held.data
+            elements = data.shape[0] * data.shape[1]
+            found[name] = TableStats(
+                name=name,
+                shape=data.shape,
+                dtype=data.dtype,
+                sharding=data.sharding,
+                shards=len(data.rects),
+                sparse_block_shape=configs[name].get("sparse_block_shape"),
+                target=configured_level(configs[name]),
+                blocks=grid_of(Rect(0, 0, *data.shape), held.block).blocks,
+                removed_blocks=removed,
+                mask_bytes=mask_bytes,
+                table_bytes=elements * data.dtype.itemsize,
+                kept_bytes=(elements - removed_elements) * data.dtype.itemsize,
+            )
+        return found
+
+    def count_revived(
+        self, action: str = "count_revived()", located: Located | None = None
+    ) -> dict[str, int]:
+        """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`; ``action`` is the public call,
+        for messages."""
+        counts = self._summed(action, _count_revived, located)
+        # Squashed names have no masks any more.
+        kept = {*self.tables.names, *filter(self.plain.is_masked, self.plain.names)}
+        return {name: count for name, (_, [count]) in counts.items() if name in kept}
+
+    def dead_rows(self) -> dict[str, int]:
+        """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`."""
+        counts = self._summed("dead_rows()", _count_dead_rows)
+        # No rank sees a whole row of other tables.
+        return {
+            name: count
+            for name, (held, [count]) in counts.items()
+            if knows_removed_rows(held.data, held.block)
+        }
+
+    def fingerprints(self, action: str) -> dict[str, str]:
+        """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call,
+        for messages."""
+        found = {}
+        # A hash is a sum over elements: over ranks it is that of the whole mask.
+        for name, (held, [value]) in self._summed(action, _hash).items():
+            found[name] = f"{(value + shape_hash(held.data.shape)) % (1 << 64):016x}"
+        return found
+
+    def audit(self) -> dict[str, str]:
+        """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
+        packed, enforced = self.tables, self.enforcer is not None
+        located = packed.current("audit()")
+        with packed.agreeing("audit()"):
+            # Dirty rows are zeroed before a forward reads them: they are no errors.
+            self.hooks.settle()
+        refusal = "Masks differ between their holders."
+        packed.compare_holders("audit()", located, packed.snapshot(), refusal)
+        revived = self.count_revived("audit()", located)
+        # Without an enforcer, plain data keeps the weights that it removes.
+        counts = "; ".join(
+            f"table {name!r}: {count} removed weights are not zero"
+            for name, count in revived.items()
+            if count and (enforced or name in packed)
+        )
+        # Of all groups: ranks that hold none of a table must not go on alone.
+        with packed.agreeing("audit()"):
+            if counts:
+                _report_revived(counts, enforced=enforced)
+        return self.fingerprints("audit()")
+
+    def full_mask(self, name: str) -> Tensor:
+        """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
+        packed, data = self.tables, self.tables.find(name)
+        group, whole = group_over(data.ranks), Rect(0, 0, *data.shape)
+        with group.agreeing("full_mask()") as facts:
+            facts["name"] = name
+        packed.reshard({name: data})
+        # As if every rank held all of the table.
+        everywhere = ((whole,),) * group.size
+        table = packed.table(name)
+        [arrived] = exchange(group, [table.move(everywhere)])
+        held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
+        return held.mask.dense()
+
+
+def _count(held: _Held) -> list[int]:
+    """Return removed blocks, removed elements and mask bytes of this rank's shards."""
+    elements = 0
+    for mask in held.owned:
+        for _, kept in mask.element_chunks(only_removing=True):
+            elements += int((~kept).sum())
+    return [sum(map(removed_blocks, held.owned)), elements, held.nbytes]
+
+
+def _count_revived(held: _Held) -> list[int]:
+    """Count removed weights that are not zero, replicas too."""
+    count = 0
+    for shard, mask in zip(held.data.shards, held.masks, strict=True):
+        # In chunks: the mask of elements may be as large as the weights.
+        for rows, kept in mask.element_chunks(only_removing=True):
+            count += int(((shard.tensor[rows] != 0) & ~kept).sum())
+    return [count]
+
+
+def _count_dead_rows(held: _Held) -> list[int]:
+    """Count rows with nothing left in the leftmost shards, which are the whole rows where
+    :func:`knows_removed_rows`."""
+    return [sum(int(mask.dead_rows().sum()) for mask in held.owned if mask.rect.col == 0)]
+
+
+def _hash(held: _Held) -> list[int]:
+    return [sum(map(mask_hash, held.owned))]
+
+
+def _report_revived(counts: str, *, enforced: bool) -> None:
+    """Raise for removed weights that an enforcer would not have left nonzero; warn of others."""
+    if enforced:
+        raise ValueError(
+            f"Masks and weights differ, although an enforcer is attached. {counts}. They were"
+            " written in a way that torch does not count, such as through .data;"
+            " sparsifier.apply_masks() zeroes them."
+        )
+    warnings.warn(
+        f"Masks and weights differ. {counts}: no enforcer is attached, so what optimizers revive"
+        " stays until sparsifier.apply_masks().",
+        stacklevel=4,
+    )
+
+
+_HEAD = (
+    *("name", "shape", "dtype", "sharding", "shards (here)"),
+    *("block", "zeros per block", "level", "mask bytes (here)"),
+)
+
+
+def describe(sparsifier: Any) -> str:
+    """Return a text table of everything registered: name, shape, dtype, sharding, shards,
+    configuration, level, mask bytes. Local.
+
+    Takes a sparsifier, or what :func:`~dist_sparse.sparsify` returned.
+
+    "here" counts what this rank holds; :meth:`~dist_sparse.BaseDataSparsifier.table_stats` counts
+    over all ranks.
+
+    Example::
+
+        >>> import torch
+        >>> from dist_sparse import DataNormSparsifier, describe
+        >>> data = [("user", torch.ones(10, 4))]
+        >>> print(describe(DataNormSparsifier(data, sparse_block_shape=(1, 4))))
+        DataNormSparsifier: 1 registered, over 1 rank
+        name  shape   dtype    sharding  shards     block  zeros per   level  mask bytes
+                                         (here)            block              (here)
+        ----  ------  -------  --------  ---------  -----  ----------  -----  ----------
+        user  10 x 4  float32  plain     1 (1)      1x4    all         0.5    160
+    """
+    given, sparsifier = sparsifier, getattr(sparsifier, "sparsifier", sparsifier)
+    masks = getattr(sparsifier, "masks", None)
+    if not isinstance(masks, Masks):
+        raise TypeError(
+            f"Invalid sparsifier of type {type(given).__name__}: must be a sparsifier, or what"
+            " sparsify() returned."
+        )
+    packed, rows = masks.tables, []
+    held = masks.held(packed.locate())
+    for name, config in sparsifier.data_groups.items():
+        data, size = held[name].data, held[name].nbytes
+        dtype = str(data.dtype).removeprefix("torch.")
+        shards = f"{len(data.rects)} ({len(data.shards)})"
+        block, level = config.get("sparse_block_shape"), config.get("sparsity_level")
+        zeros = block_text(block, config.get("zeros_per_block"))
+        shown = "-" if level is None else level_text(level)
+        stored = shape_text(data.shape), dtype, data.sharding, shards
+        rows.append((name, *stored, block_shape_text(block), zeros, shown, f"{size:,}"))
+    ranks = number_of(max((len(ranks or (0,)) for ranks in packed.groups), default=1), "rank")
+    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks}"
+    return "\n".join([title, *table_lines(_HEAD, rows)])
