@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dist_sparse.groups import group_over, traffic
 from dist_sparse.masking.block_masks import MadeMasks
-from dist_sparse.masking.cached.kept_scores import Written
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
 from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
