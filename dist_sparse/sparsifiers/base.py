@@ -432,6 +432,11 @@ class BaseDataSparsifier(MaskMaker):
                     " would take the place of the tensors that train: detach() the enforcer, load,"
                     " add_data() the tensors again, and attach it."
                 )
+            if both := [name for name in saved["state"] if name in packed]:
+                raise ValueError(
+                    f"The state has plain data of the names {both}, which belong to sharded tables"
+                    " here."
+                )
             commit_dense = dense.prepare(saved, configs, strict=strict)
             located = packed.locate()
             # If not strict, tables that are registered stay as they are.

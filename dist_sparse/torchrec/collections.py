@@ -25,14 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
-from dist_sparse.tables.shards import (
-    CACHED,
-    Rect,
-    Shard,
-    ShardedData,
-    steps_in_backward,
-    whole,
-)
+from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData, steps_in_backward, whole
 from dist_sparse.torchrec import check_versions
 
 # Before TorchRec's own modules, whose errors name no release.

@@ -386,7 +386,8 @@ def final_levels(
 
 
 def parse_budget(budget: object) -> float:
-    """Return ``budget``, a number of bytes or text such as ``"20%"``, as bytes or as a fraction.
+    """Return ``budget``, a number of bytes, a fraction, or text such as ``"20%"``, as bytes or as a
+    fraction.
 
     Raises:
         ValueError: it is neither.
@@ -397,13 +398,14 @@ def parse_budget(budget: object) -> float:
         >>> parse_budget("20%"), parse_budget(1 << 20)
         (0.2, 1048576)
     """
-    # An int is bytes, so that a fraction must be text: 1 could be either.
-    if type(budget) is int and budget >= 0:
+    # By type: 1 is a byte, 1.0 is all of them.
+    if (type(budget) is int and budget >= 0) or (type(budget) is float and 0 <= budget <= 1):
         return budget
-    percent = re.fullmatch(r"(\d+(?:\.\d*)?)%", str(budget), re.ASCII)
+    percent = re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII)
     if percent is None or float(percent[1]) > 100:
         raise ValueError(
-            f"Invalid {budget=}: must be bytes (an int >= 0), or text such as '20%', up to 100%."
+            f"Invalid {budget=}: must be bytes (an int >= 0), a fraction (a float up to 1.0), or"
+            " text such as '20%', up to 100%."
         )
     return float(percent[1]) / 100
 

@@ -29,8 +29,8 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     ("key", "value", "says"),
     [
         ("optimizer_state", "reset", "optimizer_state is reset on rank 1 and keep on rank 0"),
-        ("norm", "L1", "norm is L1 on rank 1 and None on rank 0"),
-        ("norm", "L2", "norm is L2 on rank 1 and None on rank 0"),
+        ("norm", "L1", "norm is L1 on rank 1 and L2 on rank 0"),
+        ("norm", "L2", "score is norm on rank 1 and None on rank 0"),
         ("score", "norm", "score is norm on rank 1 and None on rank 0"),
         ("scope", "global", "scope is global on rank 1 and table on rank 0"),
         ("floor", 0.3, r"floor is 0\.3 on rank 1 and None on rank 0"),

@@ -248,11 +248,13 @@ def test_the_design_lists_the_modules() -> None:
     package = ROOT / "dist_sparse"
     paths = [file.relative_to(package).with_suffix("") for file in package.rglob("*.py")]
     modules = {".".join(path.parts) for path in paths if not path.name.startswith("__")}
+    # A package may be listed for what its own file holds.
+    listable = modules | {".".join(path.parts).removesuffix(".__init__") for path in paths}
     tables = re.findall(r"^\| module\b.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
     listed = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
     assert sorted(modules - set(listed)) == [], "not in docs/design.md, section 3"
-    assert sorted(set(listed) - modules) == [], "in docs/design.md, but not in the code"
+    assert sorted(set(listed) - listable) == [], "in docs/design.md, but not in the code"
     assert len(set(listed)) == len(listed)
 
 

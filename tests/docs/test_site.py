@@ -39,11 +39,11 @@ IN_MODULES = {
 """Public names of modules; None is all of ``__all__``."""
 RETURNED = {
     *("ArtifactBytes", "Choice", "CodedTraining", "CompactIds", "Exported", "Frontier", "Plan"),
-    *("Resumed", "Run", "Served", "ServedBytes", "TableShape", "Traffic"),
+    *("Resumed", "Run", "Served", "ServedBytes", "TableShape", "Traffic", "Trial"),
 }
 """What functions return: their examples show it."""
-NO_EXAMPLE = {"ReadyDataScheduler", "row_wise"} | {"COL", "ROW"} | CURVES
-"""A base class, a module; strings, whose example is on their page; and names of a class that has
+NO_EXAMPLE = {"ReadyDataScheduler", "merging"} | {"COL", "ROW"} | CURVES
+"""A base class, a function of our own; strings, whose example is on their page; and names of a class that has
 one."""
 
 
