@@ -31,13 +31,13 @@ CODE = sources("dist_sparse", "launch", "examples", "benchmarks", "tests")
 
 # What is reached by now, and the aim. Lower a limit with the change that allows it.
 LIMITS = {
-    "characters of code": 890_000,  # 680,000
+    "characters of code": 820_000,  # 800,000 with all features
     "decisions per 100 lines of code": 22.5,  # 20
-    "decisions per 1,000 characters": 5.9,  # 5
+    "decisions per 1,000 characters": 5.8,  # 5
     "decisions of a function": 12,
     "functions above 12 decisions": 0,
-    "nested comprehensions": 2,
-    "lines without a comment, %": 95.9,
+    "nested comprehensions": 0,
+    "lines without a comment, %": 95.3,
     "lines of a file": 700,
     "private reads": 0,
     "import circles": 0,
