@@ -278,13 +278,13 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     function scores together."""
     goal, data = table.goal, table.goal.data
     # Only of one shard, of whole blocks that no border cuts, by a norm.
-    by_norm = isinstance(goal.measure, str) and not goal.by_element and table.cuts is None
-    if not by_norm or len(data.shards) != 1:
+    if len(data.shards) != 1 or table.cuts or goal.by_element or not goal.shows_zeros:
         return (_score_alone,)
     [(rect, tensor)] = data.shards
-    common = data.ranks, tensor.device, data.dtype, goal.measure
+    measure = goal.measure if isinstance(goal.measure, str) else WeightedSquares
+    common = data.ranks, tensor.device, data.dtype, measure
     # Products of two float64 are rounded, by kernels and CPUs in different places.
-    exact = tensor.dtype != torch.float64
+    exact = isinstance(measure, str) and tensor.dtype != torch.float64
     if exact and (width := flat_width(rect, goal.block, tensor)) is not None:
         return _score_flat, *common, width
     # Single elements are scored without a copy; taller blocks may reach into the next shard.
@@ -327,11 +327,27 @@ def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
     rows, first = len(weights), shards[0].rect
     rect = Rect(0, first.col, rows, first.cols)
     data = replace(goal.data, shape=(rows, goal.data.shape[1]))
-    pieces = _score_pieces(replace(goal, data=data), Shard(rect, weights))
+    joint = replace(goal, data=data, measure=_measure_of_all(tables))
+    pieces = _score_pieces(joint, Shard(rect, weights))
     bits = torch.cat([piece for _, piece in pieces])
     sizes = [rect.rows * bits.shape[1] for rect, _ in shards]
     _add_batch(tables, JointScores(bits.view(-1), sizes))
     return torch.stack(bits.aminmax()).long()
+
+
+def _measure_of_all(tables: Sequence[ScoredTable]) -> scoring.Measure:
+    """Return the measure of tables one below the other, with the factors of all their rows."""
+    measure, found = tables[0].goal.measure, []
+    if not isinstance(measure, WeightedSquares):
+        return measure
+    for table in tables:
+        measure, [(rect, tensor)] = table.goal.measure, table.goal.data.shards
+        assert isinstance(measure, WeightedSquares)
+        found.append(measure.factors(tensor, (rect.row, rect.col)))
+    # Factors of a row, or of each element: expanded where the tables differ.
+    columns = max(each.shape[1] for each in found)
+    factors = torch.cat([each.expand(-1, columns) for each in found])
+    return WeightedSquares(lambda chunk, offset: factors[offset[0] : offset[0] + len(chunk)])
 
 
 def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
