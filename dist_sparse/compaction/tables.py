@@ -5,7 +5,8 @@ Both are subclasses, so that optimizers, sparsifiers and state_dicts find a tabl
 in the same place. Results are those of a table with zero rows; an id out of range raises, as it
 does in torch.
 
-At the end: initial rows of any table.
+Beside them, what works without TorchRec: the base of its compact collections, by which they are
+known, and at the end initial rows of any table.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ class TableBatchHooks:
         if not isinstance(ends, Tensor):
             for record in self._written.values():
                 flag(record, self._features, ids, ends)
-        # Sequences are masked now, by without_removed(). Bags were masked in the forward: rows
+        # Sequences are masked now, by _without_removed(). Bags were masked in the forward: rows
         # that they kept may have been removed since.
         pooled = self._batch.pooling != "none"
         if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):

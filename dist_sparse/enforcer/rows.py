@@ -201,9 +201,8 @@ class SampledLookups:
     """Counts lookups of tables, and lookups of removed rows, in one training forward of
     :data:`EVERY`: next to nothing, for any score.
 
-    The sums are stored with the masks
-    (:meth:`~dist_sparse.sparsifiers.packed_store.PackedStore.samples`) and start at 0 with new
-    ones.
+    The sums are stored with the masks (:attr:`~dist_sparse.masking.masks.Held.samples`) and start
+    at 0 with new ones.
 
     Args:
         features: for each feature the number of its table.

@@ -62,7 +62,8 @@ from dist_sparse.masking.selection import (
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 
-# Most elements of a shard that is scored together with others.
+# Most elements of a shard that is scored together with others: a call of torch costs as much as the
+# work on a few kilobytes.
 SMALL = 1 << 14
 
 # Elements of tables that are scored together, but for the last of them.
@@ -321,7 +322,8 @@ def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
 
 
 def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
-    """Score small tables in one pass: alike in all but their rows, one below the other."""
+    """Score small tables in one pass: alike in all but their rows, one below the other. Blocks of
+    one row know nothing of their neighbours."""
     goal, shards = tables[0].goal, [table.goal.data.shards[0] for table in tables]
     weights = torch.cat([tensor for _, tensor in shards])
     rows, first = len(weights), shards[0].rect

@@ -3,7 +3,7 @@
 A CPU works on pieces that stay in its caches, and reads a value for free. On an accelerator each
 operation on a piece is a launch, and each value that the host reads is a wait: pieces are large,
 and counts stay on the device until one copy brings those of all tables. The integers are the same.
-Below, shards that Triton's kernels can take.
+The second half is for accelerators alone: mask updates by Triton's kernels (:class:`FlatScores`).
 """
 
 from __future__ import annotations

@@ -146,9 +146,8 @@ class KeptScores:
             dirty_blocks: removed blocks that may not be zero yet.
         """
         if self.age > 0:
-            dirty_blocks = (
-                None  # the enforcer sees all writes: it has zeroed what was removed before
-            )
+            # The enforcer sees all writes: it has zeroed what was removed before.
+            dirty_blocks = None
         mask = self._changed_mask(segment, threshold) if dirty_blocks is None else None
         dirty: Tensor | None = None
         if mask is None:

@@ -467,8 +467,7 @@ class Held:
     @cached_property
     def samples(self) -> Tensor:
         """What an enforcer has sampled of the lookups since the mask was replaced, live: int64
-        ``(2,)``, all of them, and lookups of rows that are removed whole. Only tables of fused
-        optimizers are ever sampled."""
+        ``(2,)``, all of them, and lookups of rows that are removed whole."""
         return torch.zeros(2, dtype=torch.int64, device=self.mask.bits.device)
 
     @property

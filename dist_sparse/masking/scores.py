@@ -6,13 +6,10 @@ root: the order is the same) or a user's function. Sums are taken in float64 ove
 an order that depends on neither the chunks nor the sharding, so that a block has the same score on
 every sharding.
 
-Small tables are scored together: a call of torch costs as much as the work on a few kilobytes.
-Tables of one width, block and measure are laid one below the other; blocks of one row know nothing
-of their neighbours.
-
 The selection reads scores as their int32 bit patterns, which order alike (they are not negative):
-in pieces (:class:`Segment`), with their histogram. The patterns that no finite score has mark
-blocks about which something else decides.
+in pieces (:class:`Segment`), with their histogram, those of several small tables in one pass
+(:class:`JointScores`). The patterns that no finite score has mark blocks about which something else
+decides.
 """
 
 from __future__ import annotations
@@ -285,13 +282,6 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     gone &= chosen.unsqueeze(-1)
     flat = gone.view(down, across, height, width).transpose(1, 2).flatten(2).flatten(0, 1)
     return flat[:rows, :cols]
-
-
-# Most elements of a shard that is batched.
-SMALL = 1 << 14
-
-# Elements of a batch, but for its last table.
-BATCH = 1 << 20
 
 
 class Segment:

@@ -52,10 +52,10 @@ _DTYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32"
 _LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
 
 
-Written = TypeVar("Written", Manifest, Delta)
+AnyManifest = TypeVar("AnyManifest", Manifest, Delta)
 
 
-class Opened(Generic[Written]):
+class Opened(Generic[AnyManifest]):
     """The manifest and the mapped tensors of an artifact or a delta, in a file of the size and
     with the header that follow from the manifest. Whether a delta fits an artifact is not known
     yet.
@@ -69,12 +69,12 @@ class Opened(Generic[Written]):
         OSError: it can't be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], manifest: Written) -> None:
+    def __init__(self, path: str | os.PathLike[str], manifest: AnyManifest) -> None:
         self.path = Path(path)
-        self.manifest: Written = manifest
+        self.manifest: AnyManifest = manifest
         self._tensors = _mapped(self.path / TABLES, manifest)
 
-    def verify(self) -> Opened[Written]:
+    def verify(self) -> Opened[AnyManifest]:
         """Verify every byte.
 
         Raises:
@@ -133,7 +133,7 @@ def open_artifact(
     return opened.verify() if verify else opened
 
 
-def _read(folder: Path, kind: type[Written]) -> Written:
+def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     """The manifest of a folder."""
     file = folder / MANIFEST
     if folder.name.endswith(PARTIAL):
@@ -215,7 +215,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         self._at[name] += len(raw)
         self._checksums[name] = added(self._checksums[name], held, ids)
 
-    def seal(self, manifest: Written) -> Written:
+    def seal(self, manifest: AnyManifest) -> AnyManifest:
         """Bring the tables to disk, and return ``manifest`` with their sizes and checksums."""
         assert self._at == self._ends, f"not written whole: {self._at}, {self._ends}"
         self._file.flush()
@@ -226,7 +226,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
             tables[name] = replace(table, checksums=found)
         return replace(manifest, tables=tables, bytes=bytes_of(tables))
 
-    def finish(self, manifest: Written) -> Written:
+    def finish(self, manifest: AnyManifest) -> AnyManifest:
         """Read the tables back, give the folder its name, and return ``manifest`` as written."""
         sealed = self.seal(manifest)
         Opened(self.folder, sealed).verify()

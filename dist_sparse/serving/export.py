@@ -344,8 +344,8 @@ def _write_table(
         raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
 
 
-# What is written from streamed tables: a whole artifact, or a delta. Both get the same tensors in
-# the same order, are read back, and published.
+# A delta, written in the place of a whole artifact: it gets the same tensors in the same order, and
+# is read back and published like one.
 
 _PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
 

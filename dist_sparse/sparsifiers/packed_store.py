@@ -262,8 +262,11 @@ class PackedStore:
         blocks: Mapping[str, Block],
         counted: torch.dtype | None,
     ) -> None:
-        """Register what ``source`` has just located, all blocks kept; with room for :meth:`counts`
-        of that dtype."""
+        """Register what ``source`` has just located, all blocks kept.
+
+        Args:
+            counted: dtype of the counts of lookups; None where lookups are not counted.
+        """
         for data in located:
             block, shards = blocks[data.name], []
             for rect, weights in data.shards:

@@ -181,7 +181,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             return dict(goals)
         # Scores of shards that are not found below are forgotten: without an enforcer, all of them.
         before, self._kept_scores = self._kept_scores, {}
-        found, written = dict(goals), self.hooks().written()
+        found, written = dict(goals), self.masks.hooks.written()
         for name, goal in goals.items():
             # Else a written row would change scores of other rows, or of another rank.
             if not (goal.by_element or goal.whole_columns or goal.data.replicated):

@@ -18,7 +18,7 @@ from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located, Masks
+from dist_sparse.sparsifiers.masks import Configs, Located, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Move, Tiling, exchange, shared_weights
 from dist_sparse.tables.shards import (
@@ -59,10 +59,6 @@ class MaskMaker(abc.ABC):
         self.step_count += 1
         if self.enable_mask_update:
             update_masks(self)
-
-    def hooks(self) -> Enforcer:
-        """Return the enforcer that is attached, or one that does nothing."""
-        return self.masks.enforcer or Enforcer()
 
     @abc.abstractmethod
     def update_mask(self, name: str, data: Tensor, **config: Any) -> Any:
@@ -143,7 +139,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    sparsifier.hooks().end_step()
+    masks.hooks.end_step()
 
 
 def make_masks(
@@ -209,7 +205,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    sparsifier.hooks().begin_step()
+    sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)

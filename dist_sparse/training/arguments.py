@@ -1,5 +1,5 @@
-"""Arguments of :func:`~dist_sparse.sparsify`, checked and resolved, alone and for the tables of a
-model.
+"""Arguments of :func:`~dist_sparse.sparsify`, checked and resolved: alone, then for the tables of a
+model, and last a budget of bytes as levels.
 
 Names are case-insensitive (``"l2"``, ``"cubic"``, ``"row"``), and an unknown one raises an error
 that lists the known.

@@ -520,7 +520,7 @@ def sparsify(
     """
     together = group_over(world_ranks())
     with together.agreeing("sparsify()") as facts:
-        plan = SparsifyArgs(
+        args = SparsifyArgs(
             level=level,
             budget=budget,
             scope=scope,
@@ -547,44 +547,44 @@ def sparsify(
         located = source.locate()
         # One walk for all that asks for modules below.
         modules = dict(model.named_modules())
-        unpruned = left_dense(model, modules.values(), located, plan)
-        floors = by_table("floor", plan.floor, located, unpruned)
-        finals = final_levels(plan, located, unpruned, floors)
-        facts.update(plan.facts([data.name for data in located]))
+        unpruned = left_dense(model, modules.values(), located, args)
+        floors = by_table("floor", args.floor, located, unpruned)
+        finals = final_levels(args, located, unpruned, floors)
+        facts.update(args.facts([data.name for data in located]))
         # At level 0, which the schedule raises.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
-            sparse_block_shape=plan.block,
-            norm=plan.norm,
-            score=plan.score or "norm_accumulator",
-            decay=plan.decay,
-            scope=plan.scope,
+            sparse_block_shape=args.block,
+            norm=args.norm,
+            score=args.score or "norm_accumulator",
+            decay=args.decay,
+            scope=args.scope,
             floors=floors,
         )
-        enforcer = MaskEnforcer(sparsifier, plan.optimizer_state)
+        enforcer = MaskEnforcer(sparsifier, args.optimizer_state)
     # Names become globs here: a table may be called "a[0]".
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
     # Nothing moves tables before this call returns: what was located is not looked up again.
     pruned = {data.name: data for data in located if data.name not in unpruned}
     walked = Walked(pruned, {model: modules})
-    scheduler = _scheduler(plan, sparsifier, finals)
+    scheduler = _scheduler(args, sparsifier, finals)
     training = SparseTraining(
-        sparsifier, scheduler, enforcer, source=source, left_dense=unpruned, asks_first=plan.auto
+        sparsifier, scheduler, enforcer, source=source, left_dense=unpruned, asks_first=args.auto
     )
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
         with together.agreeing("sparsify()"):
             training._attach(walked, optimizers, auto_step)
-            if plan.score is not None:
+            if args.score is not None:
                 # A requested score must be known of every table; the default falls back.
                 sparsifier.look_up(walked.located)
             # Tables that no glob of level= matches stay at 0.
             sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
             unknown = sparsifier.unknown_tables(walked.located)
         # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
-        if plan.score is None and together.all_reduce(torch.tensor(len(unknown))):
+        if args.score is None and together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
         if rotate is not None:
             # After attach(): rotations read which optimizers step the tables.
