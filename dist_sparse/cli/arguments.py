@@ -79,6 +79,7 @@ def parse_budget(text: str) -> int | str:
     """
     # The share is of a model that is not loaded yet.
     if text.endswith("%"):
+        parse_share(text)
         return text
     # ASCII: \d would take digits of other scripts.
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[KMGT]iB)", text, re.ASCII)
@@ -95,9 +96,23 @@ def parse_share(text: str) -> float:
     Raises:
         ArgumentTypeError: not a percentage.
     """
-    if re.fullmatch(r"\d+(\.\d+)?%", text, re.ASCII) is None:
-        raise ArgumentTypeError(f"Invalid share {text!r}: must be a percentage such as 10%.")
-    return float(text.removesuffix("%")) / 100
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text, re.ASCII)
+    if match is None or float(match[1]) > 100:
+        raise ArgumentTypeError(
+            f"Invalid share {text!r}: must be a percentage such as 10%, at most 100%."
+        )
+    return float(match[1]) / 100
+
+
+def parse_count(text: str) -> int:
+    """Return a number of processes.
+
+    Raises:
+        ArgumentTypeError: not a whole number of at least 1.
+    """
+    if re.fullmatch(r"[1-9]\d*", text, re.ASCII) is None:
+        raise ArgumentTypeError(f"Invalid {text!r}: must be a whole number, at least 1.")
+    return int(text)
 
 
 def _function(entry: str) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from dist_sparse.cli.arguments import (
     model_and_evaluate,
     model_from,
     parse_budget,
+    parse_count,
     parse_share,
 )
 from dist_sparse.launch.__main__ import Option, Parser, option
@@ -498,7 +499,7 @@ exit status: 0 everything that ran is right, 1 something differs or failed,
             option(
                 "--nproc",
                 help="processes; default: one a GPU, 2 on a CPU",
-                type=int,
+                type=parse_count,
                 metavar="N",
             ),
             option("--out", help="writes JSON for an issue", type=Path, metavar="FILE"),
