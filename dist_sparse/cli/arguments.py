@@ -82,7 +82,7 @@ def parse_budget(text: str) -> int | str:
         parse_share(text)
         return text
     # ASCII: \d would take digits of other scripts.
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[KMGT]iB)", text, re.ASCII)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?(|[KMGT]iB)", text, re.ASCII)
     if match is None:
         raise ArgumentTypeError(
             f"Invalid size {text!r}: must be a share such as 10%, or bytes such as 4096 or 512MiB."

@@ -28,6 +28,7 @@ _RULES: Final = {
         "[a-z](?:[a-z0-9-]{0,51}[a-z0-9])?",
         "1 to 53 of a-z, 0-9 and -, beginning with a letter, not ending with -",
     ),
+    "max_restarts": ("[0-9]+", "a number from 0 on"),
     "nnodes": ("[1-9][0-9]*(:[1-9][0-9]*)?", 'a number from 1 on, or "MIN:MAX"'),
     "nproc_per_node": (
         "[1-9][0-9]*|gpu|cpu|auto",

@@ -18,7 +18,7 @@ from dist_sparse.groups import Facts, Group, group_over
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Located, Masks
+from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Move, Tiling, exchange, shared_weights
 from dist_sparse.tables.shards import (
@@ -139,7 +139,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    masks.hooks.end_step()
+    (masks.enforcer or Enforcer()).end_step()
 
 
 def make_masks(
@@ -205,7 +205,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    sparsifier.masks.hooks.begin_step()
+    (sparsifier.masks.enforcer or Enforcer()).begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
