@@ -115,5 +115,3 @@ def test_exit_status_and_output(
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--device", "cuda", "--nproc", "99"]) == 1
     assert "torch finds" in capsys.readouterr().err
-    assert main(["selftest", "--nproc", "0"]) == 1
-    assert "Invalid nproc=0" in capsys.readouterr().err
