@@ -16,7 +16,8 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -106,7 +107,7 @@ class Checkpoints:
 
         self._folders = Folders(root)
         # What save_async() writes, and the thread that does, which starts when it is first called.
-        self._writing: Future[None] | None = None
+        self._writing = _nothing()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
@@ -181,9 +182,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until what :meth:`save_async` writes is a checkpoint; raise what it has raised."""
         # Forgotten first: an error is raised once.
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        writing, self._writing = self._writing, _nothing()
+        writing.result()
 
     def resume_latest(
         self,
@@ -221,13 +221,10 @@ class Checkpoints:
         return None if step is None else self._load(step, model, optimizer, sparse, merge)
 
     def _due(self, step: int, force: bool) -> bool:
-        due = True
         # An invalid step of one rank is refused on all, in the agreement.
         with contextlib.suppress(ValueError):
-            due = force or checks.integer("step", step, least=0) % self.every == 0
-        if due:
-            self.wait()
-        return due
+            return force or checks.integer("step", step, least=0) % self.every == 0
+        return True
 
     def _group(self) -> Group:
         """Of all ranks, apart from other messages: DCP sends through it, in a thread if need be."""
@@ -243,9 +240,10 @@ class Checkpoints:
         extra: Json,
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
-        """The tensors, values and optimizer of this rank."""
+        """The tensors, values and optimizer of this rank, once the save before is done."""
         from dist_sparse.checkpoint.storage import copied
 
+        self.wait()
         group = self._group()
         with group.agreeing("save()") as facts:
             checks.integer("step", step, least=0)
@@ -341,7 +339,7 @@ class Checkpoints:
         for change in changes:
             change()
         for key, state in random.items():
-            (torch.cuda if key.startswith("rng.cuda") else torch).set_rng_state(state)
+            _RANDOM[key.split(".")[1]].set_rng_state(state)
         # Each rank knows the tables that it holds.
         merged = sorted(set().union(*group.all_gather_json(merged)))
         return Resumed(
@@ -353,6 +351,17 @@ class Checkpoints:
         )
 
 
+# What has the generators, by their kind.
+_RANDOM: Final[dict[str, Any]] = {"cpu": torch, "cuda": torch.cuda}
+
+
+def _nothing() -> Future[None]:
+    """A write that has ended."""
+    ended: Future[None] = Future()
+    ended.set_result(None)
+    return ended
+
+
 def _inner(model: nn.Module) -> nn.Module:
     """The model without DDP, which puts ``module.`` before every name."""
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -361,9 +370,11 @@ def _inner(model: nn.Module) -> nn.Module:
 def _parts(sparse: Any) -> dict[str, Stateful]:
     """The objects passed as ``sparse``, by the key of their state."""
     named = sparse if isinstance(sparse, Mapping) else {"": sparse}
-    parts = {f"sparse.{name}".rstrip("."): part for name, part in named.items() if part is not None}
-    for part in parts.values():
-        if not hasattr(part, "load_state_dict"):
+    parts: dict[str, Stateful] = {}
+    for name, part in named.items():
+        if hasattr(part, "load_state_dict"):
+            parts[f"sparse.{name}".rstrip(".")] = part
+        elif part is not None:
             raise ValueError(
                 f"Invalid sparse of type {type(part).__name__}: must be what sparsify() returns, a"
                 " sparsifier, or several objects with state_dict() by name."
@@ -385,8 +396,7 @@ def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     # Generators of other ranks have no owner where there are fewer ranks.
     keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
     mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
-    claims = zip(keys, group.all_reduce(mine).tolist(), strict=True)
-    _refuse_unclaimed([key for key, claim in claims if not claim])
+    _refuse_unclaimed([*compress(keys, (group.all_reduce(mine) == 0).tolist())])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:

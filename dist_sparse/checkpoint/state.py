@@ -16,14 +16,17 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, product
 from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -59,9 +62,10 @@ def split(trees: Mapping[str, object]) -> tuple[Tensors, dict[str, Json]]:
     """
     tensors: Tensors = {}
     values: dict[str, Json] = {}
+    taken = ChainMap[str, Any](tensors, values)
     for key, tree in trees.items():
         for path, leaf in _leaves(tree, key):
-            if path in tensors or path in values:
+            if path in taken:
                 raise ValueError(f"The state has two entries of the key {path!r}.")
             if isinstance(leaf, Tensor):
                 tensors[path] = leaf
@@ -102,25 +106,31 @@ def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
     if _is_split(tree):
         for name, item in tree.items():
             yield from _leaves(item, f"{key}.{name}")
-    elif not _is_empty(tree):
+    # A container of nothing, or of such alone, has no leaves.
+    elif tree_leaves(tree):
         yield key, tree
 
 
 def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
     """Whether it is a dict with a tensor somewhere in it."""
-    return isinstance(tree, Mapping) and any(
-        isinstance(item, Tensor) or _is_split(item) for item in tree.values()
-    )
-
-
-def _is_empty(tree: object) -> bool:
-    """Whether it is a container of nothing, or a dict of empty ones alone."""
-    if isinstance(tree, Mapping):
-        return all(map(_is_empty, tree.values()))
-    return isinstance(tree, (list, tuple)) and not tree
+    return isinstance(tree, Mapping) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))
 
 
 # Optimizers
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """A parameter, and the optimizer that keeps its state itself."""
+
+    owner: Any
+    param: Any
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Empty before the optimizer has stepped."""
+        found: dict[str, Any] = self.owner.state.get(self.param, {})
+        return found
 
 
 class OptimizerState:
@@ -142,25 +152,40 @@ class OptimizerState:
         self._scalars: dict[str, dict[str, Json]] = {}
         # First columns of the cuts of row-wise state, in order, by the key of its tensor.
         self._cuts: dict[str, list[int]] = {}
-        # The optimizer that keeps a parameter's state itself, and the parameter, by its key.
-        self._owned: dict[str, tuple[Any, Any]] = {}
+        self._params: dict[str, _Stepped] = {}
+        # Param groups that have parameters on this rank, with the keys of those.
+        self._groups: list[tuple[dict[str, Any], list[str]]] = []
+        # Optimizers whose steps FBGEMM counts, for Adam's bias correction.
+        self._fused: list[Any] = []
         names = {id(param): name for name, param in model.named_parameters()}
-        for key, owner, param in _owned(() if optimizer is None else optimizer, "", names):
-            if key in self._owned:
+        for prefix, owner in _owners(optimizer, ""):
+            keys = names
+            if isinstance(getattr(owner, "params", None), Mapping):  # a KeyedOptimizer
+                keys = {id(param): _dotted(prefix, key) for key, param in owner.params.items()}
+            if hasattr(owner, "_emb_module"):
+                self._fused.append(owner)
+            for group in owner.param_groups:
+                self._add(owner, group, keys)
+
+    def _add(self, owner: Any, group: dict[str, Any], keys: Mapping[int, str]) -> None:
+        found: list[str] = []
+        for param in group["params"]:
+            key = keys.get(id(param))
+            if key is None:
+                raise ValueError(
+                    f"Invalid optimizer: {type(owner).__name__} steps a parameter of shape"
+                    f" {tuple(param.shape)}, which is none of the model's."
+                )
+            if key in self._params:
                 raise ValueError(f"Invalid optimizer: two of them step {key!r}.")
-            self._owned[key] = owner, param
-            self._note(key, param)
-        # A rank without a table has fused optimizers of no parameters, which are left out.
-        self._optimizers = list({id(owner): owner for owner, _ in self._owned.values()}.values())
+            self._params[key] = _Stepped(owner, param)
+            self._note(key, param, self._params[key].state)
+            found.append(key)
+        # A rank without a table has fused optimizers of no parameters.
+        if found:
+            self._groups.append((group, sorted(found)))
 
-    def _state(self, key: str) -> dict[str, Any]:
-        """State of a parameter; empty before its optimizer has stepped."""
-        owner, param = self._owned[key]
-        found: dict[str, Any] = owner.state.get(param, {})
-        return found
-
-    def _note(self, key: str, param: Any) -> None:
-        state = self._state(key)
+    def _note(self, key: str, param: Any, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             # Fused state is named <table>.<name>.
             path = f"{_PREFIX}{key}.{name.rpartition('.')[2]}"
@@ -177,26 +202,16 @@ class OptimizerState:
             else:
                 self._scalars.setdefault(key, {})[name] = _plain(path, value)
 
-    def _groups(self) -> Iterator[tuple[Any, dict[str, Any], list[str]]]:
-        """Yield the optimizers with each of their param groups that has parameters on this rank,
-        and the keys of those."""
-        # Groups hold parameters, and the checkpoint needs their keys.
-        key_of = {id(param): key for key, (_, param) in self._owned.items()}
-        for owner in self._optimizers:
-            for group in owner.param_groups:
-                if keys := sorted(key_of[id(param)] for param in group["params"]):
-                    yield owner, group, keys
-
     def described(self) -> Json:
         """Return options and values of this rank; :func:`gathered` puts them together."""
         options: dict[str, Json] = {}
-        for _, group, keys in self._groups():
+        for group, keys in self._groups:
             names = group.keys() - {"params", "param_names"}
             found = {name: _plain(f"option {name!r} of {keys[0]!r}", group[name]) for name in names}
             options |= dict.fromkeys(keys, found)
+        steps = [int(owner._emb_module.iter) for owner in self._fused]
         found = {"options": options, "values": self._scalars, "cuts": self._cuts}
-        counts = {key: _fused_steps(owner) for key, (owner, _) in self._owned.items()}
-        return {**found, "fused_steps": counts}
+        return {**found, "fused_steps": steps}
 
     def prepare_load(
         self, tensors: Mapping[str, Any], saved: Json, merge: bool
@@ -217,23 +232,50 @@ class OptimizerState:
         merged, changes = self._merged(tensors, saved["cuts"], merge)
         fresh = self._fresh(tensors)
         changes += [partial(self._put, *_key_and_name(path), new) for path, new in fresh.items()]
-        for key in self._owned.keys() & saved["values"].keys():
-            held = self._state(key)
-            for name, value in saved["values"][key].items():
-                # A parameter without any state gets all of it.
-                if name in held or not held:
-                    changes.append(partial(self._put, key, name, value))
-        options = {key: found for found, keys in saved["groups"] for key in keys}
-        for owner, group, keys in self._groups():
-            _refuse_other_options(owner, group, keys, options)
-            first = options[keys[0]]
-            names = group.keys() & first.keys()
-            changes += [partial(_set, group, name, first[name]) for name in names]
-        for owner in self._optimizers:
-            if _fused_steps(owner) is not None and saved["fused_steps"] is not None:
-                # They live in the kernel and not in any state.
-                changes.append(partial(owner.set_optimizer_step, saved["fused_steps"]))
+        for key in self._params.keys() & saved["values"].keys():
+            values = saved["values"][key]
+            # A parameter without any state gets all of it.
+            names = values.keys() & (self._params[key].state or values).keys()
+            changes += [partial(self._put, key, name, values[name]) for name in names]
+        options: dict[str, Json] = {}
+        for found, keys in saved["groups"]:
+            options |= dict.fromkeys(keys, found)
+        for group, keys in self._groups:
+            first = self._common_options(group, keys, options)
+            changes += [partial(_set, group, name, value) for name, value in first.items()]
+        # They live in the kernel and not in any state.
+        steps = saved["fused_steps"] or 0
+        changes += [partial(owner.set_optimizer_step, steps) for owner in self._fused]
         return self.tensors | fresh | merged, changes, list(merged)
+
+    def _common_options(
+        self, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
+    ) -> dict[str, Json]:
+        """Saved options of a param group; one that it can't have is refused."""
+        if unsaved := sorted(set(keys) - saved.keys()):
+            raise ValueError(
+                f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
+            )
+        first = saved[keys[0]]
+        shared = group.keys() & first.keys()
+        # Fused optimizers have a learning rate alone.
+        is_fused = group.keys() <= {"params", "lr"}
+        for key in keys:
+            for name in sorted(shared & saved[key].keys()):
+                if not _alike(saved[key][name], first[name]):
+                    raise ValueError(
+                        f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group"
+                        " now."
+                    )
+            for name in sorted(saved[key].keys() - group.keys()):
+                # Learning rate schedulers add options such as initial_lr and max_momentum.
+                if not is_fused and not name.endswith(("_lr", "_momentum")):
+                    raise ValueError(
+                        f"{key!r} was saved with the option {name!r}, which"
+                        f" {type(self._params[key].owner).__name__} does not have: it was stepped"
+                        " by another class of optimizer."
+                    )
+        return {name: first[name] for name in shared}
 
     def _merged(
         self, tensors: Mapping[str, Any], cuts: Json, merge: bool
@@ -252,8 +294,8 @@ class OptimizerState:
                     f" cuts at columns {before}, and they are at {now} now. Cut the table as"
                     " before, or pass row_wise_state='merge'."
                 )
-            _, param = self._owned[_key_and_name(path)[0]]
-            targets[path], change = merging(self.tensors[path], param.shape, before, now)
+            shape = self._params[_key_and_name(path)[0]].param.shape
+            targets[path], change = merging(self.tensors[path], shape, before, now)
             changes.append(change)
         return targets, changes
 
@@ -263,9 +305,9 @@ class OptimizerState:
         found: Tensors = {}
         for path, saved in tensors.items():
             key, _ = _key_and_name(path)
-            if not path.startswith(_PREFIX) or key not in self._owned or self._state(key):
+            if not path.startswith(_PREFIX) or key not in self._params or self._params[key].state:
                 continue
-            owner, param = self._owned[key]
+            owner, param = self._params[key].owner, self._params[key].param
             dtype = saved.properties.dtype
             if saved.size == param.shape:
                 # Has the strides of the parameter, as in torch.
@@ -273,93 +315,52 @@ class OptimizerState:
                 continue
             # Counts of steps stay on the CPU, unless a kernel reads them.
             options = owner.param_groups[0]
-            read_there = bool(saved.size) or options.get("capturable") or options.get("fused")
-            device = param.device if read_there else "cpu"
+            reasons = (saved.size, options.get("capturable"), options.get("fused"))
+            device = param.device if any(reasons) else "cpu"
             found[path] = torch.zeros(saved.size, dtype=dtype, device=device)
         return found
 
     def _put(self, key: str, name: str, value: object) -> None:
-        owner, param = self._owned[key]
-        _set(owner.state[param], name, value)
+        stepped = self._params[key]
+        _set(stepped.owner.state[stepped.param], name, value)
 
 
 def gathered(described: Sequence[Json]) -> Json:
     """Return the :meth:`OptimizerState.described` of all ranks as one."""
-    whole: Json = {"options": {}, "values": {}, "cuts": {}, "fused_steps": {}}
+    whole: Json = {"options": {}, "values": {}, "cuts": {}}
     for each, name in product(described, whole):
         whole[name] |= each[name]
     # In order, so that the file depends on no sharding.
     groups = [(options, [key]) for key, options in sorted(whole.pop("options").items())]
-    steps = [count for count in whole["fused_steps"].values() if count is not None]
-    return {**whole, "groups": groups, "fused_steps": max(steps, default=None)}
+    steps = chain.from_iterable(each["fused_steps"] for each in described)
+    return {**whole, "groups": groups, "fused_steps": max(steps, default=0)}
 
 
-def _owned(optimizer: Any, prefix: str, names: Mapping[int, str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key of each parameter, the optimizer that keeps its state itself, and the
-    parameter."""
+def _owners(optimizer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers that keep state themselves, each with the prefix of its keys."""
     if isinstance(optimizer, (list, tuple)):
         for each in optimizer:
-            yield from _owned(each, prefix, names)
+            yield from _owners(each, prefix)
     elif hasattr(optimizer, "optimizers"):  # torchrec.optim.keyed.CombinedOptimizer
         for key, part in optimizer.optimizers:
-            yield from _owned(part, f"{prefix}{key}." if key else prefix, names)
-    elif isinstance(getattr(optimizer, "params", None), Mapping):  # any other KeyedOptimizer
-        for key, param in optimizer.params.items():
-            yield f"{prefix}{key}", optimizer, param
+            yield from _owners(part, _dotted(prefix, key))
     elif isinstance(optimizer, torch.optim.Optimizer):
-        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if id(param) not in names:
-                raise ValueError(
-                    f"Invalid optimizer: {type(optimizer).__name__} steps a parameter of shape"
-                    f" {tuple(param.shape)}, which is none of the model's."
-                )
-            yield names[id(param)], optimizer, param
-    else:
+        yield prefix, optimizer
+    elif optimizer is not None:
         raise ValueError(
             f"Invalid optimizer of type {type(optimizer).__name__}: must be one of torch or"
             " TorchRec, or a list of them."
         )
 
 
+def _dotted(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}".strip(".")
+
+
 def _key_and_name(path: str) -> tuple[str, str]:
     """The key of the parameter, and the name of its state, in the key of a tensor."""
     key, _, name = path.removeprefix(_PREFIX).rpartition(".")
     return key, name
-
-
-def _fused_steps(optimizer: Any) -> int | None:
-    """Steps of a fused optimizer, which FBGEMM counts for Adam's bias correction; None of
-    others."""
-    count = getattr(getattr(optimizer, "_emb_module", None), "iter", None)
-    return None if count is None else int(count)
-
-
-def _refuse_other_options(
-    optimizer: object, group: dict[str, Any], keys: list[str], saved: Mapping[str, Json]
-) -> None:
-    """Refuse saved options that a param group can't have."""
-    if unsaved := sorted(set(keys) - saved.keys()):
-        raise ValueError(
-            f"{unsaved[0]!r} was stepped by no optimizer when the checkpoint was saved."
-        )
-    first = saved[keys[0]]
-    for key in keys:
-        for name in sorted(group.keys() & first.keys() & saved[key].keys()):
-            if not _alike(saved[key][name], first[name]):
-                raise ValueError(
-                    f"{keys[0]!r} and {key!r} had another {name!r} each, and are in one group now."
-                )
-        # Fused optimizers have a learning rate alone.
-        is_fused = group.keys() <= {"params", "lr"}
-        lost = sorted(saved[key].keys() - group.keys())
-        # Learning rate schedulers add options such as initial_lr and max_momentum.
-        lost = [name for name in lost if not name.endswith(("_lr", "_momentum"))]
-        if lost and not is_fused:
-            raise ValueError(
-                f"{key!r} was saved with the option {lost[0]!r}, which"
-                f" {type(optimizer).__name__} does not have: it was stepped by another"
-                " class of optimizer."
-            )
 
 
 def _alike(ours: Json, theirs: Json) -> bool:
@@ -393,18 +394,18 @@ def _plain(what: str, value: Any) -> Json:
 def _is_row_wise(value: Tensor, param: Tensor) -> bool:
     """Whether the sums of a table that is not sharded are one number a row."""
     # A table of one column has sums of its own shape in any Adagrad.
-    return value.shape == (*param.shape[:1], 1) != param.shape and value.is_contiguous()
+    return value.shape == (*param.shape[:1], 1) != param.shape
 
 
 def _column_cuts(value: Tensor, param: Any) -> list[int]:
     """The first columns of the cuts of a table, if it is sharded and ``value`` has a number for
     each row of each cut; empty otherwise."""
-    if value.dim() != 1 or not hasattr(param, "local_shards"):
+    if not hasattr(param, "local_shards"):
         return []
-    shards = [shard for shard in param.metadata().shards_metadata if 0 not in shard.shard_sizes]
-    cuts = sorted({shard.shard_offsets[1] for shard in shards})
+    shards = param.metadata().shards_metadata
+    cuts = sorted({each.shard_offsets[1] for each in shards if 0 not in each.shard_sizes})
     # TorchRec has state of one number for each shard, too.
-    return cuts if value.size(0) == len(cuts) * param.size(0) else []
+    return cuts if value.size() == (len(cuts) * param.size(0),) else []
 
 
 def merging(
@@ -427,7 +428,7 @@ def merging(
         now: first column of each cut of ``state``, ascending.
     """
     rows, width = shape
-    saved, cuts = (list(pairwise([*firsts, width])) for firsts in (before, now))
+    saved, cuts = list(pairwise([*before, width])), list(pairwise([*now, width]))
     # What this rank holds, live, by offset.
     pieces = [(0, state)]
     if hasattr(state, "local_shards"):

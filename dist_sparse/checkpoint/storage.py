@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from dist_sparse.checks import hex_of, integer, sealed, sync_folder, unsealed
+from dist_sparse.checks import hex_of, integer, refuse, sealed, sync_folder, unsealed
 from dist_sparse.groups import cut
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -101,14 +101,20 @@ class Folders:
         root: the folder; a path, or an address that fsspec knows.
 
     Raises:
-        ValueError: fsspec does not know the address, or it was passed as a Path.
+        ValueError: fsspec does not know the address, it was passed as a Path, or it is a file.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         given = os.fspath(root)
         # Pathlib makes one slash of two: it would be a folder of this machine.
-        if re.match(r"[a-z][a-z0-9+]+:/(?!/)", given):
-            raise ValueError(f"Invalid root={given!r}: pass an address as a string, not as a Path.")
+        is_path = re.match(r"[a-z][a-z0-9+]+:/(?!/)", given)
+        invalid = f"Invalid root={given!r}: "
+        refuse(
+            {
+                f"{invalid}pass an address as a string, not as a Path.": is_path,
+                f"{invalid}must be a folder, and is a file.": os.path.isfile(given),
+            }
+        )
         self.local = "://" not in given
         self.root = os.path.abspath(given) if self.local else given.rstrip("/")
         self.files: Any = filesystem.FileSystem()
@@ -189,7 +195,7 @@ class Folders:
             entries = unsealed(text.decode(), FORMAT, VERSION)
             for name, file in entries["files"].items():
                 # Names become paths: none may lead out of the folder.
-                if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith(".."):
+                if not re.fullmatch(r"(?!\.\.)[A-Za-z0-9_.-]+", name):
                     raise ValueError(f"{name!r} is no name of a file")
                 files[name] = integer("bytes", file["bytes"], least=0), int(file["crc32"], 16)
             if entries["step"] != step:
@@ -226,9 +232,9 @@ class Folders:
         text = self._read(path)
         with _refusing(path):
             found = json.loads(text)
+            state, optimizer, extra = map(found.__getitem__, ("state", "optimizer", "extra"))
             # What is no dict fails.
-            dicts = {name: {**found[name]} for name in ("state", "optimizer")}
-            return {**dicts, "extra": found["extra"]}
+            return {"state": {**state}, "optimizer": {**optimizer}, "extra": extra}
 
     def save_tensors(
         self, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
@@ -293,12 +299,14 @@ class Folders:
         path = f"{self.path(marker.step)}/{METADATA}"
         with _refusing(path), self.files.create_stream(path, "rb") as stream:
             found = _Unpickler(stream).load()
-            if type(found) is not dcp.Metadata or not isinstance(found.storage_data, dict):
+            if type(found) is not dcp.Metadata:
                 raise ValueError(f"it holds {type(found).__name__}, not DCP's metadata")
-            for key, saved in found.state_dict_metadata.items():
-                if not isinstance(key, str) or type(saved) is not dcp.TensorStorageMetadata:
+            tensors: dict[str, Any] = found.state_dict_metadata
+            for key, saved in tensors.items():
+                if (type(key), type(saved)) != (str, dcp.TensorStorageMetadata):
                     raise ValueError(f"{key!r} is no tensor, and objects are not unpickled")
                 for chunk in saved.chunks:
+                    _refuse_outside(key, chunk, saved.size)
                     place = found.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
                     # A path that leads out of the folder is none of its files.
                     length, _ = marker.files.get(place.relative_path, (-1, 0))
@@ -311,9 +319,8 @@ class Folders:
         """Delete all but the last ``keep`` checkpoints, and what unfinished saves have left."""
         # Folders without a marker are in none of the steps, so they are deleted too.
         kept = self.steps()[-keep:]
-        for step in self._found():
-            if step not in kept:
-                self.delete(step)
+        for step in sorted({*self._found()} - {*kept}):
+            self.delete(step)
 
     def delete(self, step: int) -> None:
         """Delete the folder of a step, its marker first, so that half of it is no checkpoint. None
@@ -321,21 +328,20 @@ class Folders:
         folder = self.path(step)
         if not self.files.exists(folder):
             return
-        names = [_name(found) for found in self.files.ls(folder)]
-        if MARKER in names:
-            names.remove(MARKER)
+        marker = f"{folder}/{MARKER}"
+        if self.files.exists(marker):
             # From here on it is no checkpoint, whenever the deletion is interrupted.
-            self.files.rm_file(f"{folder}/{MARKER}")
+            self.files.rm_file(marker)
         with ThreadPoolExecutor() as threads:  # one rank deletes what all have written
-            list(threads.map(lambda name: self.files.rm_file(f"{folder}/{name}"), names))
+            list(threads.map(self.files.rm_file, self.files.ls(folder)))
         if self.local:
             os.rmdir(folder)
 
     def _found(self) -> list[int]:
         if not self.files.exists(self.root):
             return []
-        names = [_STEP.fullmatch(_name(path)) for path in self.files.ls(self.root)]
-        return sorted(int(name[1]) for name in names if name)
+        steps = map(step_of, self.files.ls(self.root))
+        return sorted(step for step in steps if step is not None)
 
     def _read(self, path: str) -> bytes:
         self._refuse_irregular(path)
@@ -401,12 +407,8 @@ def _naming_errors(path: Any) -> Iterator[None]:
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
     """Return the step in the name of a folder, None if there is none."""
-    found = _STEP.fullmatch(_name(os.path.abspath(path)))
+    found = _STEP.fullmatch(os.path.basename(os.path.abspath(path)))
     return None if found is None else int(found[1])
-
-
-def _name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
 
 
 @contextmanager
@@ -440,12 +442,15 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 for shard in tensor.local_shards()
             ]
             found[key] = ChunkedTensor(tensor.size(), tensor.dtype, shards, ())
-        # Masks are saved from copies already.
-        elif isinstance(tensor, ChunkedTensor):
-            found[key] = tensor
         else:
             found[key] = tensor.detach().to("cpu", copy=True)
     return found
+
+
+def _refuse_outside(key: str, chunk: dcp.ChunkStorageMetadata, whole: torch.Size) -> None:
+    for start, length, most in zip(chunk.offsets, chunk.sizes, whole, strict=True):
+        if not 0 <= start <= start + length <= most:
+            raise ValueError(f"a piece of {key!r} is not in its shape {tuple(whole)}")
 
 
 def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
@@ -459,23 +464,17 @@ def check_saved(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> None:
         if saved is None:
             raise ValueError(f"{key!r} is not in the checkpoint.")
         assert isinstance(saved, dcp.TensorStorageMetadata)
-        if saved.size != tensor.size() or saved.properties.dtype != tensor.dtype:
-            raise ValueError(
-                f"{key!r} was saved with shape {tuple(saved.size)} and {saved.properties.dtype},"
-                f" and is of shape {tuple(tensor.size())} and {tensor.dtype} now."
-            )
+        before = f"shape {tuple(saved.size)} and {saved.properties.dtype}"
+        now = f"shape {tuple(tensor.size())} and {tensor.dtype}"
         # Chunks of one save never overlap, so that their number of elements shows a hole.
         elements = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-        inside = all(
-            0 <= start <= start + length <= whole
-            for chunk in saved.chunks
-            for start, length, whole in zip(chunk.offsets, chunk.sizes, saved.size, strict=True)
+        holes = f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
+        refuse(
+            {
+                f"{key!r} was saved with {before}, and is of {now} now.": before != now,
+                f"{holes} once.": elements != math.prod(saved.size),
+            }
         )
-        if not inside or elements != math.prod(saved.size):
-            raise ValueError(
-                f"{key!r} has holes: its saved pieces do not cover the shape {tuple(saved.size)}"
-                " once."
-            )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -540,9 +539,11 @@ def _errors_of_ranks(action: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as fault:
-        faults = [(rank, error) for rank, (error, _) in sorted(fault.failures.items())]
+        failures = sorted(fault.failures.items())
         text = " | ".join(
-            f"rank {rank}: {type(error).__name__}: {cut(str(error))}" for rank, error in faults
+            f"rank {rank}: {type(error).__name__}: {cut(str(error))}"
+            for rank, (error, _) in failures
         )
-        kind: type[Exception] = OSError if isinstance(faults[0][1], OSError) else ValueError
+        _, (first, _) = failures[0]
+        kind: type[Exception] = OSError if isinstance(first, OSError) else ValueError
         raise kind(f"{action} failed. {text}") from None

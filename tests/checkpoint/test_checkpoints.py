@@ -214,6 +214,8 @@ def test_arguments() -> None:
         Checkpoints("nowhere://at/all")
     with pytest.raises(ValueError, match=r"Invalid root='s3:/here': pass an address as a string"):
         Checkpoints(Path("s3://here"))
+    with pytest.raises(ValueError, match=r"Invalid root='.*\.py': must be a folder, and is a file"):
+        Checkpoints(__file__)
     with pytest.raises(
         ValueError, match=r"Invalid sparse of type int: must be what sparsify\(\) returns"
     ):
