@@ -37,9 +37,9 @@ def model_from(entry: str) -> Any:
         EntryError: there is no such file, module or function, it takes arguments, it failed, or it
             returns something else.
     """
-    returned = _called(_function(entry))
     # What `plan` and `frontier` read: one function serves both.
-    model = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else returned
+    returned = _called(_function(entry))
+    model, _ = _pair(returned)
     if not hasattr(model, "named_modules"):  # torch need not be there to say so
         kind = type(returned).__name__
         raise EntryError(f"returned {kind}; must return a torch.nn.Module, or (model, evaluate).")
@@ -59,16 +59,23 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[An
     function = _function(entry)
 
     def called(**columns: float) -> tuple[Any, Any]:
-        returned = _called(function, **columns)
-        if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
+        model, evaluate = _pair(_called(function, **columns))
+        if not callable(evaluate):
             raise EntryError("must return (model, evaluate), where evaluate is a function.")
-        return returned[0], partial(_called, returned[1])
+        return model, partial(_called, evaluate)
 
     def smaller(columns: float) -> tuple[Any, Any]:
         return called(columns=columns)
 
     has_columns = "columns" in inspect.signature(function).parameters
     return *called(), smaller if has_columns else None
+
+
+def _pair(returned: Any) -> tuple[Any, Any]:
+    """A model and its evaluate, which is None if the model alone was returned."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    return returned, None
 
 
 def parse_budget(text: str) -> int | str:
@@ -82,6 +89,8 @@ def parse_budget(text: str) -> int | str:
         parse_share(text)
         return text
     # ASCII: \d would take digits of other scripts.
+    if re.fullmatch(r"[1-9]\d?", text, re.ASCII):
+        raise ArgumentTypeError(f"No table fits in {text} bytes. Did you mean {text}%?")
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?(|[KMGT]iB)", text, re.ASCII)
     if match is None:
         raise ArgumentTypeError(
@@ -96,8 +105,8 @@ def parse_share(text: str) -> float:
     Raises:
         ArgumentTypeError: not a percentage.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text, re.ASCII)
-    if match is None or float(match[1]) > 100:
+    match = re.fullmatch(r"(100|\d?\d(?:\.\d+)?) ?%", text, re.ASCII)
+    if match is None:
         raise ArgumentTypeError(
             f"Invalid share {text!r}: must be a percentage such as 10%, at most 100%."
         )
@@ -123,9 +132,10 @@ def _function(entry: str) -> Callable[..., Any]:
         EntryError: there is no such file, module or function, the module failed, or the function
             takes arguments.
     """
-    where, _, name = entry.rpartition(":")
-    if not where or not name:
+    parts = re.fullmatch("(.+):(.+)", entry)
+    if parts is None:
         raise EntryError("must be package.module:function or file.py:function.")
+    where, name = parts.groups()
     function: Callable[..., Any] | None = _called(_names_in, where).get(name)
     if not callable(function):
         raise EntryError(f"{where} has no function {name!r}.")
@@ -140,21 +150,12 @@ def _function(entry: str) -> Callable[..., Any]:
 def _names_in(where: str) -> dict[str, Any]:
     """Run a file, or import a module, and return its names."""
     if where.endswith(".py"):
-        file = Path(where)
-        if not file.is_file():
-            raise EntryError(f"there is no file {where}.")
-        sys.path.insert(0, str(file.resolve().parent))
+        sys.path.insert(0, str(Path(where).resolve().parent))
         # Not `__main__`: a training script would start to train.
-        return runpy.run_path(where, run_name=file.stem)
+        return runpy.run_path(where, run_name=Path(where).stem)
     # A console script does not have the current folder there.
     sys.path.insert(0, "")
-    try:
-        return vars(importlib.import_module(where))
-    except ModuleNotFoundError as error:
-        # A module that the user's own module imports, and does not find, is another failure.
-        if not f"{where}.".startswith(f"{error.name}."):
-            raise
-        raise EntryError(f"there is no module {error.name!r} here.") from error
+    return vars(importlib.import_module(where))
 
 
 def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -168,9 +169,13 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         # The callers of the user's code come first in the traceback, its callees (torch) last.
         # A syntax error has no line that ran.
         frames = traceback.extract_tb(error.__traceback__)
-        users = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
-        inside = [frame for frame in users if frame.filename == users[0].filename]
-        place = f" at {os.path.relpath(inside[-1].filename)}:{inside[-1].lineno}" if inside else ""
+        users = [(frame.filename, frame.lineno) for frame in frames]
+        # The line of each file that ran last, the user's own file first.
+        lines = {file: line for file, line in users if not file.startswith(_MACHINERY)}
+        place = ""
+        if lines:
+            file = next(iter(lines))
+            place = f" at {os.path.relpath(file)}:{lines[file]}"
         # One line: messages of torch have many.
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise EntryError(f"it failed{place} with {what}") from error

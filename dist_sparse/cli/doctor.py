@@ -122,18 +122,20 @@ def examine(progress: Callable[[str], None]) -> Diagnosis:
     gemm = " ".join(versions[name] for name in gemms)
     remove = f"{_PIP} uninstall -y {' '.join(gemms)} && " if gemms else ""
     missing = None if "torchrec" in versions else "not installed"
+    wrong = _fault_of_fbgemm(gemms, cuda)
     findings = [
         _finding("torch", fault, versions.get("torch", ""), reinstall),
         _finding("torchrec", missing, versions.get("torchrec", ""), install),
-        _finding("fbgemm", _fault_of_fbgemm(gemms, cuda), gemm, remove + install),
+        _finding("fbgemm", wrong, gemm, remove + install),
     ]
     # Without one of them, or in a broken mix, a lookup would only fail once more.
-    if all(each.ok for each in findings):
+    if not any((fault, missing, wrong)):
+        misfit = _misfit(versions, gemm)
         says = "torch, torchrec and fbgemm are of one release"
-        findings.append(_finding("versions fit", _misfit(versions, gemm), says, install))
-    if all(each.ok for each in findings):
-        progress("TorchRec and FBGEMM")
-        findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", install))
+        findings.append(_finding("versions fit", misfit, says, install))
+        if misfit is None:
+            progress("TorchRec and FBGEMM")
+            findings.append(_finding("a lookup", probed(LOOKUP)[0], "works", install))
     if cuda:
         return Diagnosis(tuple(findings), f"{torch['gpus']} GPU(s), CUDA {torch['cuda']}")
     device = "the CPU"

@@ -13,13 +13,14 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import dist_sparse
 from dist_sparse.cli.arguments import (
@@ -36,17 +37,12 @@ from dist_sparse.text import printable, wrapped
 
 _DESCRIPTION = "Sparsifies the embedding tables of TorchRec models while they train."
 
-_STATUS = "exit status: 0 success, 1 failure (stderr says why), 2 wrong command line"
+_STATUS = "exit status: 0 success, 1 failure, 2 wrong command line"
 
 _EXAMPLES = f"""examples:
   dist-sparse doctor                              can this machine train?
   dist-sparse launch --nproc 2 train.py           train on two processes
-  dist-sparse inspect runs/latest                 tables and config of a run
-  dist-sparse report runs/latest                  its charts, as one HTML file
   dist-sparse plan model.py:trained --budget 10%  what 10% of the bytes can hold
-  dist-sparse frontier model.py:measured          its metrics at a few sizes
-  dist-sparse serve-check served/                 is this artifact whole?
-  dist-sparse selftest                            does it work on these GPUs?
 
 {_STATUS}
 Options of a command: dist-sparse COMMAND --help
@@ -103,6 +99,17 @@ def _main(words: list[str]) -> int:
         return _fail(name, error)
 
 
+class Subcommand(Parser):
+    """Parser that looks for unknown options first: argparse would say that a misspelled one is
+    missing."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in filter(re.compile("--.").match, args):
+            if word.partition("=")[0] not in self._option_string_actions:
+                self.unrecognized(word)
+        return super().parse_known_args(args, namespace)
+
+
 def parser() -> Parser:
     """Return the parser of `dist-sparse`, for tools that complete commands in a shell."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -113,17 +120,16 @@ def parser() -> Parser:
         "-V", "--version", action="store_true", help="show the version of the package and exit"
     )
     commands = whole.add_subparsers(
-        metavar="COMMAND", title="commands", dest="command", required=True
+        metavar="COMMAND", title="commands", dest="command", required=True, parser_class=Subcommand
     )
     what = "starts a training script on several processes, or writes files for Slurm and Kubeflow"
     commands.add_parser("launch", help=what)
     for name, (_, purpose, epilog, options) in _COMMANDS.items():
-        status = "" if "exit status" in epilog else f"\n{_STATUS}\n"
         found = commands.add_parser(
             name,
             help=purpose,
             description=f"{purpose[0].upper()}{purpose[1:]}.",
-            epilog=f"examples:\n{epilog}{status}",
+            epilog=f"examples:\n{epilog}\n{_STATUS}\n",
             formatter_class=raw,
             # More options would change what an abbreviation stands for.
             allow_abbrev=False,
@@ -262,7 +268,7 @@ def _serve_check(options: argparse.Namespace) -> int:
     from dist_sparse.serving.manifest import summary
 
     manifest = check_artifact(options.folder, *options.deltas).manifest
-    return _show(manifest.to_text().rstrip() if options.json else f"{summary(manifest)}\nok")
+    return _answer(options, json.loads(manifest.to_text()), f"{summary(manifest)}\nok")
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -311,7 +317,9 @@ _ROTATE = option(
     metavar="A,B",
 )
 _ARTIFACT = option("folder", help="the folder that export wrote", metavar="ARTIFACT")
-_DELTAS = option("deltas", help="deltas after it, in order", nargs="*", metavar="DELTA")
+_DELTAS = option(
+    "deltas", help="deltas after it, of export(since=), in order", nargs="*", metavar="DELTA"
+)
 
 _COMMANDS: Final[
     dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]]
@@ -336,12 +344,11 @@ of one step, every byte is verified and each tensor is shown.
         "writes charts of runs as one HTML file",
         """\
   dist-sparse report runs/latest
-  dist-sparse report runs/latest --open
   dist-sparse report runs/a runs/b runs/c --out comparison.html --svg charts
 
 RUN is a folder that RunLog wrote; runs/latest is the one in runs that was
 started last. The first RUN is compared with the others; one alone with the runs
-in folders inside its own. jinja2 is needed, which torch brings.
+in folders inside its own.
 """,
         [
             option("folders", help="the folder of a run", nargs="+", metavar="RUN"),
@@ -442,7 +449,6 @@ same --out, an interrupted run goes on.
   dist-sparse serve-check served/
   dist-sparse serve-check served/ monday/ tuesday/
 
-ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=).
 Every byte is verified, and what the deltas add up to. Needs torch, no model.
 """,
         [_ARTIFACT, _DELTAS, _JSON],
@@ -453,8 +459,7 @@ Every byte is verified, and what the deltas add up to. Needs torch, no model.
         """\
   dist-sparse merge served/ monday/ tuesday/ --out base/
 
-ARTIFACT is a folder that dist_sparse.export wrote, DELTA one of export(since=),
-in order. The new folder equals a full export at the last delta, byte for byte.
+The new folder equals a full export at the last delta, byte for byte.
 Needs torch, no model.
 """,
         [
@@ -468,14 +473,9 @@ Needs torch, no model.
         "checks whether this machine can train, and prints fixes",
         """\
   dist-sparse doctor
-  dist-sparse doctor --json
   dist-sparse doctor --verbose
 
-Prints the verdict, what is wrong and the commands that fix it. Changes
-nothing; takes as long as TorchRec needs to load.
-
-exit status: 0 this machine can train TorchRec models, 1 something needed is
-missing or wrong, 2 invalid command line
+Prints the verdict, what is wrong and the commands that fix it. Changes nothing.
 """,
         [option("-v", "--verbose", help="shows every finding", action="store_true"), _JSON],
     ),
@@ -487,12 +487,8 @@ missing or wrong, 2 invalid command line
   dist-sparse selftest --device cuda --out selftest.json
   dist-sparse selftest --device cpu --nproc 4
 
-Trains small models on every device and compares masks and weights with those of
-the CPU; measures mask updates. Takes up to ten minutes on GPUs, two on a CPU.
-Needs TorchRec. What it finds on GPUs is worth an issue: docs/cuda.md.
-
-exit status: 0 everything that ran is right, 1 something differs or failed,
-2 invalid command line
+Compares masks and weights of small models, and measures mask updates. Takes up
+to ten minutes on GPUs, two on a CPU. What it finds on GPUs is worth an issue.
 """,
         [
             option("--device", help="default: cuda where there is a GPU", choices=("cpu", "cuda")),

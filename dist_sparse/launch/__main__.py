@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import inspect
 import os
 import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,16 +23,8 @@ from dist_sparse.launch.spec import LaunchSpec, additions, argv
 # Flags, and what argparse gets with them.
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
-_COMMANDS = {
-    "local": "run a job on this machine (the command when none is given)",
-    "torchrun": "run this machine's part of a job on several; the same words on each",
-    "sbatch": "write a script for Slurm's sbatch",
-    "kubeflow": "write a TrainJob for Kubeflow Trainer v2",
-}
-
 _EXAMPLES = """\
   {prog} --nproc 2 train.py -- --epochs 1
-  {prog} --nproc gpu -m my.training -- --lr 0.1
   {prog} torchrun --nnodes 2 --nproc 8 \\
       --rdzv-endpoint node1:29400 --rdzv-id ID train.py
   {prog} sbatch --nnodes 2 --nproc 8 --gpus 8 --cpus 64 \\
@@ -47,11 +40,13 @@ def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
     """
     words = list(words)
     # `launch train.py` is `launch local train.py`.
-    command = words.pop(0) if words and words[0] in _COMMANDS else "local"
+    command = "local"
+    if _COMMANDS.keys() & words[:1]:
+        command = words.pop(0)
     parser = _parser(prog, command)
     options = parser.parse_args(words)
     try:
-        return _do(options, command)
+        return _COMMANDS[command][0](options)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
@@ -59,19 +54,32 @@ def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
         return 1
 
 
-def _do(options: argparse.Namespace, command: str) -> int:
-    spec = _spec(options, "python" if command == "kubeflow" else sys.executable)
-    path = None
-    if command == "sbatch":
-        text, path = sbatch.render(spec, port=options.rdzv_port), options.output
-    elif command == "kubeflow":
-        text, path = kubeflow.render(spec, runtime=options.runtime), options.output
-    elif options.print:
-        added = additions(spec, os.environ)
-        assignments = [f"{key}={shlex.quote(value)}" for key, value in added.items()]
-        text = " ".join([*assignments, shlex.join(argv(spec))]) + "\n"
-    else:
+def _local(options: argparse.Namespace) -> int:
+    spec = _spec(options)
+    if not options.print:
         return run(spec, ranks=options.ranks)
+    added = additions(spec, os.environ)
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in added.items()]
+    return _write(" ".join([*assignments, shlex.join(argv(spec))]) + "\n", None)
+
+
+def _sbatch(options: argparse.Namespace) -> int:
+    return _write(sbatch.render(_spec(options), port=options.rdzv_port), options.output)
+
+
+def _kubeflow(options: argparse.Namespace) -> int:
+    return _write(kubeflow.render(_spec(options), runtime=options.runtime), options.output)
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "local": (_local, "run a job on this machine (the command when none is given)"),
+    "torchrun": (_local, "run this machine's part of a job on several; the same words on each"),
+    "sbatch": (_sbatch, "write a script for Slurm's sbatch"),
+    "kubeflow": (_kubeflow, "write a TrainJob for Kubeflow Trainer v2"),
+}
+
+
+def _write(text: str, path: Path | None) -> int:
     if path is None:
         print(text, end="", flush=True)
         return 0
@@ -81,20 +89,18 @@ def _do(options: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _spec(options: argparse.Namespace, python: str) -> LaunchSpec:
+def _spec(options: argparse.Namespace) -> LaunchSpec:
     # Options that were not given, or that the command lacks, have the defaults of LaunchSpec.
-    names = {field.name for field in dataclasses.fields(LaunchSpec)} - {"module"}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    given.setdefault("name", _name(options.script))
-    if options.module:
-        given["module"] = given.pop("script")
+    fields = inspect.signature(LaunchSpec).parameters
+    given = {name: value for name, value in vars(options).items() if name in fields}
+    given["module" if options.is_module else "script"] = options.target
     if options.args[:1] == ["--"]:
         given["args"] = options.args[1:]
     if hasattr(options, "rdzv_host_env"):
         # Some schedulers leave the variable out on the very node that it would name.
         host = os.environ.get(options.rdzv_host_env) or "localhost"
         given["rdzv_endpoint"] = f"{host}:{options.rdzv_port}"
-    return LaunchSpec(**{"python": python, **given, "env": dict(options.env)})
+    return LaunchSpec(**{"name": _name(options.target), **given, "env": dict(options.env)})
 
 
 def _name(target: str) -> str:
@@ -107,9 +113,23 @@ def _name(target: str) -> str:
 
 # Parsers
 
+_MEANT = "did you mean {}?"
+
 
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are two lines: what is wrong, and which command shows the options."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        # argparse would let the parser above report it, whose options are others.
+        if unknown:
+            self.unrecognized(unknown[0])
+        return found, unknown
+
+    def unrecognized(self, word: str) -> NoReturn:
+        """Refuse a word that is no argument, and name the closest option."""
+        close = get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
+        self.error("; ".join([f"unrecognized arguments: {word}", *map(_MEANT.format, close)]))
 
     def error(self, message: str) -> NoReturn:
         text = f"{self.prog}: error: {message}"
@@ -146,6 +166,7 @@ _OPTIONS: dict[str, list[Option]] = {
             help="SCRIPT is the name of a module, as in `python -m`",
             action="store_true",
             default=False,
+            dest="is_module",
         ),
         option(
             "--nproc",
@@ -164,8 +185,8 @@ _OPTIONS: dict[str, list[Option]] = {
         option("--max-restarts", help="restarts after a rank has failed (default: 0)", **_NUMBER),
         option("--grace", help="seconds between a signal and SIGKILL (default: 30)", **_NUMBER),
         option("--name", help="name of the job, of a-z 0-9 - (default: from SCRIPT)"),
-        option("--python", help="the interpreter (default: this one; for kubeflow `python`)"),
     ],
+    "local torchrun sbatch": [option("--python", help="the interpreter (default: this one)")],
     "torchrun sbatch kubeflow": [
         option("--nnodes", help="nodes (default: 1)", metavar="N|MIN:MAX"),
     ],
@@ -207,6 +228,7 @@ _OPTIONS: dict[str, list[Option]] = {
     ],
     "sbatch": [option("--time", help="time limit of the job", metavar="[D-]HH:MM:SS")],
     "kubeflow": [
+        option("--python", help="the interpreter (default: python)", default="python"),
         option("--image", help="the container image (default: the runtime's)"),
         option(
             "--runtime",
@@ -218,12 +240,12 @@ _OPTIONS: dict[str, list[Option]] = {
 
 
 def _parser(prog: str, command: str) -> Parser:
-    commands = "\n".join(f"  {name:10}{what}" for name, what in _COMMANDS.items())
+    commands = "\n".join(f"  {name:10}{what}" for name, (_, what) in _COMMANDS.items())
     parser = Parser(
         # The command that is meant when none is given is shown as it is typed.
-        prog=prog if command == "local" else f"{prog} {command}",
+        prog=f"{prog} {command}".removesuffix(" local"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=_COMMANDS[command],
+        description=_COMMANDS[command][1],
         epilog=f"commands:\n{commands}\n\nexamples:\n{_EXAMPLES.format(prog=prog)}",
         usage=f"{prog} [COMMAND] [OPTIONS] SCRIPT [-- ARGS]",
         allow_abbrev=False,
@@ -231,7 +253,7 @@ def _parser(prog: str, command: str) -> Parser:
     )
     add = parser.add_argument
     script = "what every rank runs; its ARGS follow it, optionally after `--`"
-    add("script", metavar="SCRIPT", help=script)
+    add("target", metavar="SCRIPT", help=script)
     add("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     tables = [table for commands, table in _OPTIONS.items() if command in commands.split()]
     for flags, settings in chain.from_iterable(tables):

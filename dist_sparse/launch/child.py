@@ -15,11 +15,12 @@ import runpy
 import signal
 import sys
 import time
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+# ProcessFailure of torch, by the local rank that failed.
+Failures = dict[int, Any]
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -45,23 +46,21 @@ def torchrun(shown: str, words: list[str]) -> int:
     except ChildFailedError as error:
         number, failure = _first(error.failures)
         text, trace = _describe(failure)
-        if trace and shown and str(failure.local_rank) not in shown.split(","):
+        if shown and str(failure.local_rank) not in shown.split(","):
             print(trace, end="", file=sys.stderr)
         # As a shell reports a signal.
-        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        code: int = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
         print(f"launch: rank {number} {text} (exit code {code})", file=sys.stderr)
         return code
     except SignalException as error:
         return 128 + error.sigval
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     return 0
 
 
-def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def _first(failures: Failures) -> tuple[int, Any]:
     """The rank that failed first. torch's own `get_first_failure` compares whole seconds."""
 
-    def time_of(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+    def time_of(item: tuple[int, Any]) -> tuple[bool, float]:
         failure = item[1]
         # torchrun ends the other ranks by SIGTERM, and then lists them too.
         ended = failure.exitcode == -signal.SIGTERM
@@ -74,7 +73,7 @@ def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     return min(failures.items(), key=time_of)
 
 
-def _describe(failure: ProcessFailure) -> tuple[str, str]:
+def _describe(failure: Any) -> tuple[str, str]:
     """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left
     no error file."""
     # A str where torchrun itself wrote it, for a rank that left none.
@@ -118,23 +117,22 @@ def rank(words: list[str]) -> None:
         # gloo's threads need the interpreter to release the tensors of the last collective. Where
         # they get to it only while the interpreter exits, torch aborts the process
         # (pytorch/pytorch#190489).
-        if "torch.distributed" in sys.modules:
-            time.sleep(0.1)
+        time.sleep(0.1)
 
 
 def _run(words: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    module = words[0] == "-m"
-    sys.argv = words[1:] if module else words
-    target = sys.argv[0]
+    if words[0] == "-m":
+        sys.argv, folder = words[1:], os.getcwd()
+        start = partial(runpy.run_module, words[1], alter_sys=True)
+    else:
+        sys.argv, folder = words, os.path.dirname(os.path.realpath(words[0]))
+        start = partial(runpy.run_path, os.path.abspath(words[0]))  # as Python sets __file__
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+        sys.path[0] = folder
     try:
-        if module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(os.path.abspath(target), run_name="__main__")  # as Python sets __file__
+        start(run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             # @record leaves it out, and with it when the rank failed.

@@ -21,7 +21,7 @@ def train(
     nproc: str = "1",
     name: str = "train",
     image: str = "",
-    python: Optional[str] = None,  # noqa: UP045
+    python: str = sys.executable,
     launcher: str = "launch",
     env: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
     max_restarts: int = 0,
@@ -54,16 +54,16 @@ def train(
     """
     words = ["-m", launcher, "torchrun", "--nnodes", str(nnodes), "--nproc", nproc, "--name", name]
     words += ["--max-restarts", str(max_restarts), "--grace", str(grace)]
-    if nnodes > 1:
-        words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
-        words += ["--rdzv-id", specs.macros.app_id]
+    # One node needs none of these.
+    words += ["--rdzv-host-env", specs.macros.rank0_env, "--rdzv-port", str(rdzv_port)]
+    words += ["--rdzv-id", specs.macros.app_id]
     words += [str(script), "--"] if module is None else ["--module", module, "--"]
     # torchx fills in ${...} in all words and values, and makes one $ of two.
     words += [word.replace("$", "$$") for word in args]
     role = specs.Role(
         name=name,
         image=image,
-        entrypoint=python or sys.executable,
+        entrypoint=python,
         args=words,
         env={key: value.replace("$", "$$") for key, value in (env or {}).items()},
         num_replicas=nnodes,

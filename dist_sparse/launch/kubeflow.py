@@ -36,13 +36,13 @@ def render(spec: LaunchSpec, *, runtime: str = "torch-distributed") -> str:
     args = len(spec.args)
     words = argv(spec, rendezvous=_meeting(spec) if spec.max_nodes > 1 else [], quote=_escaped)
     variables = defaults(spec, spec.cpus) | dict(spec.env)
-    memory = spec.memory_gib and f"{spec.memory_gib}Gi"
-    amounts = _given({"cpu": spec.cpus, "memory": memory, "nvidia.com/gpu": spec.gpus})
+    amounts = {"cpu": spec.cpus, "memory": spec.memory("Gi"), "nvidia.com/gpu": spec.gpus}
+    amounts = _given(amounts)
     trainer = {
         "image": spec.image,
         "numNodes": spec.max_nodes,
         # Trainers from v2.2 on accept only numbers here; the command has it anyway.
-        "numProcPerNode": spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else None,
+        "numProcPerNode": spec.processes,
         "command": words[: len(words) - args],
         "args": words[len(words) - args :],
         "env": [{"name": key, "value": _escaped(value)} for key, value in variables.items()],

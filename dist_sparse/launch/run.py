@@ -43,20 +43,19 @@ def run(spec: LaunchSpec, *, ranks: Sequence[int] = ()) -> int:
         raise ValueError("run() must be called in the main thread: it handles signals.")
     _refuse_job(spec, ranks)
     # torchrun reads an option from PET_ wherever the argv lacks it.
-    dropped = sorted(key for key in os.environ if key.startswith("PET_"))
-    variables = {key: value for key, value in os.environ.items() if key not in dropped}
-    variables |= additions(spec, os.environ)
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("PET_")}
     # Else a user would search for why an option has no effect.
-    if dropped:
+    if dropped := sorted(os.environ.keys() - variables.keys()):
         _say(f"torchrun would take options from {', '.join(dropped)}: not passed on")
-    single = spec.nproc_per_node == 1
+    variables |= additions(spec, os.environ)
+    single = spec.processes == 1
     # One shown rank writes to the terminal itself, so that it can draw a progress bar in place.
     direct = single or len(ranks) == 1
     shown = ",".join(map(str, ranks))
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as logs:
         output = ["--log-dir", logs, "--redirects", "0", "--tee", "0" if direct else "3"]
-        output += ["--local-ranks-filter", shown] if shown else []
-        program = [spec.python, "-u", "-P", _CHILD, "torchrun", shown]
+        output += ["--local-ranks-filter", shown]
+        program = ["-u", "-P", _CHILD, "torchrun", shown]
         words = argv(spec, program=program, output=output, before=[_CHILD, "rank"])
         # A torchrun or torchx around this job may have set where it looks for the error.
         variables.setdefault("TORCHELASTIC_ERROR_FILE", str(Path(logs, "error.json")))
@@ -73,9 +72,7 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     """Refuse a job that can't run on this machine."""
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
-    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number.
-    count = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else sys.maxsize
-    if (rank := max(ranks, default=0)) >= count:
+    if (rank := max(ranks, default=0)) >= (spec.processes or sys.maxsize):
         raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
 
 
@@ -90,20 +87,19 @@ def _wait(process: subprocess.Popen[bytes], grace: int) -> int:
         process.send_signal(number)
         _say(f"{signal.Signals(number).name}: the ranks have {grace} s to exit")
 
-    # A caller in Python gets its own handlers back.
-    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    before = {
+        number: signal.signal(number, forward)
+        for number in _FORWARDED
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup sets it
+    }
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # as nohup sets it
-                signal.signal(number, forward)
         code = process.wait()
     finally:
+        # A caller in Python gets its own handlers back.
         for number, handler in before.items():
             signal.signal(number, handler)
     if code >= 0:
         return code
-    if passed:
-        return 128 + passed[0]
     _say(f"torchrun was killed by {signal.Signals(-code).name}")
     return 128 - code
 

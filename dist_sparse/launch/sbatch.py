@@ -7,6 +7,7 @@ script's own.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from dist_sparse.launch.spec import LaunchSpec, argv, defaults, meeting, new_id
 
@@ -21,10 +22,10 @@ unset "${!PET_@}"  # torchrun would take options from these
 """
 
 _MEETING = """
-# The first node keeps the store through which all find each other. torch has no authentication there: the nodes must be
-# in a network of their own.
+# The first node keeps the store by which all meet, without authentication: they must be in a
+# network of their own.
 read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-"""  # noqa: E501
+"""
 
 
 def render(spec: LaunchSpec, *, port: int = 29400) -> str:
@@ -34,33 +35,36 @@ def render(spec: LaunchSpec, *, port: int = 29400) -> str:
         spec: its rdzv_endpoint and local_addr are not used: Slurm knows the nodes.
         port: on the first node; free there when the job starts.
     """
-    where = []
+    where, found = [], ""
     if spec.max_nodes > 1:
         # Shell already: bash fills in the variables.
         job = f'{shlex.quote(new_id(spec))}-"$SLURM_JOB_ID"'
-        where = meeting(f'"$head_node:{port}"', job)
+        where, found = meeting(f'"$head_node:{port}"', job), _MEETING
     words = argv(spec, rendezvous=where, quote=shlex.quote)
     variables = defaults(spec, spec.cpus) | dict(spec.env)
-    exports = {"OMP_NUM_THREADS": '"${OMP_NUM_THREADS:-1}"'}
+    exports: dict[str, object] = {"OMP_NUM_THREADS": '"${OMP_NUM_THREADS:-1}"'}
     exports |= {key: shlex.quote(value) for key, value in variables.items()}
-    if spec.cpus is not None:
-        # srun does not take it over from sbatch.
-        exports["SRUN_CPUS_PER_TASK"] = str(spec.cpus)
-    given = {
+    # srun does not take it over from sbatch.
+    exports["SRUN_CPUS_PER_TASK"] = spec.cpus
+    head = {
         "job-name": spec.name,
         "nodes": spec.nnodes.replace(":", "-"),
         "ntasks-per-node": 1,  # one torchrun on each node; it starts the ranks
         "cpus-per-task": spec.cpus,
         "gpus-per-node": spec.gpus,
-        "mem": spec.memory_gib and f"{spec.memory_gib}G",
+        "mem": spec.memory("G"),
         "time": spec.time,
         "output": "%x-%j.log",
     }
-    head = [f"#SBATCH --{key}={value}\n" for key, value in given.items() if value is not None]
-    lines = [f"export {key}={value}\n" for key, value in exports.items()]
-    text = "".join([_HEADER.format(name=spec.name), *head, _BODY, *lines])
+    directives, assignments = _given("#SBATCH --{}={}\n", head), _given("export {}={}\n", exports)
+    text = "".join([_HEADER.format(name=spec.name), directives, _BODY, assignments])
     command = " \\\n  ".join(["exec srun --kill-on-bad-exit=1", *_lines(words)])
-    return f"{text}{_MEETING if where else ''}\n{command}\n"
+    return f"{text}{found}\n{command}\n"
+
+
+def _given(line: str, values: Mapping[str, object]) -> str:
+    # None is Slurm's default.
+    return "".join(line.format(key, found) for key, found in values.items() if found is not None)
 
 
 def _lines(words: list[str]) -> list[str]:

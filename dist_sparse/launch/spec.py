@@ -17,6 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from string import Template
 from types import MappingProxyType
 from typing import Final
@@ -35,9 +36,11 @@ _RULES: Final = {
         "a whole number, at least 1, or one of 'gpu', 'cpu', 'auto'",
     ),
     "time": ("(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "HH:MM:SS or DAYS-HH:MM:SS"),
-    "env": ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit"),
 }
-"""What a field must match, of `env` each key, and how an error says so."""
+"""What a field must match, and how an error says so."""
+
+_KEY: Final = ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
+"""The same of each key of `env`."""
 
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -97,20 +100,27 @@ class LaunchSpec:
         if (self.script is None) == (self.module is None):
             given = f"script={self.script!r}, module={self.module!r}"
             raise ValueError(f"Invalid {given}: must be exactly one of them.")
-        for name, (pattern, rule) in _RULES.items():
-            for value in self.env if name == "env" else [getattr(self, name)]:
-                if value is not None and not re.fullmatch(pattern, str(value)):
-                    raise ValueError(f"Invalid {name}={value!r}: must be {rule}.")
-        processes = str(self.nproc_per_node)
+        for name, rule in _RULES.items():
+            _refuse_other(name, getattr(self, name), rule)
+        for key in self.env:
+            _refuse_other("env", key, _KEY)
         # Copies: a spec stays as it was checked.
-        copies = {
-            "nnodes": str(self.nnodes),
-            "nproc_per_node": int(processes) if processes.isdecimal() else processes,
-            "args": tuple(self.args),
-            "env": MappingProxyType(dict(self.env)),
-        }
-        for name, copy in copies.items():
-            object.__setattr__(self, name, copy)
+        put = partial(object.__setattr__, self)
+        put("nnodes", str(self.nnodes))
+        put("nproc_per_node", str(self.nproc_per_node))
+        put("args", tuple(self.args))
+        put("env", MappingProxyType(dict(self.env)))
+
+    @property
+    def processes(self) -> int:
+        """The number of processes on each node; 0 for `gpu`, `cpu` and `auto`, whose number only
+        torchrun knows."""
+        number = str(self.nproc_per_node)
+        return int(number) if number.isdecimal() else 0
+
+    def memory(self, unit: str) -> str | None:
+        """Return the memory of a node, with the scheduler's unit for GiB."""
+        return None if self.memory_gib is None else f"{self.memory_gib}{unit}"
 
     @property
     def max_nodes(self) -> int:
@@ -118,11 +128,17 @@ class LaunchSpec:
         return int(self.nnodes.rpartition(":")[2])
 
 
+def _refuse_other(name: str, value: object, rule: tuple[str, str]) -> None:
+    pattern, text = rule
+    if value is not None and not re.fullmatch(pattern, str(value)):
+        raise ValueError(f"Invalid {name}={value!r}: must be {text}.")
+
+
 def argv(
     spec: LaunchSpec,
     *,
     rendezvous: Sequence[str] = (),
-    program: Sequence[str] = (),
+    program: Sequence[str] = ("-m", "torch.distributed.run"),
     output: Sequence[str] = ("--redirects", "0", "--tee", "0"),
     before: Sequence[str] = (),
     quote: Callable[[str], str] = str,
@@ -131,7 +147,7 @@ def argv(
 
     Args:
         rendezvous: words that say how nodes meet, instead of those made from `spec`.
-        program: words that run torchrun, instead of `python -m torch.distributed.run`.
+        program: words for the interpreter, which run torchrun.
         output: torchrun's options for the output of the ranks.
         before: a script and its first words, which get the job's own script or module with its
             args.
@@ -144,8 +160,8 @@ def argv(
     words = [_literal(word) for word in (*before, *target, *spec.args)]
     # Without `--`, torchrun takes words of the script for abbreviations of its own options.
     ranks = ["-m", "--", *words[1:]] if words[0] == "-m" else ["--", *words]
-    start = [*(program or [spec.python, "-m", "torch.distributed.run"])]
-    start += ["--nnodes", spec.nnodes, "--nproc-per-node", str(spec.nproc_per_node)]
+    start = [spec.python, *program, "--nnodes", spec.nnodes]
+    start += ["--nproc-per-node", str(spec.nproc_per_node)]
     end = ["--max-restarts", str(spec.max_restarts), "--monitor-interval", "0.1"]
     end += ["--start-method", "spawn", "--event-log-handler", "null", "--role", "default"]
     meeting = rendezvous or map(quote, _rendezvous(spec))
@@ -195,9 +211,8 @@ def defaults(spec: LaunchSpec, cores: int | None) -> dict[str, str]:
     # A change in the number of nodes restarts ranks too.
     if spec.max_restarts > 0 or ":" in spec.nnodes:
         found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Of `gpu`, `cpu` and `auto`, only torchrun knows the number of ranks.
-    if cores and isinstance(spec.nproc_per_node, int):
-        found["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc_per_node))
+    if cores and spec.processes:
+        found["OMP_NUM_THREADS"] = str(max(1, cores // spec.processes))
     return found
 
 

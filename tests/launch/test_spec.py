@@ -40,7 +40,7 @@ def test_bad_values_are_refused_with_their_rule(change: dict[str, Any], message:
 
 def test_numbers_of_nodes_and_processes_are_taken_as_text_or_not() -> None:
     spec = LaunchSpec(script="train.py", nnodes=2, nproc_per_node="8")  # type: ignore[arg-type]
-    assert (spec.nnodes, spec.max_nodes, spec.nproc_per_node) == ("2", 2, 8)
+    assert (spec.nnodes, spec.max_nodes, spec.processes) == ("2", 2, 8)
 
 
 def test_a_spec_is_frozen_with_all_it_holds() -> None:
