@@ -254,7 +254,7 @@ class Checkpoints:
             described = optimizers.described()
             parts = _parts(sparse)
         # Collective in some shardings, so not within an agreement.
-        states = {key: part.state_dict() for key, part in parts.items()}
+        states = _states(parts)
         with group.agreeing("save()") as facts:
             masks, others = split(states)
             values |= others
@@ -309,7 +309,7 @@ class Checkpoints:
             tree = model.state_dict()
             parts = _parts(sparse)
         # Collective in some shardings, so not within an agreement.
-        trees = {key: part.state_dict() for key, part in parts.items()}
+        trees = _states(parts)
         with group.agreeing("resume_latest()"):
             weights, held = split({"model": tree})
             masks, others = split(trees)
@@ -382,6 +382,10 @@ def _parts(sparse: Any) -> dict[str, Stateful]:
     return parts
 
 
+def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
+    return {key: part.state_dict() for key, part in parts.items()}
+
+
 def _rng() -> Tensors:
     """The state of this rank's generators of random numbers."""
     rank = rank_in(world_ranks())
@@ -393,9 +397,10 @@ def _rng() -> Tensors:
 
 def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     """Refuse saved tensors that no rank asks for. Collective."""
+    keys = sorted(metadata.state_dict_metadata)
     # Generators of other ranks have no owner where there are fewer ranks.
-    keys = sorted(key for key in metadata.state_dict_metadata if not key.startswith("rng."))
-    mine = torch.tensor([key in tensors for key in keys], dtype=torch.int64)
+    claims = [key in tensors or key.startswith("rng.") for key in keys]
+    mine = torch.tensor(claims, dtype=torch.int64)
     _refuse_unclaimed([*compress(keys, (group.all_reduce(mine) == 0).tolist())])
 
 
@@ -421,7 +426,7 @@ def summary(path: str | os.PathLike[str]) -> str:
     step = step_of(path)
     if step is None:
         folders = Folders(path)
-        markers = [folders.read(step) for step in folders.steps()]
+        markers = map(folders.read, folders.steps())
         rows = [(str(each.step), str(each.world), size(each.bytes)) for each in markers]
         lines = table_lines(("step", "ranks", "size"), rows, right={0, 1, 2})
         return "\n".join([folders.root, *lines])

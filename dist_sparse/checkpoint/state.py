@@ -18,7 +18,7 @@ import math
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, product
@@ -89,17 +89,14 @@ def as_json(name: str, value: object) -> Json:
     Raises:
         ValueError: it is not; names it.
     """
-    try:
+    with suppress(TypeError, ValueError, RecursionError):
         # Tuples and keys of numbers change on the way, and NaN is no JSON.
-        same = json.loads(json.dumps(value, allow_nan=False)) == value
-    except (TypeError, ValueError, RecursionError):
-        same = False
-    if not same:
-        raise ValueError(
-            f"Invalid {name}: must be what JSON gives back: dicts with strings as keys, lists (no"
-            " tuples), strings, finite numbers, True, False and None; nothing is pickled."
-        )
-    return value
+        if json.loads(json.dumps(value, allow_nan=False)) == value:
+            return value
+    raise ValueError(
+        f"Invalid {name}: must be what JSON gives back: dicts with strings as keys, lists (no"
+        " tuples), strings, finite numbers, True, False and None; nothing is pickled."
+    )
 
 
 def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
@@ -197,8 +194,7 @@ class OptimizerState:
                 self.tensors[path], self._cuts[path] = value.view(-1), _UNCUT
             elif isinstance(value, Tensor) and not is_adagrad_step:
                 self.tensors[path] = value
-                if cuts := _column_cuts(value, param):
-                    self._cuts[path] = cuts
+                self._cuts |= _column_cuts(path, value, param)
             else:
                 self._scalars.setdefault(key, {})[name] = _plain(path, value)
 
@@ -397,15 +393,15 @@ def _is_row_wise(value: Tensor, param: Tensor) -> bool:
     return value.shape == (*param.shape[:1], 1) != param.shape
 
 
-def _column_cuts(value: Tensor, param: Any) -> list[int]:
-    """The first columns of the cuts of a table, if it is sharded and ``value`` has a number for
-    each row of each cut; empty otherwise."""
+def _column_cuts(path: str, value: Tensor, param: Any) -> dict[str, list[int]]:
+    """The first columns of the cuts of a table, by the key of ``value``, if the table is sharded
+    and that has a number for each row of each cut; empty otherwise."""
     if not hasattr(param, "local_shards"):
-        return []
+        return {}
     shards = param.metadata().shards_metadata
     cuts = sorted({each.shard_offsets[1] for each in shards if 0 not in each.shard_sizes})
     # TorchRec has state of one number for each shard, too.
-    return cuts if value.size() == (len(cuts) * param.size(0),) else []
+    return {path: cuts} if value.size() == (len(cuts) * param.size(0),) else {}
 
 
 def merging(

@@ -56,7 +56,7 @@ VALUES: Final = "values.json"
 METADATA: Final = ".metadata"
 
 _STEP: Final = re.compile(r"step-(\d{8,})")
-_LONGEST: Final = 1 << 26  # bytes of JSON that are read: 64 MiB
+_LONGEST: Final = 1 << 26  # bytes of a marker that are read: 64 MiB
 
 _CLASSES: Final = {
     "torch.distributed.checkpoint.metadata": {
@@ -116,9 +116,10 @@ class Folders:
             }
         )
         self.local = "://" not in given
-        self.root = os.path.abspath(given) if self.local else given.rstrip("/")
+        self.root = os.path.abspath(given)
         self.files: Any = filesystem.FileSystem()
         if not self.local:
+            self.root = given.rstrip("/")
             try:
                 from torch.distributed.checkpoint import _fsspec_filesystem
 
@@ -140,14 +141,14 @@ class Folders:
 
         Warn of a newer folder without a marker, which may have been lost.
         """
-        newest = max(self.steps(), default=None)
-        if newest is not None and (last := self._found()[-1]) > newest:
+        steps, found = self.steps(), self._found()
+        if steps[-1:] != found[-1:]:
             warnings.warn(
-                f"{self.path(last)} is newer than step {newest}, the newest checkpoint, and has no"
-                f" {MARKER}: it is of a save that was killed or failed, or the file was lost.",
+                f"{self.path(found[-1])} is newer than all checkpoints, and has no {MARKER}: it is"
+                " of a save that was killed or failed, or the file was lost.",
                 stacklevel=3,
             )
-        return newest
+        return max(steps, default=None)
 
     def prepare(self, step: int) -> None:
         """Make way for a checkpoint: delete what an unfinished save of the same step has left.
@@ -189,10 +190,11 @@ class Folders:
             ValueError: it is damaged, of another version, or of another step; names the file.
         """
         path = f"{self.path(step)}/{MARKER}"
-        text = self._read(path)
+        self._refuse_irregular(path)
         files: dict[str, Entry] = {}
-        with _refusing(path):
-            entries = unsealed(text.decode(), FORMAT, VERSION)
+        with _refusing(path), self.files.create_stream(path, "rb") as stream:
+            # A longer one is cut, and its CRC32 does not fit.
+            entries = unsealed(stream.read(_LONGEST).decode(), FORMAT, VERSION)
             for name, file in entries["files"].items():
                 # Names become paths: none may lead out of the folder.
                 if not re.fullmatch(r"(?!\.\.)[A-Za-z0-9_.-]+", name):
@@ -229,9 +231,8 @@ class Folders:
             ValueError: the file holds anything else; names it.
         """
         path = f"{self.path(step)}/{VALUES}"
-        text = self._read(path)
-        with _refusing(path):
-            found = json.loads(text)
+        with _refusing(path), self.files.create_stream(path, "rb") as stream:
+            found = json.load(stream)
             state, optimizer, extra = map(found.__getitem__, ("state", "optimizer", "extra"))
             # What is no dict fails.
             return {"state": {**state}, "optimizer": {**optimizer}, "extra": extra}
@@ -343,23 +344,12 @@ class Folders:
         steps = map(step_of, self.files.ls(self.root))
         return sorted(step for step in steps if step is not None)
 
-    def _read(self, path: str) -> bytes:
-        self._refuse_irregular(path)
-        with self.files.create_stream(path, "rb") as stream:
-            # One byte more, to know whether there is more.
-            found: bytes = stream.read(_LONGEST + 1)
-        if len(found) > _LONGEST:
-            raise ValueError(f"{path} is refused: it has more than {_LONGEST} bytes.")
-        return found
-
     def _write(self, path: str, text: str) -> Entry:
         data, unfinished = text.encode(), f"{path}.tmp"
         with _naming_errors(unfinished), self.files.create_stream(unfinished, "wb") as stream:
             stream.write(data)
             stream.flush()
-            # A stream of another machine has no descriptor to sync.
-            if self.local:
-                os.fsync(stream.fileno())
+            self._sync(unfinished)
         self.files.rename(unfinished, path)
         return len(data), zlib.crc32(data)
 
@@ -371,9 +361,10 @@ class Folders:
                 " device."
             )
 
-    def _sync(self, folder: str) -> None:
+    def _sync(self, path: str) -> None:
+        # Another machine syncs by itself.
         if self.local:
-            sync_folder(folder)
+            sync_folder(path)
 
 
 def _read_crc(files: Any, path: Any, most: float = math.inf) -> Entry:
@@ -397,12 +388,10 @@ def _naming_errors(path: Any) -> Iterator[None]:
     try:
         yield
     except Exception as fault:
-        error: BaseException | None = fault
-        while error is not None and not isinstance(error, OSError):
-            error = error.__context__
-        if error is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from fault
+        error: Any = fault if isinstance(fault, OSError) else fault.__context__
+        if getattr(error, "filename", path) is None:
+            raise OSError(error.errno, error.strerror, str(path)) from fault
+        raise
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:

@@ -236,7 +236,8 @@ def test_kills_while_writing_before_the_marker_and_after_it(tmp_path: Path) -> N
     lives: list[tuple[dict[str, object], int]] = [
         # Each save opens it twice: to write it, and to hash it.
         ({"rank": 1, "when_it_opens": "__1_0.distcp", "for_the": 5}, 2),
-        ({"rank": 0, "when_it_opens": "COMMITTED.tmp", "for_the": 2}, 3),
+        # To write it, and to bring it to disk.
+        ({"rank": 0, "when_it_opens": "COMMITTED.tmp", "for_the": 3}, 3),
         ({"rank": 0, "when_it_removes": "COMMITTED"}, 4),  # of an old one, when it sweeps
     ]
     for fault, newest in lives:
