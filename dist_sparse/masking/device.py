@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_sparse.masking.totals import ByTotals, RowTotals
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, Shard, grid_of
 
@@ -203,13 +204,22 @@ class FlatScores:
     Args:
         shards: on one device that has the kernels.
         blocks: the sparse block of each, within a row.
-        absolute: whether a block scores the mean of absolute values, not of squares.
+        measure: how elements are scored, the same in all shards.
+        totals: the totals of each shard, if the measure is by them.
 
     Attributes:
         held: the scores of each shard, int32 ``(blocks,)``; empty where they are computed again.
     """
 
-    def __init__(self, shards: Sequence[Shard], blocks: Sequence[Block], absolute: bool) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        blocks: Sequence[Block],
+        measure: ByTotals | str,
+        totals: Sequence[RowTotals],
+    ) -> None:
+        # Kernels read them one after the other.
+        self._totals = [known._replace(total=known.total.contiguous()) for known in totals]
         self._weights = [tensor for _, tensor in shards]
         rects = [rect for rect, _ in shards]
         self._grids = list(map(grid_of, rects, blocks))
@@ -218,7 +228,13 @@ class FlatScores:
         self._kernels = kernels_on(self._device)
         width = flat_width(rects[0], blocks[0], tensor)
         assert width is not None
-        self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute)
+        self._scoring = self._kernels.Scoring(
+            tensor.dtype,
+            width,
+            absolute=measure == "L1",
+            weights=not isinstance(measure, ByTotals) or measure.squares,
+            totals=next(iter(totals), None),
+        )
         self._narrowed: dict[int, _Narrowed] = {}
         self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self.held: list[Tensor] = []
@@ -347,7 +363,9 @@ class FlatScores:
 
     def _on_weights(self, number: int) -> Any:
         """Return a launch's job on the weights of a shard."""
-        return self._kernels.Job(self._weights[number].data_ptr(), self._grids[number].blocks)
+        grid = self._grids[number]
+        job = self._kernels.Job(self._weights[number].data_ptr(), grid.blocks)
+        return job.with_totals(self._totals[number], grid.cols) if self._totals else job
 
     def _listed(self, number: int, low: int, high: int) -> _Narrowed | None:
         """Return the list of a shard if it decides about scores from ``low`` to ``high``."""

@@ -5,13 +5,14 @@ package works where Triton is missing. Each call is one launch for all shards th
 a mask update, a program takes tiles of one shard in turn, and adds what it has counted to the
 shard's counters once.
 
-Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64, with
-or without a fused multiply-add, and sums are taken in the order of
-:func:`~dist_sparse.masking.scores.block_sums`.
+Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64, other
+products are rounded before they are added (no fused multiply-add), and sums are taken in the order
+of :func:`~dist_sparse.masking.scores.block_sums`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple
@@ -21,16 +22,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_sparse.masking.totals import TINY, RowTotals
 from dist_sparse.tables.shards import sent
 
 # Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES: Final = 16
 
+# Of weights and of totals.
 _TYPES: Final = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
 }
+
+# Values of the kernels' constant TOTALS: how many there are.
+_NONE: Final = 0
+_OF_ROWS: Final = 1
+_OF_ELEMENTS: Final = 2
+
+# A constant of the kernels.
+_TINY: Final = tl.constexpr(TINY)
 
 # By bytes of an element: zero has the same bits in every type of a size.
 _WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -50,20 +63,35 @@ class Scoring(NamedTuple):
         dtype: of the weights.
         width: elements of a block, all of one row: a power of two up to 16, or a multiple of 16. 0
             where scores are read instead of weights.
-        absolute: whether a block scores the mean of absolute values, not of squares.
+        absolute: whether absolute values of elements count, not their squares.
+        weights: whether elements count at all; else only their totals do.
+        totals: the totals of one of the shards, if they count.
     """
 
     dtype: torch.dtype
     width: int
-    absolute: bool
+    absolute: bool = False
+    weights: bool = True
+    totals: RowTotals | None = None
 
     def constants(self) -> dict[str, Any]:
         """Return what a kernel that scores is compiled for."""
-        return {"TYPE": _TYPES[self.dtype], "WIDTH": self.width, "ABSOLUTE": self.absolute}
+        known, total_type = _NONE, torch.float32
+        if self.totals is not None:
+            known = _OF_ELEMENTS if self.totals.of_elements else _OF_ROWS
+            total_type = self.totals.total.dtype
+        return {
+            "TYPE": _TYPES[self.dtype],
+            "WIDTH": self.width,
+            "ABSOLUTE": self.absolute,
+            "WEIGHTS": self.weights,
+            "TOTALS": known,
+            "TOTAL_TYPE": _TYPES[total_type],
+        }
 
 
 # Scores are read.
-SCORES: Final = Scoring(torch.float32, 0, False)
+SCORES: Final = Scoring(torch.float32, 0)
 
 
 class Job(NamedTuple):
@@ -82,6 +110,9 @@ class Job(NamedTuple):
         kept: address for the bits of kept blocks.
         dirty: address for the bits of removed blocks that do not score 0.
         listed: address of the places of the scores at ``source``, int32, if they are a list.
+        totals: address of the totals of rows or elements.
+        per_row: blocks of a row.
+        initial, share, most: of the totals, as the bits of float64.
     """
 
     source: int
@@ -96,6 +127,23 @@ class Job(NamedTuple):
     kept: int = 0
     dirty: int = 0
     listed: int = 0
+    totals: int = 0
+    per_row: int = 1
+    initial: int = 0
+    share: int = 0
+    most: int = 0
+
+    def with_totals(self, known: RowTotals, per_row: int) -> Job:
+        """Return the job with the totals of its shard, which has ``per_row`` blocks a row."""
+        numbers = struct.pack("ddd", known.initial, known.share, known.most)
+        initial, share, most = struct.unpack("qqq", numbers)
+        return self._replace(
+            totals=known.total.data_ptr(),
+            per_row=per_row,
+            initial=initial,
+            share=share,
+            most=most,
+        )
 
 
 class Pruning(NamedTuple):
@@ -180,7 +228,10 @@ def _launch(
     table = sent([field for job in jobs for field in job], device)
     # Triton launches on the current device, wherever its arguments are.
     with torch.cuda.device(device):
-        kernel[(programs, len(jobs))](table, *outputs, **constants, num_warps=4)
+        # Without fused multiply-adds, which would not round a product before it is added.
+        kernel[(programs, len(jobs))](
+            table, *outputs, **constants, num_warps=4, enable_fp_fusion=False
+        )
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -199,35 +250,73 @@ def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
 
 
 @_kernel
+def _value(job: tl.tensor, at: tl.tensor, inside: tl.tensor, TOTAL_TYPE: tl.constexpr) -> tl.tensor:
+    """Return what the totals at some places count for an element, float64."""
+    total = tl.load(tl.load(job + 12).to(tl.pointer_type(TOTAL_TYPE)) + at, mask=inside, other=0)
+    total = total.to(tl.float64)
+    most = tl.load(job + 16).to(tl.float64, bitcast=True)
+    # NaN stays.
+    total = tl.where(total > most, most, total)
+    initial = tl.load(job + 14).to(tl.float64, bitcast=True)
+    return (total - initial) / tl.load(job + 15).to(tl.float64, bitcast=True)
+
+
+@_kernel
 def _element(
-    weights: tl.tensor, at: tl.tensor, inside: tl.tensor, ABSOLUTE: tl.constexpr
+    job: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    value: tl.tensor,
+    TYPE: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores of elements, float64."""
-    # bfloat16 has no way to float64 of its own.
-    value = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
-    return tl.abs(value) if ABSOLUTE else value * value
+    """Return scores of elements, float64. ``value`` is what the totals of their rows count."""
+    if TOTALS == 2:
+        value = _value(job, at, inside, TOTAL_TYPE)
+    if WEIGHTS:
+        weights = tl.load(job).to(tl.pointer_type(TYPE))
+        # bfloat16 has no way to float64 of its own.
+        score = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
+        score = tl.abs(score) if ABSOLUTE else score * score
+        if TOTALS:
+            score *= value + _TINY
+    else:
+        score = value
+    return score
 
 
 @_kernel
 def _scores(
-    weights: tl.tensor,
+    job: tl.tensor,
     first: tl.tensor,
     blocks: tl.tensor,
+    TYPE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
 ) -> tl.tensor:
     """Return the scores of BLOCKS blocks from ``first`` on, as int32."""
     lane = tl.arange(0, BLOCKS * LANES)
     at = first + lane // LANES
     inside = at < blocks
+    value = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+    if TOTALS == 1:
+        # Once for a block, and then for each of its lanes.
+        block = first + tl.arange(0, BLOCKS)
+        of_blocks = _value(job, block // tl.load(job + 13), block < blocks, TOTAL_TYPE)
+        spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
+        value = tl.reshape(spread, [BLOCKS * LANES])
     at = at * WIDTH + lane % LANES
-    if WIDTH == 1:
-        sums = _element(weights, at, inside, ABSOLUTE)
-    elif WIDTH <= 16:
+    if WIDTH <= 16:
         # Neighbours in pairs.
-        parts = _element(weights, at, inside, ABSOLUTE)
+        parts = _element(job, at, inside, value, TYPE, ABSOLUTE, WEIGHTS, TOTALS, TOTAL_TYPE)
         if WIDTH >= 16:
             left, right = tl.split(tl.reshape(parts, [BLOCKS * 8, 2]))
             parts = left + right
@@ -237,8 +326,10 @@ def _scores(
         if WIDTH >= 4:
             left, right = tl.split(tl.reshape(parts, [BLOCKS * 2, 2]))
             parts = left + right
-        left, right = tl.split(tl.reshape(parts, [BLOCKS, 2]))
-        sums = left + right
+        if WIDTH >= 2:
+            left, right = tl.split(tl.reshape(parts, [BLOCKS, 2]))
+            parts = left + right
+        sums = parts
     else:
         # As torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then the next 16
         # to these; lanes are four accumulators of four, added in turn.
@@ -246,12 +337,15 @@ def _scores(
         for group in range(0, WIDTH, 256):
             part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
             for column in range(group, min(group + 256, WIDTH), 16):
-                part += _element(weights, at + column, inside, ABSOLUTE)
+                part += _element(
+                    job, at + column, inside, value, TYPE, ABSOLUTE, WEIGHTS, TOTALS, TOTAL_TYPE
+                )
             total += part
         parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
         sums = _in_turn(_in_turn(parts, BLOCKS * 4), BLOCKS)
-    # NaN may be negative: all bits but its sign.
-    return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
+    # Negative scores are refused, as NaN is, whatever its sign.
+    return tl.where(bits < 0, 0x7FFFFFFF, bits)
 
 
 @_kernel
@@ -306,6 +400,9 @@ def sweep_kernel(
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
     BUCKETS: tl.constexpr,
     LISTED: tl.constexpr,
     HOLDS: tl.constexpr,
@@ -327,8 +424,19 @@ def sweep_kernel(
         if WIDTH == 0:
             bits = tl.load(_ints(job) + at, mask=inside, other=0)
         else:
-            weights = tl.load(job).to(tl.pointer_type(TYPE))
-            bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
+            bits = _scores(
+                job,
+                first,
+                blocks,
+                TYPE,
+                WIDTH,
+                BLOCKS,
+                LANES,
+                ABSOLUTE,
+                WEIGHTS,
+                TOTALS,
+                TOTAL_TYPE,
+            )
         place = at
         if LISTED:
             place = tl.load(_ints(job + 11) + at, mask=inside, other=0).to(tl.int64)

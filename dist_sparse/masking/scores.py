@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, Literal
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from dist_sparse.masking.device import FlatScores, NewBits, Prefixes, count_each, pieces_on
 from dist_sparse.masking.masks import pack
+from dist_sparse.masking.totals import ByTotals
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Rect, grid_of, sent
 
@@ -47,26 +47,10 @@ HISTOGRAM = 1 + LEADING_BUCKETS
 CPU: Final = torch.device("cpu")
 
 
-@dataclass(frozen=True, eq=False)
-class WeightedSquares:
-    """Score an element ``x`` as ``x * x * factor``, with a positive factor for each row.
-
-    A measure of its own, rather than a callable: it needs no memory besides the scores.
-
-    Args:
-        factors: takes a chunk of rows and the global (row, column) of its first element, as a
-            callable measure does; returns float64 ``(rows, 1)`` or ``(rows, columns)``.
-    """
-
-    factors: Callable[[Tensor, tuple[int, int]], Tensor]
-
-
 # How an element is scored. `"given"`: the tensor holds element scores already. A callable takes a
 # chunk of rows and the global (row, column) of its first element and returns element scores of the
 # same shape.
-Measure = (
-    Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
-)
+Measure = Literal["L1", "L2", "given"] | ByTotals | Callable[[Tensor, tuple[int, int]], Tensor]
 
 # Up to this width, adding strided slices is faster than a reduction over the last dimension.
 _FEW = 16
@@ -84,6 +68,8 @@ def element_scores(
     buffer = out
     if buffer is None:
         buffer = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device)
+    if isinstance(measure, ByTotals):
+        return measure.score(chunk, offset, buffer)
     if callable(measure):
         scored = measure(chunk, offset)
         if scored.shape != chunk.shape:
@@ -97,8 +83,6 @@ def element_scores(
         buffer.abs_()
     elif measure != "given":
         torch.mul(buffer, buffer, out=buffer)
-    if isinstance(measure, WeightedSquares):
-        buffer.mul_(measure.factors(chunk, offset))
     return buffer
 
 
