@@ -29,14 +29,8 @@ from dist_sparse.masking.cuts import (
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.device import (
-    FlatScores,
-    NewBits,
-    flat_width,
-    on_host,
-    pieces_on,
-    too_large,
-)
+from dist_sparse.masking.device import flat_width, on_host, pieces_on, too_large
+from dist_sparse.masking.flat_scores import FlatScores
 from dist_sparse.masking.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
@@ -45,7 +39,10 @@ from dist_sparse.masking.scores import (
     NOT_FINITE,
     REMOVED,
     Batch,
+    ByTotals,
     JointScores,
+    NewBits,
+    RowTotals,
     Segment,
 )
 from dist_sparse.masking.selection import (
@@ -58,7 +55,6 @@ from dist_sparse.masking.selection import (
     mask_of_blocks,
     select_smallest,
 )
-from dist_sparse.masking.totals import ByTotals, RowTotals
 from dist_sparse.records import LEADING_SHIFT
 from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, grid_of
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
-from dist_sparse.masking.scores import Measure
-from dist_sparse.masking.totals import ByTotals, RowTotals, squares_times
+from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, squares_times
 from dist_sparse.sparsifiers.masks import Configs, Located
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dist_sparse.groups import Group
 from dist_sparse.masking.block_masks import Goal, new_masks, score_tables
-from dist_sparse.masking.totals import ByTotals, RowTotals
+from dist_sparse.masking.scores import ByTotals, RowTotals
 from dist_sparse.tables.shards import Block, Rect, whole
 from tests.device.fake import counting, cuda, inner
 from tests.device.runs import on_device

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dist_sparse.masking import device as device_module
+from dist_sparse.masking import flat_scores
 from tests.device.account import Spent
 from tests.device.ceilings import (
     FIRST_STEP,
@@ -146,7 +147,7 @@ def test_ties_are_read_at_once() -> None:
 def test_masks_without_lists_are_the_cpus() -> None:
     """Where too many blocks would be listed, rounds read the weights."""
     expected, _ = few_values("cpu", 2)
-    with mock.patch.object(device_module, "_fits", lambda *_: False):
+    with mock.patch.object(flat_scores, "_fits", lambda *_: False):
         found, _ = few_values("cuda", 2)
     assert all(map(torch.equal, expected.masks(), found.masks()))
     assert torch.equal(expected.kernel.memory, found.kernel.memory)

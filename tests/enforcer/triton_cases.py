@@ -80,9 +80,9 @@ def expected(features: Sequence[Feature]) -> list[tuple[Slot, Tensor]]:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(grid, arguments...) of each launch from now on."""
-    from dist_sparse.masking import kernels
+    from dist_sparse.enforcer import row_kernels
 
-    kernel, seen = kernels.visit_rows, []
+    kernel, seen = row_kernels.visit_rows, []
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -92,13 +92,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
             return launch
 
-    monkeypatch.setattr(kernels, "visit_rows", Counted())
+    monkeypatch.setattr(row_kernels, "visit_rows", Counted())
     return seen
 
 
 def flagged(slots: Sequence[Slot | None], flags: Sequence[Tensor] = ()) -> Any:
     """A cleaner of tables whose rows are all flagged, or as ``flags`` of the features say."""
-    from dist_sparse.masking.kernels import TritonRowCleaner
+    from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
     given: list[Any] = [None] * len(slots)
     for i, one in enumerate(slots):
@@ -364,7 +364,7 @@ def compile_for_cuda() -> None:
     compiler does."""
     import triton.language as tl
 
-    from dist_sparse.masking.kernels import Feature, visit_rows
+    from dist_sparse.enforcer.row_kernels import Feature, visit_rows
 
     arguments = {
         "ids": "*i64",
@@ -399,17 +399,14 @@ def compile_mask_updates() -> None:
     import triton.language as tl
 
     from dist_sparse.masking import kernels
-    from dist_sparse.masking.totals import RowTotals
 
     jobs = {"jobs": "*i64"}
-    rect = Rect(0, 0, 6, 4)
-    sums, counts = torch.zeros(6), torch.zeros(6, dtype=torch.int32)
-    by = {
-        "": None,
-        "sums": RowTotals(rect, sums),
-        "sums of elements": RowTotals(rect, torch.zeros(6, 4)),
-        "counts": RowTotals(rect, counts),
-        "decayed counts": RowTotals(rect, counts.double()),
+    by: dict[str, dict[str, Any]] = {
+        "": {},
+        "sums": {"totals": torch.float32},
+        "sums of elements": {"totals": torch.float32, "of_elements": True},
+        "counts": {"totals": torch.int32, "weights": False},
+        "decayed counts": {"totals": torch.float64, "weights": False},
     }
     names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS")
     for width, blocks, known, does in (
@@ -428,9 +425,7 @@ def compile_mask_updates() -> None:
         (0, 2048, "", {"PACKS": True, "LISTED": True}),
         (0, 2048, "", {"PACKS": True}),
     ):
-        scoring = kernels.Scoring(
-            torch.float32, width, weights="counts" not in known, totals=by[known]
-        )
+        scoring = kernels.Scoring(torch.float32, width, **by[known])
         constants: dict[str, Any] = dict.fromkeys(names, False) | scoring.constants() | does
         constants |= {"BUCKETS": does.get("BUCKETS", 0), "FIELDS": len(kernels.Job._fields)}
         constants |= {"BLOCKS": blocks, "LANES": min(max(1, width), 16)}
