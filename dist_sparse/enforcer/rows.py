@@ -517,11 +517,13 @@ class ZeroedRows:
     def _new_kernel(self) -> Any:
         """Return the kernel that flags and cleans rows on CUDA, if Triton is installed (CUDA builds
         of torch bring it); None elsewhere."""
-        kernels = kernels_on(self._device)
-        if kernels is None:
+        if kernels_on(self._device) is None:
             return None
+        # It imports Triton.
+        from dist_sparse.enforcer.row_kernels import TritonRowCleaner
+
         slots: list[Any] = [None] * len(self._features)
         for i, table in enumerate(self._features):
             if table in self._removing:
                 slots[i] = *self._removing[table], self._flags[table].flags
-        return kernels.TritonRowCleaner(slots)
+        return TritonRowCleaner(slots)

@@ -29,14 +29,8 @@ from dist_sparse.masking.cuts import (
     exchange_partials,
     return_decisions,
 )
-from dist_sparse.masking.device import (
-    FlatScores,
-    NewBits,
-    flat_width,
-    on_host,
-    pieces_on,
-    too_large,
-)
+from dist_sparse.masking.device import flat_width, on_host, pieces_on, too_large
+from dist_sparse.masking.flat_scores import FlatScores
 from dist_sparse.masking.kept_scores import Keeping, KeptScores
 from dist_sparse.masking.masks import BitWriter, BlockMask
 from dist_sparse.masking.scores import (
@@ -45,9 +39,11 @@ from dist_sparse.masking.scores import (
     NOT_FINITE,
     REMOVED,
     Batch,
+    ByTotals,
     JointScores,
+    NewBits,
+    RowTotals,
     Segment,
-    WeightedSquares,
 )
 from dist_sparse.masking.selection import (
     NOTHING,
@@ -122,7 +118,8 @@ class Goal:
         a block is zero too if it was removed before, as these scores need an enforcer; and newly
         removed blocks are zeroed whatever they score.
         """
-        return isinstance(self.measure, (str, WeightedSquares))
+        by_norm = isinstance(self.measure, str)
+        return by_norm or (isinstance(self.measure, ByTotals) and self.measure.squares)
 
     @property
     def by_element(self) -> bool:
@@ -278,27 +275,42 @@ def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
     """Return the function that scores a table, and what it has in common with others that the
     function scores together."""
     goal, data = table.goal, table.goal.data
-    # Only of one shard, of whole blocks that no border cuts, by a norm.
-    if len(data.shards) != 1 or table.cuts or goal.by_element or not goal.shows_zeros:
+    measure = _shared_measure(table)
+    if measure is None:
         return (_score_alone,)
     [(rect, tensor)] = data.shards
-    measure = goal.measure if isinstance(goal.measure, str) else WeightedSquares
     common = data.ranks, tensor.device, data.dtype, measure
-    # Products of two float64 are rounded, by kernels and CPUs in different places.
-    exact = isinstance(measure, str) and tensor.dtype != torch.float64
-    if exact and (width := flat_width(rect, goal.block, tensor)) is not None:
+    # The square of a float64 is rounded, by kernels and CPUs in different places.
+    width = None if data.dtype == torch.float64 else flat_width(rect, goal.block, tensor)
+    if width is not None:
         return _score_flat, *common, width
     # Single elements are scored without a copy; taller blocks may reach into the next shard.
-    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and 0 < rect.numel <= SMALL:
+    if tensor.is_cpu and goal.block[0] == 1 != goal.block[1] and rect.numel <= SMALL:
         return _score_small, *common, data.shape[1], rect.col, rect.cols, goal.block
     return (_score_alone,)
+
+
+def _shared_measure(table: ScoredTable) -> tuple[object, ...] | None:
+    """Return how a table is scored, equal for tables that may be scored in one pass; None if it
+    needs passes of its own."""
+    goal, shards = table.goal, table.goal.data.shards
+    # Only of one shard that is not empty, of whole blocks that no border cuts.
+    if len(shards) != 1 or table.cuts or goal.by_element or not shards[0].rect.numel:
+        return None
+    if isinstance(goal.measure, ByTotals):
+        [known] = _totals([table])
+        return goal.measure.squares, known.total.dtype, known.of_elements
+    # A user's own knows one table.
+    return (goal.measure,) if isinstance(goal.measure, str) else None
 
 
 def _score_flat(tables: Sequence[ScoredTable]) -> list[Tensor]:
     """Score tables by kernels."""
     shards = [table.goal.data.shards[0] for table in tables]
     blocks = [table.goal.block for table in tables]
-    _add_batch(tables, FlatScores(shards, blocks, tables[0].goal.measure == "L1"))
+    measure = tables[0].goal.measure
+    assert not callable(measure)
+    _add_batch(tables, FlatScores(shards, blocks, measure, _totals(tables)))
     return []
 
 
@@ -338,18 +350,26 @@ def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
 
 
 def _measure_of_all(tables: Sequence[ScoredTable]) -> scoring.Measure:
-    """Return the measure of tables one below the other, with the factors of all their rows."""
-    measure, found = tables[0].goal.measure, []
-    if not isinstance(measure, WeightedSquares):
+    """Return the measure of tables one below the other, with the totals of all their rows."""
+    measure = tables[0].goal.measure
+    if not isinstance(measure, ByTotals):
         return measure
-    for table in tables:
-        measure, [(rect, tensor)] = table.goal.measure, table.goal.data.shards
-        assert isinstance(measure, WeightedSquares)
-        found.append(measure.factors(tensor, (rect.row, rect.col)))
-    # Factors of a row, or of each element: expanded where the tables differ.
+    found = [known.of_rows(slice(None)) for known in _totals(tables)]
+    # Totals of a row, or of each element: expanded where the tables differ.
     columns = max(each.shape[1] for each in found)
-    factors = torch.cat([each.expand(-1, columns) for each in found])
-    return WeightedSquares(lambda chunk, offset: factors[offset[0] : offset[0] + len(chunk)])
+    total = torch.cat([each.expand(-1, columns) for each in found])
+    joint = RowTotals(Rect(0, 0, *total.shape), total)
+    return ByTotals(lambda offset: joint, measure.squares)
+
+
+def _totals(tables: Sequence[ScoredTable]) -> list[RowTotals]:
+    """Return the totals by which tables of one shard each are scored; none if it is by norms."""
+    found = []
+    for table in tables:
+        measure, [(rect, _)] = table.goal.measure, table.goal.data.shards
+        if isinstance(measure, ByTotals):
+            found.append(measure.find((rect.row, rect.col)))
+    return found
 
 
 def _score_alone(tables: Sequence[ScoredTable]) -> list[Tensor]:
@@ -575,7 +595,8 @@ def _new_mask(
         kept, dirty, removes = bits
         mask = BlockMask(rect, goal.block, kept)
         mask.learn_removes(removes)
-        return NewMask(mask, dirty)
+        # Without squares a score tells nothing of zeros: all that is removed is written.
+        return NewMask(mask, dirty if goal.shows_zeros else ~kept)
     slabs: dict[int, Tensor] = {}
     if table.cuts is not None:
         slabs = table.cuts.decisions[rect].slabs

@@ -1,19 +1,18 @@
-"""Triton kernels: mask updates of shards that are flat sequences of equal blocks, and dirty rows.
+"""Triton kernels of mask updates: of shards that are flat sequences of equal blocks.
 
 :mod:`dist_sparse.masking.device` imports this module where Triton can run, nothing else does: the
 package works where Triton is missing. Each call is one launch for all shards that it is given. In
 a mask update, a program takes tiles of one shard in turn, and adds what it has counted to the
 shard's counters once.
 
-Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64, with
-or without a fused multiply-add, and sums are taken in the order of
-:func:`~dist_sparse.masking.scores.block_sums`.
+Scores equal the CPU's bit for bit. Squares of elements of up to 32 bits are exact in float64, other
+products are rounded before they are added (no fused multiply-add), and sums are taken in the order
+of :func:`~dist_sparse.masking.scores.block_sums`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,19 +20,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dist_sparse.records import TINY
 from dist_sparse.tables.shards import sent
 
 # Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES: Final = 16
 
+# Of weights and of totals.
 _TYPES: Final = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
 }
 
+# A constant of the kernels.
+_TINY: Final = tl.constexpr(TINY)
+
 # By bytes of an element: zero has the same bits in every type of a size.
-_WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
+WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 # Of a launch, about so many at most: 8 for each multiprocessor of an H200.
 _PROGRAMS: Final = 1024
@@ -50,20 +56,34 @@ class Scoring(NamedTuple):
         dtype: of the weights.
         width: elements of a block, all of one row: a power of two up to 16, or a multiple of 16. 0
             where scores are read instead of weights.
-        absolute: whether a block scores the mean of absolute values, not of squares.
+        absolute: whether absolute values of elements count, not their squares.
+        weights: whether elements count at all; else only their totals do.
+        totals: the type of totals, if they count.
+        of_elements: whether each element has a total of its own, not each row.
     """
 
     dtype: torch.dtype
     width: int
-    absolute: bool
+    absolute: bool = False
+    weights: bool = True
+    totals: torch.dtype | None = None
+    of_elements: bool = False
 
     def constants(self) -> dict[str, Any]:
         """Return what a kernel that scores is compiled for."""
-        return {"TYPE": _TYPES[self.dtype], "WIDTH": self.width, "ABSOLUTE": self.absolute}
+        return {
+            "TYPE": _TYPES[self.dtype],
+            "WIDTH": self.width,
+            "ABSOLUTE": self.absolute,
+            "WEIGHTS": self.weights,
+            "TOTALS": self.totals is not None,
+            "OF_ELEMENTS": self.of_elements,
+            "TOTAL_TYPE": _TYPES[self.totals or torch.float32],
+        }
 
 
 # Scores are read.
-SCORES: Final = Scoring(torch.float32, 0, False)
+SCORES: Final = Scoring(torch.float32, 0)
 
 
 class Job(NamedTuple):
@@ -82,6 +102,9 @@ class Job(NamedTuple):
         kept: address for the bits of kept blocks.
         dirty: address for the bits of removed blocks that do not score 0.
         listed: address of the places of the scores at ``source``, int32, if they are a list.
+        totals: address of the totals of rows or elements.
+        per_row: blocks of a row.
+        initial, share, most: of the totals, as the bits of float64.
     """
 
     source: int
@@ -96,6 +119,11 @@ class Job(NamedTuple):
     kept: int = 0
     dirty: int = 0
     listed: int = 0
+    totals: int = 0
+    per_row: int = 1
+    initial: int = 0
+    share: int = 0
+    most: int = 0
 
 
 class Pruning(NamedTuple):
@@ -158,7 +186,7 @@ def prune(jobs: Sequence[Pruning], width: int, size: int, device: torch.device) 
         width: elements of a block.
         size: bytes of an element.
     """
-    constants = {"WORD": _WORDS[size], "WIDTH": width, "CHANGED": jobs[0].before != 0}
+    constants = {"WORD": WORDS[size], "WIDTH": width, "CHANGED": jobs[0].before != 0}
     _launch(prune_kernel, jobs, width, device, **constants)
 
 
@@ -180,7 +208,10 @@ def _launch(
     table = sent([field for job in jobs for field in job], device)
     # Triton launches on the current device, wherever its arguments are.
     with torch.cuda.device(device):
-        kernel[(programs, len(jobs))](table, *outputs, **constants, num_warps=4)
+        # Without fused multiply-adds, which would not round a product before it is added.
+        kernel[(programs, len(jobs))](
+            table, *outputs, **constants, num_warps=4, enable_fp_fusion=False
+        )
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -199,35 +230,77 @@ def _in_turn(parts: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
 
 
 @_kernel
+def _value(job: tl.tensor, at: tl.tensor, inside: tl.tensor, TOTAL_TYPE: tl.constexpr) -> tl.tensor:
+    """Return what the totals at some places count for an element, float64."""
+    total = tl.load(tl.load(job + 12).to(tl.pointer_type(TOTAL_TYPE)) + at, mask=inside, other=0)
+    total = total.to(tl.float64)
+    most = tl.load(job + 16).to(tl.float64, bitcast=True)
+    # NaN stays.
+    total = tl.where(total > most, most, total)
+    initial = tl.load(job + 14).to(tl.float64, bitcast=True)
+    return (total - initial) / tl.load(job + 15).to(tl.float64, bitcast=True)
+
+
+@_kernel
 def _element(
-    weights: tl.tensor, at: tl.tensor, inside: tl.tensor, ABSOLUTE: tl.constexpr
+    job: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    value: tl.tensor,
+    TYPE: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores of elements, float64."""
-    # bfloat16 has no way to float64 of its own.
-    value = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
-    return tl.abs(value) if ABSOLUTE else value * value
+    """Return scores of elements, float64. ``value`` is what the totals of their rows count."""
+    if OF_ELEMENTS:
+        value = _value(job, at, inside, TOTAL_TYPE)
+    if WEIGHTS:
+        weights = tl.load(job).to(tl.pointer_type(TYPE))
+        # bfloat16 has no way to float64 of its own.
+        score = tl.load(weights + at, mask=inside, other=0).to(tl.float32).to(tl.float64)
+        score = tl.abs(score) if ABSOLUTE else score * score
+        if TOTALS:
+            score *= value + _TINY
+    else:
+        score = value
+    return score
 
 
 @_kernel
 def _scores(
-    weights: tl.tensor,
+    job: tl.tensor,
     first: tl.tensor,
     blocks: tl.tensor,
+    TYPE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
 ) -> tl.tensor:
     """Return the scores of BLOCKS blocks from ``first`` on, as int32."""
     lane = tl.arange(0, BLOCKS * LANES)
     at = first + lane // LANES
     inside = at < blocks
+    value = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
+    if TOTALS and not OF_ELEMENTS:
+        # Once for a block, and then for each of its lanes.
+        block = first + tl.arange(0, BLOCKS)
+        of_blocks = _value(job, block // tl.load(job + 13), block < blocks, TOTAL_TYPE)
+        spread = tl.broadcast_to(of_blocks[:, None], [BLOCKS, LANES])
+        value = tl.reshape(spread, [BLOCKS * LANES])
     at = at * WIDTH + lane % LANES
-    if WIDTH == 1:
-        sums = _element(weights, at, inside, ABSOLUTE)
-    elif WIDTH <= 16:
+    if WIDTH <= 16:
         # Neighbours in pairs.
-        parts = _element(weights, at, inside, ABSOLUTE)
+        parts = _element(
+            job, at, inside, value, TYPE, ABSOLUTE, WEIGHTS, TOTALS, OF_ELEMENTS, TOTAL_TYPE
+        )
         if WIDTH >= 16:
             left, right = tl.split(tl.reshape(parts, [BLOCKS * 8, 2]))
             parts = left + right
@@ -237,8 +310,10 @@ def _scores(
         if WIDTH >= 4:
             left, right = tl.split(tl.reshape(parts, [BLOCKS * 2, 2]))
             parts = left + right
-        left, right = tl.split(tl.reshape(parts, [BLOCKS, 2]))
-        sums = left + right
+        if WIDTH >= 2:
+            left, right = tl.split(tl.reshape(parts, [BLOCKS, 2]))
+            parts = left + right
+        sums = parts
     else:
         # As torch.sum with AVX2: each of 16 lanes adds 16 elements in turn, and then the next 16
         # to these; lanes are four accumulators of four, added in turn.
@@ -246,12 +321,24 @@ def _scores(
         for group in range(0, WIDTH, 256):
             part = tl.zeros([BLOCKS * LANES], dtype=tl.float64)
             for column in range(group, min(group + 256, WIDTH), 16):
-                part += _element(weights, at + column, inside, ABSOLUTE)
+                part += _element(
+                    job,
+                    at + column,
+                    inside,
+                    value,
+                    TYPE,
+                    ABSOLUTE,
+                    WEIGHTS,
+                    TOTALS,
+                    OF_ELEMENTS,
+                    TOTAL_TYPE,
+                )
             total += part
         parts = tl.permute(tl.reshape(total, [BLOCKS, 4, 4]), [0, 2, 1])
         sums = _in_turn(_in_turn(parts, BLOCKS * 4), BLOCKS)
-    # NaN may be negative: all bits but its sign.
-    return (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = (sums / WIDTH).to(tl.float32).to(tl.int32, bitcast=True)
+    # Negative scores are refused, as NaN is, whatever its sign.
+    return tl.where(bits < 0, 0x7FFFFFFF, bits)
 
 
 @_kernel
@@ -306,6 +393,10 @@ def sweep_kernel(
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    OF_ELEMENTS: tl.constexpr,
+    TOTAL_TYPE: tl.constexpr,
     BUCKETS: tl.constexpr,
     LISTED: tl.constexpr,
     HOLDS: tl.constexpr,
@@ -327,8 +418,20 @@ def sweep_kernel(
         if WIDTH == 0:
             bits = tl.load(_ints(job) + at, mask=inside, other=0)
         else:
-            weights = tl.load(job).to(tl.pointer_type(TYPE))
-            bits = _scores(weights, first, blocks, WIDTH, BLOCKS, LANES, ABSOLUTE)
+            bits = _scores(
+                job,
+                first,
+                blocks,
+                TYPE,
+                WIDTH,
+                BLOCKS,
+                LANES,
+                ABSOLUTE,
+                WEIGHTS,
+                TOTALS,
+                OF_ELEMENTS,
+                TOTAL_TYPE,
+            )
         place = at
         if LISTED:
             place = tl.load(_ints(job + 11) + at, mask=inside, other=0).to(tl.int64)
@@ -386,269 +489,3 @@ def prune_kernel(
         for column in range(0, WIDTH, LANES):
             words = block + column + tl.arange(0, LANES)[None, :]
             tl.store(words, tl.zeros([BLOCKS, LANES], dtype=WORD), mask=gone[:, None])
-
-
-# Dirty rows: flagged before a backward writes them, their removed weights zeroed.
-
-_TILE = 1024
-"""Elements that a program looks at together: 8 for each thread of its 4 warps."""
-
-_COLS = 32
-"""Columns of a tile at most, one for each lane of a warp: wider rows take several turns."""
-
-
-class Feature(NamedTuple):
-    """The kernel's parameters of one feature, in the order in which it reads them. The defaults are
-    those of an unmasked feature: no columns, and blocks that it can divide by."""
-
-    weights: int = 0
-    """Address; that of the packed bits follows."""
-    bits: int = 0
-    row_stride: int = 0
-    rows: int = 0
-    cols: int = 0
-    row_offset: int = 0
-    """Rows of the first block that are stored in another shard."""
-    block_rows: int = 1
-    """Or its binary logarithm, where the kernel shifts."""
-    col_offset: int = 0
-    block_cols: int = 1
-    blocks_per_row: int = 0
-    flags: int = 0
-    """Address of the flags of the rows."""
-
-    @classmethod
-    def of(cls, weight: Tensor, mask: Any, flags: Tensor) -> Feature:
-        rect, grid = mask.rect, mask.grid
-        row_offset, block_rows = _axis(rect.row, rect.rows, mask.block[0], grid.rows)
-        col_offset, block_cols = _axis(rect.col, rect.cols, mask.block[1], grid.cols)
-        return cls(
-            weight.data_ptr(),
-            mask.bits.data_ptr(),
-            weight.stride(0),
-            rect.rows,
-            rect.cols,
-            row_offset,
-            block_rows,
-            col_offset,
-            block_cols,
-            grid.cols,
-            flags.data_ptr(),
-        )
-
-    @property
-    def shifts(self) -> bool:
-        """Whether the sizes of its blocks are powers of two."""
-        return self.block_rows.bit_count() == self.block_cols.bit_count() == 1
-
-    def with_logarithms(self) -> Feature:
-        """Return the feature with logarithms of its block sizes, by which the kernel shifts."""
-        return self._replace(
-            block_rows=self.block_rows.bit_length() - 1, block_cols=self.block_cols.bit_length() - 1
-        )
-
-
-class TritonRowCleaner:
-    """Flags the rows that a backward is about to write, and cleans flagged rows, each in one launch
-    for all features and tables.
-
-    It holds the addresses of the weights, bits and flags it was made with (and keeps those tensors
-    alive): make a new one when a table's storage or mask is replaced.
-
-    Args:
-        slots: a live shard, its mask and the flags of its rows, uint8 ``(rows,)``, for each
-            feature, in the order of the ids; None where nothing is removed. All weights have one
-            device and one dtype, as the tables of a batch have.
-    """
-
-    def __init__(self, slots: Sequence[tuple[Tensor, Any, Tensor] | None]) -> None:
-        self._alive = list(filter(None, slots))
-        self.needed, self._cols = bool(self._alive), 1
-        if not self.needed:
-            return
-        features, self._shifts = _features(slots)
-        # Several features may read one table.
-        tables = [table for table in dict.fromkeys(features) if table.rows]
-        ends = [0, *accumulate(table.rows for table in tables)]
-        self._rows = ends[-1]
-        weight = self._alive[0][0]
-        known = sent([*chain(*features, *tables), *ends], weight.device)
-        sizes = [len(Feature._fields) * len(each) for each in (features, tables)]
-        self._features, self._tables, self._ends = torch.split(known, [*sizes, len(ends)])
-        self._word = _WORDS[weight.element_size()]
-        widest = max(table.cols for table in tables)
-        self._cols = min(triton.next_power_of_2(widest), _COLS)
-
-    def flag(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Flag the rows that a lookup names; arguments as in :meth:`clean_read`."""
-        # One flag a row: a tile is of ids alone.
-        self._on_ids(ids, ends, cols=1, marks=True)
-
-    def clean_read(self, ids: Tensor, ends: Sequence[int] | Tensor) -> None:
-        """Clean the flagged rows among those that a lookup names, on the current stream.
-
-        Args:
-            ids: int32 or int64 ``(n,)``, feature after feature, local row numbers. Those outside
-                the table are read as row 0, which FBGEMM's bounds check makes of them.
-            ends: where the ids of each feature begin and, last, where they end: one more than there
-                are features. As an integer tensor on the device of ``ids`` it is read in place,
-                with any stride: ``offsets[::batch_size]`` of FBGEMM's offsets costs neither a copy
-                nor a wait.
-        """
-        self._on_ids(ids, ends, cols=self._cols, marks=False)
-
-    def clean(self) -> None:
-        """Clean all flagged rows. They stay flagged."""
-        if self.needed:
-            # Each row once, as if a lookup named all of them.
-            self._launch(self._ends, self._rows, self._ends, self._tables, self._cols, by_id=False)
-
-    def _on_ids(self, ids: Tensor, ends: Sequence[int] | Tensor, *, cols: int, marks: bool) -> None:
-        count = ids.numel()
-        if not self.needed or count == 0:
-            return
-        ends = ends if isinstance(ends, Tensor) else sent(ends, ids.device)
-        ends = ends.to(ids.device, non_blocking=True)
-        self._launch(ids.contiguous(), count, ends, self._features, cols, marks=marks)
-
-    def _launch(
-        self,
-        ids: Tensor,
-        count: int,
-        ends: Tensor,
-        table: Tensor,
-        cols: int,
-        *,
-        marks: bool = False,
-        by_id: bool = True,
-    ) -> None:
-        per_program = _TILE // cols
-        features = table.numel() // len(Feature._fields)
-        # Triton launches on the current device, wherever its arguments are.
-        with torch.cuda.device(ids.get_device()):
-            visit_rows[(-(-count // per_program),)](
-                ids,
-                count,
-                ends,
-                ends.stride(0),
-                table,
-                features,
-                FIELDS=len(Feature._fields),
-                STEPS=(features - 1).bit_length(),
-                SHIFTS=self._shifts,
-                WORD=self._word,
-                IDS=per_program,
-                COLS=cols,
-                MARKS=marks,
-                BY_ID=by_id,
-                num_warps=4,
-            )
-
-
-def _features(
-    slots: Sequence[tuple[Tensor, Any, Tensor] | None],
-) -> tuple[list[Feature], bool]:
-    """Return the parameters of all features, and whether the kernel shifts."""
-    features = [Feature() if slot is None else Feature.of(*slot) for slot in slots]
-    # Division takes many more instructions than a shift, and blocks are nearly always powers of
-    # two.
-    if all(feature.shifts for feature in features):
-        return [feature.with_logarithms() for feature in features], True
-    return features, False
-
-
-def _axis(start: int, size: int, block: int, blocks: int) -> tuple[int, int]:
-    """Return what is cut off the first block, and the size of a block. A lone block may have any
-    size: it gets a power of two."""
-    return (0, triton.next_power_of_2(size)) if blocks == 1 else (start % block, block)
-
-
-# Counts change from batch to batch and from lookup to lookup: one kernel for all of them.
-@triton.jit(do_not_specialize=["count", "stride", "features"])  # type: ignore[untyped-decorator]
-def visit_rows(
-    ids: tl.tensor,
-    count: tl.tensor,
-    ends: tl.tensor,
-    stride: tl.tensor,
-    table: tl.tensor,
-    features: tl.tensor,
-    FIELDS: tl.constexpr,
-    STEPS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    WORD: tl.constexpr,
-    IDS: tl.constexpr,
-    COLS: tl.constexpr,
-    MARKS: tl.constexpr,
-    BY_ID: tl.constexpr,
-) -> None:
-    """Each program takes IDS ids, feature by feature, and flags their rows (MARKS), or zeroes what
-    is removed of those that are flagged, COLS columns at a time. Without BY_ID, it takes all rows
-    of the tables, in the place of ids.
-
-    A tile is flat, so that the neighbours of a warp are neighbours in a row; Triton would lay out a
-    matrix of addresses that it knows nothing about by columns. The numbers added to ``info`` are
-    the places of the fields of :class:`Feature`.
-    """
-    element = tl.arange(0, IDS * COLS)
-    position = tl.program_id(0).to(tl.int64) * IDS
-    last = tl.minimum(
-        tl.minimum(position + IDS, count),
-        tl.load(ends + features.to(tl.int64) * stride).to(tl.int64),
-    )
-    position = tl.maximum(position, tl.load(ends).to(tl.int64))
-    while position < last:
-        # The last feature that begins here or before: of several that begin at one place, all but
-        # that are empty.
-        feature = tl.full([], 0, dtype=tl.int64)
-        for step in tl.static_range(STEPS):
-            later = feature + (1 << (STEPS - 1 - step))
-            start = tl.load(ends + later * stride, mask=later < features, other=0)
-            feature = tl.where((later < features) & (start <= position), later, feature)
-        stop = tl.minimum(tl.load(ends + (feature + 1) * stride).to(tl.int64), last)
-
-        info = table + feature * FIELDS
-        weight = tl.load(info).to(tl.pointer_type(WORD))
-        bits = tl.load(info + 1).to(tl.pointer_type(tl.uint8))
-        cols = tl.load(info + 4).to(tl.int32)  # 0 where nothing is removed: then no turn is taken
-        height, cut, width = (
-            tl.load(info + 6),
-            tl.load(info + 7).to(tl.int32),
-            tl.load(info + 8).to(tl.int32),
-        )
-
-        # What grows with the table is 64 bits wide, once for each row; within a row 32 bits do.
-        at = position + element // COLS
-        # Nothing of features whose table is not masked.
-        inside = at < tl.where(cols > 0, stop, 0)
-        flags = tl.load(info + 10).to(tl.pointer_type(tl.uint8))
-        if BY_ID:
-            row = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
-            row = tl.where((row >= 0) & (row < tl.load(info + 3)), row, 0)
-        else:
-            first_row = tl.load(ends + feature * stride)
-            row = at - first_row
-            # Most rows are clean: their flags are all that is read of them.
-            here = position + tl.arange(0, IDS)
-            dirty = tl.load(flags + (here - first_row), mask=here < stop, other=0).to(tl.int32)
-            cols = tl.where(tl.max(dirty) > 0, cols, 0)
-            inside = at < tl.where(cols > 0, stop, 0)
-        if MARKS:
-            tl.store(flags + row, tl.full([IDS * COLS], 1, dtype=tl.uint8), mask=inside)
-        else:
-            inside = tl.load(flags + row, mask=inside, other=0) != 0
-            block_row = row + tl.load(info + 5)
-            block_row = block_row >> height if SHIFTS else block_row // height
-            bit = block_row * tl.load(info + 9)
-            weight += row * tl.load(info + 2)
-            bits += bit >> 3
-            before = (bit & 7).to(tl.int32)
-            for first in range(0, cols, COLS):
-                col = first + element % COLS
-                block = (col + cut) >> width if SHIFTS else (col + cut) // width
-                flag = before + block
-                # Nothing is removed outside: all bits are set there.
-                byte = tl.load(bits + (flag >> 3), mask=inside & (col < cols), other=0xFF)
-                removed = ((byte.to(tl.int32) >> (flag & 7)) & 1) == 0
-                tl.store(weight + col, tl.zeros([IDS * COLS], dtype=WORD), mask=removed)
-        # Larger, even if the ends do not ascend: the search saw that the next feature begins later.
-        position = stop

@@ -14,19 +14,20 @@ decides.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dist_sparse.masking.device import FlatScores, NewBits, Prefixes, count_each, pieces_on
+from dist_sparse.masking.device import count_each, pieces_on
 from dist_sparse.masking.masks import pack
-from dist_sparse.records import LEADING_SHIFT
+from dist_sparse.records import LEADING_SHIFT, TINY
 from dist_sparse.tables.shards import Block, Rect, grid_of, sent
 
 # The bit pattern of infinity; those of NaN are larger, those of finite scores smaller.
@@ -47,26 +48,72 @@ HISTOGRAM = 1 + LEADING_BUCKETS
 CPU: Final = torch.device("cpu")
 
 
+class RowTotals(NamedTuple):
+    """Lookups or summed gradients of a shard's rows.
+
+    Args:
+        rect: of the shard.
+        total: ``(rows,)``, ``(rows, 1)`` or ``(rows, columns)``; live.
+        initial: where it counts from.
+        share: the elements that share a total: each scores ``1 / share`` of it.
+        most: where it stops to count.
+    """
+
+    rect: Rect
+    total: Tensor
+    initial: float = 0.0
+    share: int = 1
+    most: float = math.inf
+
+    @property
+    def of_elements(self) -> bool:
+        """Whether each element has a total of its own."""
+        return self.total.numel() > self.rect.rows
+
+    def of_rows(self, rows: slice | Tensor) -> Tensor:
+        """Return the value of an element of these rows, float64 ``(rows, 1)`` or
+        ``(rows, columns)``."""
+        # Copied: the total is live, and the caller computes in place.
+        known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
+        # The shards of a row are clamped at different times, but must score alike.
+        return known.clamp_(max=self.most).sub_(self.initial).div_(self.share)
+
+
 @dataclass(frozen=True, eq=False)
-class WeightedSquares:
-    """Score an element ``x`` as ``x * x * factor``, with a positive factor for each row.
+class ByTotals:
+    """Score an element by its total, alone or times its own square.
 
     A measure of its own, rather than a callable: it needs no memory besides the scores.
 
     Args:
-        factors: takes a chunk of rows and the global (row, column) of its first element, as a
-            callable measure does; returns float64 ``(rows, 1)`` or ``(rows, columns)``.
+        find: returns the totals of the shard that holds a global (row, column).
+        squares: score an element ``x`` as ``x * x * (total + 2**-100)``.
     """
 
-    factors: Callable[[Tensor, tuple[int, int]], Tensor]
+    find: Callable[[tuple[int, int]], RowTotals]
+    squares: bool
+
+    def score(self, chunk: Tensor, offset: tuple[int, int], out: Tensor) -> Tensor:
+        """Return the scores of some rows of a shard in ``out``, float64; arguments as of
+        :func:`~dist_sparse.masking.scores.element_scores`."""
+        known = self.find(offset)
+        first = offset[0] - known.rect.row
+        value = known.of_rows(slice(first, first + len(chunk)))
+        if not self.squares:
+            return out.copy_(value.expand_as(out))
+        return squares_times(out.copy_(chunk), value)
+
+
+def squares_times(elements: Tensor, value: Tensor) -> Tensor:
+    """Return the scores of elements by their squares and the value of their totals, both float64;
+    both are overwritten."""
+    return elements.mul_(elements).mul_(value.add_(TINY))
 
 
 # How an element is scored. `"given"`: the tensor holds element scores already. A callable takes a
 # chunk of rows and the global (row, column) of its first element and returns element scores of the
 # same shape.
-Measure = (
-    Literal["L1", "L2", "given"] | WeightedSquares | Callable[[Tensor, tuple[int, int]], Tensor]
-)
+Measure = Literal["L1", "L2", "given"] | ByTotals | Callable[[Tensor, tuple[int, int]], Tensor]
 
 # Up to this width, adding strided slices is faster than a reduction over the last dimension.
 _FEW = 16
@@ -84,6 +131,8 @@ def element_scores(
     buffer = out
     if buffer is None:
         buffer = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device)
+    if isinstance(measure, ByTotals):
+        return measure.score(chunk, offset, buffer)
     if callable(measure):
         scored = measure(chunk, offset)
         if scored.shape != chunk.shape:
@@ -97,20 +146,7 @@ def element_scores(
         buffer.abs_()
     elif measure != "given":
         torch.mul(buffer, buffer, out=buffer)
-    if isinstance(measure, WeightedSquares):
-        buffer.mul_(measure.factors(chunk, offset))
     return buffer
-
-
-# Minimum elements of a shard for keeping scores. To score all rows of a smaller one takes up to
-# 2.5 ms in a mask update, to note which rows were written up to 0.1 ms in each of the many
-# backwards between two updates.
-LARGE = 1 << 22
-
-
-def worth_keeping(rect: Rect, block: Block) -> bool:
-    """Return whether scores of such a shard are worth keeping from one mask update to the next."""
-    return block[0] == 1 and min(block[1], rect.cols) >= 32 and rect.numel >= LARGE
 
 
 def block_sums(
@@ -284,6 +320,53 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     return flat[:rows, :cols]
 
 
+Prefixes = Mapping[int, tuple[int, Tensor]]
+"""By the number of a table the leading bits of scores that are counted, and its first histogram."""
+
+NewBits = tuple[Tensor, Tensor, bool]
+"""The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
+whether anything is removed."""
+
+
+class Batch(Protocol):
+    """Scores of several tables, of one shard each, that are counted together.
+
+    Attributes:
+        held: of each table, int32 ``(blocks,)``; empty where they are computed again.
+    """
+
+    held: list[Tensor]
+
+    def first_histograms(self) -> Tensor:
+        """Return :func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
+
+    def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
+        """Return, for each table with a prefix, how many of its scores other than 0 that have the
+        prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
+        ``(buckets,)``.
+
+        Args:
+            prefixes: by the number of the table, with its :meth:`first_histograms` in CPU memory.
+        """
+
+    def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
+        """Return the flat places of the blocks that have a score, int32 in no order, with NO_PLACE
+        among them, by the number of the table. Of tables that are not in it, a pass over their
+        scores tells.
+
+        Args:
+            wanted: by the number of the table, the score, and how many blocks have it at most.
+        """
+
+    def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
+        """Return the new masks of tables, by their numbers. At most one wait for all of them.
+
+        Args:
+            limits: of each table a score and a flat place: blocks that score less are removed, and
+                those that score as much before that place.
+        """
+
+
 class Segment:
     """Scores of a grid of blocks, row-major, in pieces of whole rows.
 
@@ -393,7 +476,7 @@ _ALL: Final = 1 << 62
 
 class JointScores:
     """The scores of several small tables in CPU memory, one after the other, so that they are
-    counted in one pass.
+    counted in one pass: a :class:`Batch`.
 
     Args:
         bits: int32 ``(sum of sizes,)``.
@@ -410,7 +493,6 @@ class JointScores:
         return torch.tensor(of_tables, dtype=dtype).repeat_interleave(self._sizes)
 
     def first_histograms(self) -> Tensor:
-        """:func:`first_histogram` of each table, int64 ``(tables, HISTOGRAM)``."""
         # Bucket 0 for zeros, 1 + leading bits for others.
         leading = torch.bitwise_right_shift(self._bits, LEADING_SHIFT).add_(1)
         leading.mul_(self._bits != 0).clamp_(min=0)  # what is refused later must count somewhere
@@ -419,13 +501,6 @@ class JointScores:
         return torch.bincount(at, minlength=tables * HISTOGRAM).view(-1, HISTOGRAM)
 
     def histograms(self, prefixes: Prefixes, before: int, shift: int, buckets: int) -> list[Tensor]:
-        """Return, for each table with a prefix, how many of its scores other than 0 that have the
-        prefix (all bits from ``before`` on) fall into each bucket of the next bits: int64
-        ``(buckets,)``.
-
-        Args:
-            prefixes: by the number of the table, with its :meth:`first_histograms` in CPU memory.
-        """
         # By table: the prefix (no score has -1), and its row in the result.
         wanted, place = [-1] * len(self.held), [0] * len(self.held)
         for row, (number, (prefix, _)) in enumerate(prefixes.items()):
@@ -436,8 +511,11 @@ class JointScores:
         counts = torch.bincount(at[inside], minlength=len(prefixes) * buckets)
         return [*counts.view(-1, buckets).unbind()]
 
+    def ties(self, wanted: Mapping[int, tuple[int, int]]) -> Mapping[int, Tensor]:
+        # A pass over scores in CPU memory is as quick as a list.
+        return {}
+
     def masks(self, limits: Mapping[int, tuple[int, int]]) -> dict[int, NewBits]:
-        """As :meth:`~dist_sparse.masking.device.FlatScores.masks`."""
         scores, ends = [0] * len(self.held), [0] * len(self.held)
         for number, (score, upto) in limits.items():
             scores[number], ends[number] = score, self._starts[number] + upto
@@ -449,9 +527,6 @@ class JointScores:
             table = slice(*self._starts[number : number + 2])
             found[number] = pack(~gone[table]), pack(dirty[table]), bool(gone[table].any())
         return found
-
-
-Batch = FlatScores | JointScores
 
 
 def with_prefix(bits: Tensor, prefix: int, shift: int) -> Tensor:

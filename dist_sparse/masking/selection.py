@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.groups import Group
-from dist_sparse.masking.device import NO_PLACE, FlatScores, count_within, on_host
+from dist_sparse.masking.device import NO_PLACE, count_within, on_host
 from dist_sparse.masking.masks import BitWriter, BlockMask, pack, positions
 from dist_sparse.masking.scores import (
     HISTOGRAM,
@@ -347,28 +347,25 @@ class _TieSearch(_Search):
 def _find_ties(searches: Sequence[_TieSearch]) -> None:
     """Find the blocks that score exactly the thresholds. Waits once for those that kernels have
     listed, and once for others on a device."""
-    wanted: dict[FlatScores, dict[int, tuple[int, int]]] = {}
-    for search in searches:
-        for segment in search.scores.counted:
-            if isinstance(segment.batch, FlatScores):
-                of_score = search.scores.last, search.scores.inside
-                wanted.setdefault(segment.batch, {})[segment.number] = of_score
+    segments = [(search, segment) for search in searches for segment in search.scores.counted]
+    wanted: dict[Batch, dict[int, tuple[int, int]]] = {}
+    for search, segment in segments:
+        if segment.batch is not None:
+            of_score = search.scores.last, search.scores.inside
+            wanted.setdefault(segment.batch, {})[segment.number] = of_score
     listed: dict[tuple[object, int], Tensor] = {}
-    for scores, ties in wanted.items():
-        for number, places in scores.ties(ties).items():
-            listed[scores, number] = places
+    for batch, ties in wanted.items():
+        for number, places in batch.ties(ties).items():
+            listed[batch, number] = places
     known = dict(zip(listed, on_host([*listed.values()]), strict=True))
     packed: list[tuple[_TieSearch, Segment, int, Tensor]] = []
-    for search in searches:
-        for segment in search.scores.counted:
-            key = segment.batch, segment.number
-            if key in known:
-                places = known[key]
-                search.ids.append(segment.ids(places[places < NO_PLACE].long()))
-                continue
-            # A bit for each block: any number of them may tie.
-            for start, bits in segment.chunks():
-                packed.append((search, segment, start, pack(bits == search.scores.last)))
+    for search, segment in segments:
+        if (found := known.get((segment.batch, segment.number))) is not None:
+            search.ids.append(segment.ids(found[found < NO_PLACE].long()))
+            continue
+        # A bit for each block: any number of them may tie.
+        for start, bits in segment.chunks():
+            packed.append((search, segment, start, pack(bits == search.scores.last)))
     all_flags = on_host([flags for *_, flags in packed])
     for (search, segment, start, _), flags in zip(packed, all_flags, strict=True):
         search.tied.append((segment, start, flags))

@@ -7,9 +7,9 @@ by the mean over their elements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
-from dist_sparse.masking.scores import Measure, WeightedSquares
+from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, squares_times
 from dist_sparse.sparsifiers.masks import Configs, Located
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
@@ -25,30 +25,6 @@ from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedDat
 
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = get_args(Score)
-
-_TINY = 2.0**-100
-"""Added to a G, so that rows that were never touched are ordered by norm, and after those that are
-removed already."""
-
-
-class _Known(NamedTuple):
-    """Lookups or summed gradients of a shard's rows: ``total``, of shape ``(rows,)``,
-    ``(rows, 1)`` or ``(rows, columns)``, counts from ``initial`` on and up to ``most``; divided by
-    ``share`` it is the value of an element."""
-
-    rect: Rect
-    total: Tensor
-    initial: float = 0.0
-    share: int = 1
-    most: float = math.inf
-
-    def of_rows(self, rows: slice | Tensor) -> Tensor:
-        """Return the value of an element of these rows, float64 ``(rows, 1)`` or
-        ``(rows, columns)``."""
-        # Copied: the total is live, and the caller computes in place.
-        known = self.total.reshape(self.rect.rows, -1)[rows].to(torch.float64, copy=True)
-        # The shards of a row are clamped at different times, but must score alike.
-        return known.clamp_(max=self.most).sub_(self.initial).div_(self.share)
 
 
 class ImportanceSparsifier(DataNormSparsifier):
@@ -139,7 +115,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 " 'L2'."
             )
         self.scope, self.floors = scope, {} if floors is None else floors
-        self._known: dict[str, list[_Known]] = {}
+        self._known: dict[str, list[RowTotals]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
     @property
@@ -164,15 +140,13 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the score of each element, float64; see the class."""
         if self.scored_by == "norm":
             return super().score(name, data, offset=offset, **config)
-        of_rows = self._of_rows(name, data, offset)
-        if self.scored_by == "norm_accumulator":
-            return _by_norm(data, of_rows)
-        return of_rows.expand(data.shape)
+        measure = ByTotals(partial(self._totals_at, name), self.scored_by == "norm_accumulator")
+        return measure.score(data, offset, torch.empty_like(data, dtype=torch.float64))
 
     def element_measure(self, name: str, config: Mapping[str, Any]) -> Measure:
-        if self._fast != "norm_accumulator":
+        if self._fast in (None, "norm"):
             return super().element_measure(name, config)
-        return WeightedSquares(lambda data, offset: self._of_rows(name, data, offset).add_(_TINY))
+        return ByTotals(partial(self._totals_at, name), self._fast == "norm_accumulator")
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         if self._fast in (None, "norm"):
@@ -184,7 +158,10 @@ class ImportanceSparsifier(DataNormSparsifier):
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
         # such as a load.
         state = known.total.data_ptr(), known.total._version, known.initial
-        return lambda data, rows: _by_norm(data, known.of_rows(rows)), state
+        # A copy of float64 weights too, which would be their own double().
+        return lambda data, rows: squares_times(
+            data.to(torch.float64, copy=True), known.of_rows(rows)
+        ), state
 
     def score_tables(self, located: Located, configs: Configs) -> dict[str, ScoredTable]:
         # Before anything is scored: score() gets rows, and no table.
@@ -260,7 +237,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 unknown.append(name)
         return unknown
 
-    def look_up(self, located: Located) -> dict[str, list[_Known]]:
+    def look_up(self, located: Located) -> dict[str, list[RowTotals]]:
         """Return lookups or sums of the rows of this rank's shards. Local.
 
         Raises:
@@ -275,7 +252,9 @@ class ImportanceSparsifier(DataNormSparsifier):
                 # A lookup is of a whole row: each element has its share, so that blocks compare by
                 # bytes.
                 counts, share = self.masks.tables.table(name).counts, data.shape[1]
-                known[name] = [_Known(*each, 0.0, share, MOST_COUNTED) for each in counts.items()]
+                known[name] = [
+                    RowTotals(*each, 0.0, share, MOST_COUNTED) for each in counts.items()
+                ]
             else:
                 known[name] = [_summed(name, shard, totals) for shard in data.shards]
         return known
@@ -295,28 +274,19 @@ class ImportanceSparsifier(DataNormSparsifier):
             )
         return self.masks.enforcer.accumulators()
 
-    def _of_rows(self, name: str, data: Tensor, offset: tuple[int, int]) -> Tensor:
-        """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
-        ``(rows, columns)``."""
-        # Chunks are of one shard: its first element tells which.
+    def _totals_at(self, name: str, offset: tuple[int, int]) -> RowTotals:
+        """Return the totals of the shard that holds the global (row, column) ``offset``."""
         here = Rect(*offset, 1, 1)
         for known in self._known.get(name, ()):
             if known.rect.intersect(here) is not None:
-                first = offset[0] - known.rect.row
-                return known.of_rows(slice(first, first + len(data)))
+                return known
         raise ValueError(
             f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
             " add_model()."
         )
 
 
-def _by_norm(data: Tensor, of_rows: Tensor) -> Tensor:
-    # A copy of float64 weights too, which would be their own double(): the squares are in place.
-    exact = data.to(torch.float64, copy=True)
-    return exact.mul_(exact).mul_(of_rows.add_(_TINY))
-
-
-def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> _Known:
+def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]]) -> RowTotals:
     """Return the sums of a shard's Adagrad.
 
     Raises:
@@ -328,4 +298,4 @@ def _summed(name: str, shard: Shard, totals: Mapping[int, tuple[Tensor, float]])
             " to score it by; score='norm' needs none, 'frequency' counts lookups of fused tables."
             " The level 'untouched' needs Adagrad's sums or these counts."
         )
-    return _Known(shard.rect, *totals[shard.tensor.data_ptr()])
+    return RowTotals(shard.rect, *totals[shard.tensor.data_ptr()])

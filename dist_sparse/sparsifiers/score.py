@@ -28,7 +28,13 @@ from dist_sparse.masking.block_masks import (
     new_masks,
     score_tables,
 )
-from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.kept_scores import (
+    Keeping,
+    KeptScores,
+    RowMeasure,
+    Written,
+    worth_keeping,
+)
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
@@ -208,7 +214,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         of: dict[Rect, object] = {}
         for shard in goal.data.shards:
             seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-            how = self.row_measure(name, shard) if KeptScores.fits(rect, goal.block) else None
+            how = self.row_measure(name, shard) if worth_keeping(rect, goal.block) else None
             if seen is None or how is None:
                 continue
             scores = before.get((name, rect))

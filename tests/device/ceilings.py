@@ -10,7 +10,15 @@ from typing import Final, NamedTuple
 
 from tests.device.account import Spent
 
-__all__ = ["FIRST_STEP", "GROWS", "ORDINARY_STEP", "UPDATE", "Ceiling", "above"]
+__all__ = [
+    "FIRST_STEP",
+    "GROWS",
+    "ORDINARY_STEP",
+    "UPDATE",
+    "UPDATE_BY_TOTALS",
+    "Ceiling",
+    "above",
+]
 
 
 class Ceiling(NamedTuple):
@@ -44,12 +52,22 @@ FIRST_STEP: Final = {
     "1x1": Ceiling(0, 42, 133, 1),
 }
 
-# Kernels take all blocks within a row; others are scored by torch, again in each round.
+# By norms, and by norms times Adagrad's sums, the default of sparsify(). Kernels take all blocks
+# within a row; others are scored by torch, again in each round.
 UPDATE: Final = {
     "row": Ceiling(4, 22, 3_770, 90),
-    "1x4": Ceiling(4, 25, 7_440, 196),
-    "2x2": Ceiling(4, 234, 184_900, 8_300),
-    "1x1": Ceiling(4, 25, 7_840, 352),
+    "1x4": Ceiling(4, 25, 7_340, 196),
+    "2x2": Ceiling(4, 278, 210_100, 8_300),
+    "1x1": Ceiling(4, 25, 7_810, 363),
+}
+
+# By lookups or sums alone, of which the blocks of a row have equal ones: where blocks are finer than
+# rows, torch finds the ties at the threshold.
+UPDATE_BY_TOTALS: Final = {
+    "row": Ceiling(3, 23, 2_360, 90),
+    "1x4": Ceiling(3, 58, 25_310, 4_630),
+    "2x2": Ceiling(3, 190, 103_200, 8_300),
+    "1x1": Ceiling(3, 50, 26_430, 9_270),
 }
 
 # Blocks whose mask updates wait, or launch, more often for a larger table.

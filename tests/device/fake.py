@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 import triton.runtime.interpreter as interpreter
@@ -542,13 +543,16 @@ def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _counted(method: Callable[..., Any], pointers: int, mask: int | None) -> Callable[..., Any]:
-    """Wrap a method of Triton's interpreter that reads or writes memory: count the bytes."""
+    """Wrap a method of Triton's interpreter that reads or writes memory: count the bytes.
+    Neighbours of a program that name the same address share one access."""
 
     def counted(*args: Any) -> Any:
         places = args[pointers]
-        flags = args[mask] if mask is not None else None
-        count = int(flags.data.sum()) if flags is not None else places.data.size
-        ACCOUNT.move(count * places.get_element_ty().primitive_bitwidth // 8)
+        addresses = places.data.ravel()
+        if mask is not None and args[mask] is not None:
+            addresses = addresses[args[mask].data.ravel().astype(bool)]
+        count = np.count_nonzero(np.diff(addresses)) + 1 if addresses.size else 0
+        ACCOUNT.move(int(count) * places.get_element_ty().primitive_bitwidth // 8)
         return method(*args)
 
     return counted

@@ -80,9 +80,9 @@ def expected(features: Sequence[Feature]) -> list[tuple[Slot, Tensor]]:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """(grid, arguments...) of each launch from now on."""
-    from dist_sparse.masking import kernels
+    from dist_sparse.enforcer import row_kernels
 
-    kernel, seen = kernels.visit_rows, []
+    kernel, seen = row_kernels.visit_rows, []
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -92,13 +92,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
             return launch
 
-    monkeypatch.setattr(kernels, "visit_rows", Counted())
+    monkeypatch.setattr(row_kernels, "visit_rows", Counted())
     return seen
 
 
 def flagged(slots: Sequence[Slot | None], flags: Sequence[Tensor] = ()) -> Any:
     """A cleaner of tables whose rows are all flagged, or as ``flags`` of the features say."""
-    from dist_sparse.masking.kernels import TritonRowCleaner
+    from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
     given: list[Any] = [None] * len(slots)
     for i, one in enumerate(slots):
@@ -364,7 +364,7 @@ def compile_for_cuda() -> None:
     compiler does."""
     import triton.language as tl
 
-    from dist_sparse.masking.kernels import Feature, visit_rows
+    from dist_sparse.enforcer.row_kernels import Feature, visit_rows
 
     arguments = {
         "ids": "*i64",
@@ -394,26 +394,41 @@ def compile_for_cuda() -> None:
 
 
 def compile_mask_updates() -> None:
-    """The kernels of mask updates: of 1 x 4 blocks, of rows, and of held or listed scores."""
+    """The kernels of mask updates: of 1 x 4 blocks, of rows, by each kind of totals, and of held or
+    listed scores."""
     import triton.language as tl
 
     from dist_sparse.masking import kernels
 
     jobs = {"jobs": "*i64"}
-    for width, blocks, does in (
-        (4, 512, {"BUCKETS": 2048}),
-        (4, 512, {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
-        (128, 128, {"BUCKETS": 2048, "HOLDS": True}),
-        (0, 2048, {"BUCKETS": 1024, "LISTED": True}),
-        (0, 2048, {"LISTS": True, "LISTED": True}),
-        (0, 2048, {"PACKS": True, "LISTED": True}),
-        (0, 2048, {"PACKS": True}),
+    by: dict[str, dict[str, Any]] = {
+        "": {},
+        "sums": {"totals": torch.float32},
+        "sums of elements": {"totals": torch.float32, "of_elements": True},
+        "counts": {"totals": torch.int32, "weights": False},
+        "decayed counts": {"totals": torch.float64, "weights": False},
+    }
+    names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS")
+    for width, blocks, known, does in (
+        (4, 512, "", {"BUCKETS": 2048}),
+        (4, 512, "", {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
+        (4, 512, "sums", {"BUCKETS": 1024, "LISTS": True, "PACKS": True}),
+        (4, 512, "sums of elements", {"BUCKETS": 2048}),
+        (1, 2048, "sums", {"BUCKETS": 2048}),
+        (128, 128, "", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "sums", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "sums of elements", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "counts", {"BUCKETS": 2048, "HOLDS": True}),
+        (128, 128, "decayed counts", {"BUCKETS": 2048, "HOLDS": True}),
+        (0, 2048, "", {"BUCKETS": 1024, "LISTED": True}),
+        (0, 2048, "", {"LISTS": True, "LISTED": True}),
+        (0, 2048, "", {"PACKS": True, "LISTED": True}),
+        (0, 2048, "", {"PACKS": True}),
     ):
-        names = ("BUCKETS", "LISTED", "HOLDS", "LISTS", "PACKS", "ABSOLUTE")
-        sizes = {"FIELDS": len(kernels.Job._fields), "WIDTH": width, "BLOCKS": blocks}
-        constants: dict[str, Any] = dict.fromkeys(names, False) | sizes | does
-        constants |= {"BUCKETS": does.get("BUCKETS", 0), "TYPE": tl.float32}
-        constants["LANES"] = min(max(1, width), 16)
+        scoring = kernels.Scoring(torch.float32, width, **by[known])
+        constants: dict[str, Any] = dict.fromkeys(names, False) | scoring.constants() | does
+        constants |= {"BUCKETS": does.get("BUCKETS", 0), "FIELDS": len(kernels.Job._fields)}
+        constants |= {"BLOCKS": blocks, "LANES": min(max(1, width), 16)}
         compile_one(kernels.sweep_kernel, {**jobs, "counts": "*i64"}, constants)
     for changed in (False, True):
         constants = {"FIELDS": len(kernels.Pruning._fields), "WORD": tl.int32, "WIDTH": 4}
@@ -422,7 +437,8 @@ def compile_mask_updates() -> None:
 
 
 def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any]) -> None:
-    """Compile a kernel for an A100, an H100, and two newer GPUs."""
+    """Compile a kernel for an A100, an H100, and two newer GPUs. No product is added before it is
+    rounded, as on a CPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -430,8 +446,10 @@ def compile_one(kernel: Any, arguments: dict[str, str], constants: dict[str, Any
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     for capability in (80, 90, 100, 120):
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False}
+        binary = triton.compile(source, target=target, options=options)
         assert ".global" in binary.asm["ptx"] and binary.asm["cubin"]
+        assert "fma.rn.f64" not in binary.asm["ptx"]
 
 
 COMPILED = {each.__name__: each for each in (compile_for_cuda, compile_mask_updates)}
