@@ -115,7 +115,7 @@ MUTATIONS = [
     M("training/guard.py", "                _check_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
     M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\"))\n", "", "tests/training"),
     M("training/guard.py", "        _put(sparsifier, made_with)\n", "        pass\n", "tests/training"),
-    M("training/following.py", "return [] if drifted else names", "return names", "tests/dist/test_unwrapped.py"),
+    M("training/replicas.py", "        replicas = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report
     # ----------------------------------------------------------------------------------------------------------

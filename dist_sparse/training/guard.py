@@ -14,16 +14,16 @@ Below it is the state of a whole training, which has the guard's.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import group_over, warn_on_first_rank, world_ranks
+from dist_sparse.records import GuardCheck
 from dist_sparse.schedulers import (
     CurveDataScheduler,
     LambdaDataScheduler,
@@ -36,7 +36,9 @@ from dist_sparse.sparsifiers.masks import LastUpdate
 from dist_sparse.sparsifiers.score import SCOPES
 
 Mode: TypeAlias = Literal["max", "min"]
-MODES = ("max", "min")
+
+_SIGNS: Final = {"max": 1.0, "min": -1.0}
+"""By mode what a metric is multiplied by, so that larger is better."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +90,7 @@ def _flag(name: str, value: object) -> None:
 _STATE: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
-    "mode": partial(checks.choice, known=MODES),
+    "mode": partial(checks.choice, known=_SIGNS),
     "best": checks.number,
 }
 """The checks of a saved :class:`GuardState`; what is no flag may be None."""
@@ -106,8 +108,7 @@ class Guard:
         self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, asks_first: bool
     ) -> None:
         self._sparsifier, self._scheduler = sparsifier, scheduler
-        # On one rank: all ranks have one schedule.
-        self._warns = asks_first and rank_in(world_ranks()) == 0
+        self._warns = asks_first
         self.put(GuardState(active=asks_first, waiting=asks_first))
 
     def put(self, state: GuardState) -> None:
@@ -126,14 +127,15 @@ class Guard:
             return
         if self._warns and state.mode is None and state.owed and sparsifier.enable_mask_update:
             self._warns = False
-            warnings.warn(
+            warn_on_first_rank(
                 'level="auto" has pruned nothing so far: no mask update happens before the first'
                 " validation. Call guard(metric) with the metric of each.",
                 stacklevel=4,
             )
-        due = sparsifier.enable_mask_update or state.owed
-        state.owed = due and state.waiting
-        sparsifier.enable_mask_update = due and not state.waiting
+        state.owed |= sparsifier.enable_mask_update
+        sparsifier.enable_mask_update = False
+        if not state.waiting:
+            sparsifier.enable_mask_update, state.owed = state.owed, False
 
     def after_step(self) -> None:
         """Note the mask update of this step, if it happened."""
@@ -154,21 +156,20 @@ class Guard:
                 before the first validation, or the last update can't be undone.
         """
         # A metric of torch's: reading it waits for its device, once a validation.
-        if isinstance(metric, Tensor) and metric.numel() == 1:
-            metric = metric.item()
+        if isinstance(metric, Tensor):
+            metric = checks.plain(metric.squeeze())
         value = checks.number("metric", metric)
         state, masks, scored = self.state, self._sparsifier.masks, self._sparsifier
         rules: dict[str, object] = {
-            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in MODES,
+            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
             f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
             not in (None, mode),
             "guard() stops schedules of a final level: those of functions have none.": (
                 not isinstance(self._scheduler, CurveDataScheduler)
             ),
             "guard() can't undo updates that rotate tables.": masks.rotation is not None,
-            f"guard() can't undo the decay={scored.decay} of counts of lookups.": (
-                scored.counts_lookups and scored.decay < 1
-            ),
+            # Of counted lookups alone; it is 1 otherwise.
+            f"guard() can't undo the decay={scored.decay} of counts of lookups.": scored.decay < 1,
             "The first guard() must come before the first mask update that removes weights: its"
             " metric is the reference, and nothing was kept of earlier updates. Validate before"
             " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
@@ -177,28 +178,26 @@ class Guard:
         self._last.check(masks.tables.locate())
         return float(value)
 
-    def judge(self, metric: float, tolerance: float, mode: Mode) -> bool:
-        """Accept the pending update, or undo it; return whether the metric holds. Local."""
+    def judge(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
+        """Accept the pending update, or undo it; return what the metric says. Local."""
         state = self.state
-        if not state.active:
-            state.active = True
-            self._sparsifier.masks.undo = self._last
-        state.mode = mode
-        # Larger is better from here on.
-        sign = 1.0 if mode == "max" else -1.0
+        state.active, state.mode, self._sparsifier.masks.undo = True, mode, self._last
+        sign = _SIGNS[mode]
         best = metric if state.best is None else state.best
-        if sign * metric < sign * best - tolerance:
-            # Without an update to blame, the next one waits for a validation that holds.
-            state.waiting = True
-            if state.pending is not None:
-                self._stop()
-            return False
-        state.best = max(metric, best, key=lambda value: sign * value)
-        if state.pending is not None:
-            state.accepted, state.pending = state.pending, None
-        state.waiting = False
-        self._last.forget()
-        return True
+        holds = sign * metric >= sign * best - tolerance
+        undone = None
+        # Without an update to blame, the next one waits for a validation that holds.
+        state.waiting = not holds
+        if holds:
+            state.best = best = max(metric, best, key=lambda value: sign * value)
+            state.accepted = state.accepted if state.pending is None else state.pending
+            state.pending = None
+            self._last.forget()
+        elif state.pending is not None:
+            undone = state.undone = state.pending
+            self._stop()
+        step = max(self._scheduler.last_epoch - 1, 0)
+        return GuardCheck(step=step, metric=metric, best=best, holds=holds, undone=undone)
 
     @property
     def can_undo(self) -> bool:
@@ -214,8 +213,13 @@ class Guard:
             scheduler.stop_at(state.accepted)
         else:
             scheduler.stop_at(state.pending)
-        state.undone, state.pending = state.pending, None
-        state.waiting = state.owed = False
+            warn_on_first_rank(
+                f"The metric fell after the mask update at step {state.pending}, which can't be"
+                " undone: weights or a state from before its validation were loaded. The level"
+                " stays; no update follows. Save states after guard().",
+                stacklevel=4,
+            )
+        state.pending, state.waiting, state.owed = None, False, False
         masks.undo = None
 
 

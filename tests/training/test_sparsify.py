@@ -278,6 +278,14 @@ class TestSparsify:
             ({"level": {}}, r"Invalid level=\{\}"),
             ({"schedule": 3}, "Invalid schedule=3"),
             (
+                {"schedule": lambda *_, **plan: None},
+                "Invalid schedule=<function .* ready scheduler, and returned None",
+            ),
+            (
+                {"schedule": lambda step: None},
+                "Invalid schedule=<function .* ready scheduler of final, begin.* unexpected keyword",
+            ),
+            (
                 {"level": {"nothing": 0.5}},
                 r"Invalid level: 'nothing' matches none of \['bag', 'emb'\]",
             ),
