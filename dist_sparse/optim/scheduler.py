@@ -131,22 +131,22 @@ class OptimScheduler(abc.ABC):
         if updated_modules is not None:
             self.updated_modules = list(name_list("updated_modules", updated_modules))
         self.ft_factor = float(number("ft_factor", ft_factor, least=0))
-        self.grad_clip = None if grad_clip is None else _positive("grad_clip", grad_clip)
+        self.grad_clip = _positive("grad_clip", math.inf if grad_clip is None else grad_clip)
         self.grad_norm_type = _positive("grad_norm_type", grad_norm_type)
         self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
         # The dtype of the forward under autocast.
         self._autocast = amp_dtype if use_amp else None
-        # Float16 needs a scale, bfloat16 has the range of float32.
-        scaled = self._autocast == torch.float16
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
         self._owned = parameters_of(self._wiring, self.updated_modules)
-        self._refuse_unfit(amp_dtype)
-        self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
-        # One that is disabled leaves losses and gradients as they are, and always steps.
+        # Float16 needs a scale, bfloat16 has the range of float32. A scaler that is disabled leaves
+        # losses and gradients as they are, and always steps.
+        scaled = self._autocast == torch.float16
         self._scaler = torch.amp.GradScaler(self._device, enabled=scaled)
         self.scaler = self._scaler if scaled else None
+        self._refuse_unfit(amp_dtype)
+        self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self.sche_init(**sche_conf)
         # A loss and its gradients, which step() has yet to use.
         self._taken: tuple[Tensor | None, Gradients] = None, {}
@@ -173,7 +173,7 @@ class OptimScheduler(abc.ABC):
         return ""
 
     @contextlib.contextmanager
-    def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
+    def forward_context(self, step_num: int, epoch_num: int = 1) -> Iterator[None]:
         """Run a step's forward and losses in this context, for all OptimSchedulers of the model.
 
         It enables autocast if an OptimScheduler has ``use_amp``. Under DDP it disables the
@@ -185,8 +185,7 @@ class OptimScheduler(abc.ABC):
             epoch_num: of the step, from 1; may be left out.
         """
         step_num = integer("step_num", step_num, least=1)
-        if epoch_num is not None:
-            integer("epoch_num", epoch_num, least=1)
+        integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
         # All with mixed precision have the same dtype. With none, an outer autocast stays on.
         dtype = next(filter(None, (peer._autocast for peer in sharing)), None)
@@ -267,10 +266,10 @@ class OptimScheduler(abc.ABC):
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
             try:
-                facts.update(_checked(state_dict, self.optimizer, self.scaler, self._sparsity))
+                facts.update(_checked(state_dict, self.optimizer, self._sparsity))
+            except ValueError:
+                raise
             except Exception as fault:
-                if isinstance(fault, ValueError):
-                    raise
                 # torch has an error for each way in which a state can't fit.
                 text = f"The state does not fit: {type(fault).__name__}: {fault}."
                 raise ValueError(text) from fault
@@ -287,8 +286,9 @@ class OptimScheduler(abc.ABC):
         if commit is not None:
             commit()
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        if self.scaler is not None and state_dict.get("scaler"):
-            self.scaler.load_state_dict(state_dict["scaler"])
+        # A scaler that is disabled ignores the state of one that is not.
+        if state_dict.get("scaler"):
+            self._scaler.load_state_dict(state_dict["scaler"])
         self._drop_gradients()
 
     def __getstate__(self) -> NoReturn:
@@ -309,30 +309,36 @@ class OptimScheduler(abc.ABC):
 
     def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
         """Raise a ValueError if arguments fit neither each other nor the model."""
-        scheduled = self.data_scheduler and self.data_scheduler.data_sparsifier
-        # A single process without micro-steps has no averaging to run or to delay.
-        averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
-        # No rank ever holds the gradients of fused tables.
-        fused, scaled = self._wiring.fused, self._autocast == torch.float16
-        why = (
-            "the model has fused tables, which are updated inside every backward, before gradients"
-            " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
+        dtypes = torch.float16, torch.bfloat16
+        refuse(
+            {
+                f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": amp_dtype
+                not in dtypes
+            }
         )
-        rules = {
-            f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (
-                amp_dtype not in (torch.float16, torch.bfloat16)
-            ),
-            "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
-                scheduled is not None and scheduled is not self.data_sparsifier
-            ),
-            f"Invalid distributed=True: {type(self.model).__name__} does not average gradients over"
-            " ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (
-                averages and not self._wiring.replicating
-            ),
-            f"Invalid use_amp=True with float16: {why}": fused and scaled,
-            f"Invalid accum_grad={self.accum_grad}: {why}": fused and self.accum_grad > 1,
-        }
-        refuse(rules)
+        if self.data_scheduler is not None:
+            other = "it schedules another sparsifier than data_sparsifier."
+            scheduled = self.data_scheduler.data_sparsifier
+            refuse({f"Invalid data_scheduler: {other}": scheduled is not self.data_sparsifier})
+        if self.distributed and not self._wiring.replicating:
+            plain_model = (
+                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
+                " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
+            )
+            # A single process without micro-steps has no averaging to run or to delay.
+            refuse({plain_model: world_ranks() is not None or self.accum_grad > 1})
+        if self._wiring.fused:
+            # No rank ever holds the gradients of fused tables.
+            why = (
+                "the model has fused tables, which are updated inside every backward, before"
+                " gradients can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger"
+                " batches."
+            )
+            rules = {
+                f"Invalid use_amp=True with float16: {why}": self._scaler.is_enabled(),
+                f"Invalid accum_grad={self.accum_grad}: {why}": self.accum_grad > 1,
+            }
+            refuse(rules)
 
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
@@ -382,29 +388,28 @@ class OptimScheduler(abc.ABC):
         No two of them update the same parameter: a newer one, from a notebook cell that runs again
         for example, replaces an older one that still has references.
         """
-        sharing = [self]
+        sharing, owned = [self], set(self._owned)
         for peer in reversed(list(self._peers.values())):
-            if not any(peer._overlaps(known) for known in sharing):
+            if owned.isdisjoint(peer._owned):
                 sharing.append(peer)
+                owned.update(peer._owned)
         return sharing
 
     def _overlapping(self) -> list[OptimScheduler]:
         """Return the model's OptimSchedulers that update some of the same parameters, and this."""
-        return [peer for peer in self._peers.values() if peer._overlaps(self)]
-
-    def _overlaps(self, other: OptimScheduler) -> bool:
-        return not set(self._owned).isdisjoint(other._owned)
+        owned = set(self._owned)
+        return [peer for peer in self._peers.values() if not owned.isdisjoint(peer._owned)]
 
     def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
         """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
-        if any(peer._accumulated for peer in self._overlapping() if peer is not self):
-            raise ValueError(
-                "Another OptimScheduler has accumulated gradients in parameters that this one "
-                "updates too. Finish its real step first, or delete the one that is no longer "
-                "stepped."
-            )
+        waiting = (
+            "Another OptimScheduler has accumulated gradients in parameters that this one updates"
+            " too. Finish its real step first, or delete the one that is no longer stepped."
+        )
+        accumulated = sum(peer._accumulated for peer in self._overlapping())
+        refuse({waiting: accumulated > self._accumulated})
         # Another OptimScheduler may have taken the gradients of this loss already.
         if self._taken[0] is not loss:
             self._run_backward(losses, step_num)
@@ -445,7 +450,7 @@ class OptimScheduler(abc.ABC):
             self.optimizer,
             self._scaler,
             self._owned,
-            grad_clip=self.grad_clip or math.inf,
+            grad_clip=self.grad_clip,
             norm_type=self.grad_norm_type,
         )
         if not math.isfinite(norm) and logger is not None:
@@ -491,8 +496,7 @@ def _interval(name: str, value: object) -> int:
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity."""
     found = value if value == math.inf else number(name, value)
-    if found <= 0:
-        raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
+    refuse({f"Invalid {name}={value!r}: must be a number > 0.": found <= 0})
     return float(found)
 
 
@@ -502,7 +506,6 @@ def _positive(name: str, value: Any) -> float:
 def _checked(
     saved: Any,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
     sparsity: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Load a state into copies of the parts, which share tensors but no other state; return the
@@ -512,7 +515,7 @@ def _checked(
         ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
             reason.
     """
-    missing = [name for name in ("optimizer", *sparsity) if name not in saved]
+    missing = sorted({"optimizer", *sparsity}.difference(saved))
     extra = {"data_sparsifier", "data_scheduler"} - sparsity.keys()
     unknown = sorted(saved.keys() & extra, reverse=True)
     rules: dict[str, object] = {
@@ -528,7 +531,7 @@ def _checked(
         _refuse_other_optimizer(optimizer, loaded)
     facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
     # A run without AMP has saved None or {}.
-    if scaler is not None and saved.get("scaler"):
+    if saved.get("scaler"):
         # A scaler of any device reads the state; this one is never used.
         read = torch.amp.GradScaler("cpu")
         read.load_state_dict(saved["scaler"])
@@ -545,21 +548,20 @@ def _refuse_other_optimizer(
 ) -> None:
     for ours, group in zip(optimizer.param_groups, loaded.param_groups, strict=True):
         # Learning rate schedulers add others.
-        if missing := sorted(loaded.defaults.keys() & ours.keys() - group.keys()):
-            raise ValueError(
-                f"The state is of another class than {type(loaded).__name__}: its groups lack"
-                f" {missing}."
-            )
+        missing = sorted(loaded.defaults.keys() & ours.keys() - group.keys())
+        kind = type(loaded).__name__
+        lacks = f"The state is of another class than {kind}: its groups lack {missing}."
+        refuse({lacks: missing})
         for parameter in group["params"]:
             state = loaded.state.get(parameter, {})
             # Adafactor's two variances are a row and a column, and step counts scalars.
             for name in sorted(state.keys() - {"row_var", "col_var"}):
                 shape = getattr(state[name], "shape", torch.Size())
-                if shape not in (parameter.shape, torch.Size()):
-                    raise ValueError(
-                        f"The state is of other parameters: {name} has the shape {tuple(shape)},"
-                        f" the parameter {tuple(parameter.shape)}."
-                    )
+                other = (
+                    f"The state is of other parameters: {name} has the shape {tuple(shape)}, the"
+                    f" parameter {tuple(parameter.shape)}."
+                )
+                refuse({other: shape not in (parameter.shape, torch.Size())})
 
 
 # Learning rate schedules of SpeeChain: Noam and exponential decay.

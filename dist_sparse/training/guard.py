@@ -67,33 +67,33 @@ class GuardState:
 
     @classmethod
     def parsed(cls, given: object) -> GuardState:
-        """Return the state that was saved; of a training without a guard a new one.
+        """Return the state that was saved.
 
         Raises:
             ValueError: it is malformed.
         """
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping) or set(given) != set(_STATE):
-            raise ValueError(f"Invalid guard={given!r} in the state: must have {sorted(_STATE)}.")
-        for name, check in _STATE.items():
-            if given[name] is not None or check is _flag:
-                check(f"{name} of the guard", given[name])
+        if not isinstance(given, Mapping):
+            raise ValueError(f"Invalid guard={given!r} in the state: must be a mapping.")
+        fresh = asdict(cls())
+        _check_keys("The guard of the state", given, set(fresh))
+        for name, value in given.items():
+            # A new state is valid: its values are False and None.
+            if value is not fresh[name]:
+                _STATE[name](f"{name} of the guard", value)
         return cls(**given)
 
 
 def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
+    checks.refuse({f"Invalid {name}={value!r}: must be a bool.": value is not True})
 
 
-_STATE: Mapping[str, Callable[[str, Any], Any]] = {
+_STATE: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
     "mode": partial(checks.choice, known=_SIGNS),
     "best": checks.number,
 }
-"""The checks of a saved :class:`GuardState`; what is no flag may be None."""
+"""The checks of what differs from a new :class:`GuardState`."""
 
 
 class Guard:
@@ -116,9 +116,9 @@ class Guard:
         self.state, self._last = state, LastUpdate()
         self._sparsifier.masks.undo = self._last if state.active else None
 
-    def saved(self) -> dict[str, Any] | None:
-        """Return the state as JSON-able values; None of a guard that was never used."""
-        return asdict(self.state) if self.state.active else None
+    def saved(self) -> dict[str, Any]:
+        """Return the state as JSON-able values."""
+        return asdict(self.state)
 
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
@@ -238,16 +238,15 @@ def save(
     sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard
 ) -> dict[str, Any]:
     """Return the state of all: see :meth:`dist_sparse.SparseTraining.state_dict`."""
-    names = sparsifier.data_groups
+    # Not of tables that were squashed since.
+    floored = sorted(sparsifier.floors.keys() & sparsifier.data_groups)
     parts = {
         "scheduler": scheduler.state_dict(),
         "score": sparsifier.scored_by,
         "scope": sparsifier.scope,
-        # Not of tables that were squashed since.
-        "floors": {name: floor for name, floor in sparsifier.floors.items() if name in names},
+        "floors": {name: sparsifier.floors[name] for name in floored},
+        "guard": guard.saved(),
     }
-    if (guarded := guard.saved()) is not None:
-        parts["guard"] = guarded
     return {
         "sparsifier": sparsifier.state_dict(),
         "schedule": checks.to_json("the schedule", parts),
@@ -275,8 +274,7 @@ def prepare_load(
     # Then the schedule, whose levels the masks must have.
     levels, commit_schedule = scheduler.prepare_load(schedule)
     # Then the masks, under the settings that they were made with.
-    groups = {name: dict(config) for name, config in configs.items()}
-    made_with = {**settings, "data_groups": groups}
+    made_with = {**settings, "data_groups": configs}
     before = {name: getattr(sparsifier, name) for name in made_with}
     try:
         _put(sparsifier, made_with)
@@ -288,7 +286,7 @@ def prepare_load(
             if not isinstance(scheduler, LambdaDataScheduler):
                 # Functions are not part of the state: they may be others now.
                 _check_steps(levels, configs, schedule["last_epoch"])
-            _check_next_updates(sparsifier, levels, schedule.get("final"))
+            _check_next_updates(sparsifier, levels, schedule.get("final", {}))
     finally:
         _put(sparsifier, before)
 
@@ -335,23 +333,23 @@ def _parsed(
         ),
     }
     checks.refuse(rules)
-    if lost := sorted(set(floors) - set(sparsifier.data_groups)):
-        raise ValueError(f"Invalid floors in the state: the tables {lost} are not registered.")
+    lost = sorted(floors.keys() - sparsifier.data_groups)
+    checks.refuse({f"Invalid floors in the state: the tables {lost} are not registered.": lost})
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),
         "floors": {name: checks.level(f"floors[{name!r}]", each) for name, each in floors.items()},
     }
-    return schedule, settings, GuardState.parsed(parts.get("guard"))
+    return schedule, settings, GuardState.parsed(parts.get("guard", asdict(GuardState())))
 
 
 def _check_keys(
     what: str, found: Mapping[Any, Any], needed: set[str], optional: Set[str] = frozenset()
 ) -> None:
-    if missing := sorted(needed - set(found)):
-        raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, found))}.")
-    if unknown := sorted(set(found) - needed - optional):
-        raise ValueError(f"{what} has the unknown keys {unknown}: it may be of a newer release.")
+    missing, unknown = sorted(needed - set(found)), sorted(set(found) - needed - optional)
+    newer = f"{what} has the unknown keys {unknown}: it may be of a newer release."
+    lacks = f"{what} lacks {missing}; it has {sorted(map(str, found))}."
+    checks.refuse({lacks: missing, newer: unknown})
 
 
 def _put(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
@@ -369,25 +367,24 @@ def _check_steps(
         # A level may be a word.
         are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
         same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
-        if not same:
-            raise ValueError(
-                f"Masks and schedule of the state are of different steps: the level of {name!r} is"
-                f" {found} with the masks and {level} at step {step} of the schedule."
-            )
+        apart = (
+            f"Masks and schedule of the state are of different steps: the level of {name!r} is"
+            f" {found} with the masks and {level} at step {step} of the schedule."
+        )
+        checks.refuse({apart: not same})
 
 
 def _check_next_updates(
     sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
 ) -> None:
     """Refuse settings that no later mask update could follow."""
-    tables = [name for name in sparsifier.data_groups if name in sparsifier.masks.tables]
-    if isinstance(final, (list, tuple)):
-        final = dict(final)  # a state has globs as pairs
-    finals = {} if final is None else by_name(final, tables)
-    now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
+    configs, tables = sparsifier.data_groups, sparsifier.masks.tables
+    now = {name: configs[name]["sparsity_level"] for name in configs if name in tables}
+    # A state has globs as pairs.
+    finals = by_name(dict(final) if isinstance(final, (list, tuple)) else final, now)
     # At the step of the state, and at the end of its schedule.
     for reached in (levels, finals):
-        sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
+        sparsifier.check_levels({name: reached.get(name, level) for name, level in now.items()})
     # Norms are always known: no walk for them.
     if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
         sparsifier.look_up(sparsifier.masks.tables.locate())

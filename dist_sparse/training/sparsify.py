@@ -512,13 +512,15 @@ def sparsify(
             decay=decay,
         )
         # Not model_source(), which would walk the model once more.
-        located = ModelTables(model, include=include, exclude=exclude, dense=dense).locate()
+        source = ModelTables(model, include=include, exclude=exclude, dense=dense)
+        located = {data.name: data for data in source.locate()}
         # One walk for all that asks for modules below.
         modules = dict(model.named_modules())
         unpruned = left_dense(model, modules.values(), located, args)
-        floors = by_table("floor", args.floor, located, unpruned)
-        finals = final_levels(args, located, unpruned, floors)
-        facts.update(args.facts([data.name for data in located]))
+        pruned = {name: data for name, data in located.items() if name not in unpruned}
+        floors = by_table("floor", args.floor, pruned, unpruned)
+        finals = final_levels(args, located, pruned, unpruned, floors)
+        facts.update(args.facts(located))
         # At level 0, which the schedule raises.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
@@ -534,7 +536,6 @@ def sparsify(
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
     # Nothing moves tables before this call returns: what was located is not looked up again.
-    pruned = {data.name: data for data in located if data.name not in unpruned}
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
     training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, asks_first=args.auto)
@@ -553,20 +554,24 @@ def sparsify(
         # requested score all tables are known.
         if together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
-        if rotate is not None:
+        if args.rotate:
             # After attach(): rotations read which optimizers step the tables.
-            rotate_tables(sparsifier, rotate)
+            rotate_tables(sparsifier, args.rotate)
         training._replicas = replicas_of(walked.located)
     except BaseException:
         training._detached()
         raise
+    _warn_of_emptied(finals)
+    return training
+
+
+def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
     if emptied := [name for name, level in finals.items() if level == 1]:
         warn_on_first_rank(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return training
 
 
 def _scheduler(
