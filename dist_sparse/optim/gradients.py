@@ -42,18 +42,14 @@ class Claim(NamedTuple):
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
-    several = not _of_one_loss(claims)
-    reasons = {
-        "with sharded tables, which need one backward per forward": wiring.hooked,
-        "in DDP, which averages the gradients of one backward per forward": wiring.replicating,
-    }
-    for reason in filter(reasons.get, reasons):
+    if wiring.hooked or wiring.replicating:
         text = (
-            f"Several OptimSchedulers share a model {reason}. So their losses must be one and the"
-            " same tensor, with the same accum_grad and use_amp. Or pass each of them a loss of its"
-            " own name from a forward of its own. Delete those that are no longer stepped."
+            "Several OptimSchedulers share a model in DDP or with sharded tables, which need one"
+            " backward per forward: their losses must be one and the same tensor, with the same"
+            " accum_grad and use_amp. Or pass each a loss of its own name from a forward of its"
+            " own. Delete those that are no longer stepped."
         )
-        refuse({text: several})
+        refuse({text: not _of_one_loss(claims)})
 
 
 def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
@@ -251,10 +247,11 @@ def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parame
         ValueError: there is no such module, it is a part of a sharded collection, or no parameters
             are left.
     """
-    root, where = wiring.modules[""], [type(wiring.modules[""]).__name__]
+    root = wiring.modules[""]
+    where = [type(root).__name__]
     if names is not None:
         _refuse_paths(names, wiring.modules)
-        root, where = nn.ModuleList(wiring.modules[name] for name in names), list(names)
+        root, where = nn.ModuleList(map(wiring.modules.__getitem__, names)), [*names]
     parameters = [p for p in root.parameters() if not steps_in_backward(p)]
     empty = (
         f"The modules {where} have no parameters, or only fused tables, which their own optimizer"
@@ -274,8 +271,11 @@ def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
         # The model itself may be a collection: everything is inside "", so its prefix is empty.
         prefix = f"{path}.".lstrip(".")
         inside = [name for name in names if name.startswith(prefix)]
-        kernels = "are parts of a sharded collection, whose tables share kernels"
-        refuse({f"{refused} {inside} {kernels}: name the collection, {path!r}.": inside})
+        shared = (
+            f"{refused} {inside} are parts of a sharded collection, whose tables share kernels:"
+            f" name the collection, {path!r}."
+        )
+        refuse({shared: inside})
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:
@@ -303,19 +303,20 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
         ValueError: there is none of that name, or it is LBFGS.
     """
     found: Any = query
+    wrong = f"Invalid optim_type={query!r}:"
     if isinstance(query, str):
         path, _, name = query.rpartition(".")
         try:
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except (ImportError, TypeError) as error:
-            raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
+            raise ValueError(f"{wrong} {error}.") from error
     closure = (
-        f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward several"
-        " times; here one backward runs, before the step."
+        f"{wrong} its step() needs a closure that runs the backward several times; here one"
+        " backward runs, before the step."
     )
     unknown = (
-        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as SGD, Adagrad or"
-        " AdamW) or the dotted path of an optimizer."
+        f"{wrong} must be a name in torch.optim (such as SGD, Adagrad or AdamW) or the dotted path"
+        " of an optimizer."
     )
     abstract = torch.optim.Optimizer
     refuse({closure: found is torch.optim.LBFGS, unknown: found is abstract})

@@ -3,10 +3,14 @@
 :class:`OptimScheduler` has the interface of SpeeChain's class of that name. Each ``step`` runs up
 to three phases:
 
-1. Gradients. If several OptimSchedulers share a model, the one that is stepped first takes the
-   gradients for all, before any weight changes. The others use these in their own ``step``.
-2. Update, at the end of a real step: unscale, clip, step; or nothing, if the norm is not finite.
+1. Gradients (``_accumulate``). If several OptimSchedulers share a model, the one that is stepped
+   first takes the gradients for all, before any weight changes. The others use these in their own
+   ``step``.
+2. Update (``_update``), at the end of a real step, which is ``accum_grad`` steps: unscale, clip,
+   step; or nothing, if the norm is not finite.
 3. Sparsity, after an update: the data sparsifier steps, then its scheduler.
+
+:mod:`dist_sparse.optim.gradients` has the arithmetic of the first two.
 """
 
 from __future__ import annotations
@@ -230,11 +234,14 @@ class OptimScheduler(abc.ABC):
         step_num = integer("step_num", step_num, least=1)
         epoch_num = integer("epoch_num", epoch_num, least=1)
         clock = time_func or nullcontext
+        # Both clocks run at every step, so that each has an entry.
         with clock(["loss_backward_time", optim_name]):
             if self._due(step_num):
+                # Phase 1.
                 self._accumulate(losses, step_num, epoch_num)
         with clock(["optim_time", optim_name]):
             if self._updates(step_num):
+                # Phases 2 and 3.
                 self._update(step_num, logger)
 
     def get_lr(self) -> float:
@@ -266,7 +273,7 @@ class OptimScheduler(abc.ABC):
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
             try:
-                facts.update(_checked(state_dict, self.optimizer, self._sparsity))
+                facts.update(self._checked(state_dict))
             except ValueError:
                 raise
             except Exception as fault:
@@ -291,6 +298,41 @@ class OptimScheduler(abc.ABC):
             self._scaler.load_state_dict(state_dict["scaler"])
         self._drop_gradients()
 
+    def _checked(self, saved: Any) -> dict[str, Any]:
+        """Load a state into copies of the parts, which share tensors but no other state; return the
+        facts that must be equal on all ranks. Local.
+
+        Raises:
+            ValueError: a part is missing or does not fit; torch has other errors for the same
+                reason.
+        """
+        missing = sorted({"optimizer", *self._sparsity}.difference(saved))
+        extra = {"data_sparsifier", "data_scheduler"} - self._sparsity.keys()
+        unknown = sorted(saved.keys() & extra, reverse=True)
+        rules: dict[str, object] = {
+            f"The state lacks {missing}; it has {sorted(saved)}.": missing,
+            f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
+        }
+        refuse(rules)
+        # A load replaces the groups and the state of the copy; the original's are not touched.
+        loaded = copy.copy(self.optimizer)
+        loaded.load_state_dict(saved["optimizer"])
+        # States of other packages have any names and shapes.
+        if type(self.optimizer).__module__.startswith("torch.optim."):
+            _refuse_other_optimizer(self.optimizer, loaded)
+        facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
+        # A run without AMP has saved None or {}.
+        if saved.get("scaler"):
+            # A scaler of any device reads the state; this one is never used.
+            read = torch.amp.GradScaler("cpu")
+            read.load_state_dict(saved["scaler"])
+            facts["scale of the scaler"] = number("scale", _positive("scale", read.get_scale()))
+        schedule = self.data_scheduler
+        if not isinstance(schedule, ReadyDataScheduler | None):
+            # A user's class can't prepare a load: it is tried on a copy.
+            copy.copy(schedule).load_state_dict(saved["data_scheduler"])
+        return facts
+
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} can't be copied or pickled: "
@@ -309,13 +351,8 @@ class OptimScheduler(abc.ABC):
 
     def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
         """Raise a ValueError if arguments fit neither each other nor the model."""
-        dtypes = torch.float16, torch.bfloat16
-        refuse(
-            {
-                f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": amp_dtype
-                not in dtypes
-            }
-        )
+        known = amp_dtype in (torch.float16, torch.bfloat16)
+        refuse({f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": not known})
         if self.data_scheduler is not None:
             other = "it schedules another sparsifier than data_sparsifier."
             scheduled = self.data_scheduler.data_sparsifier
@@ -340,6 +377,106 @@ class OptimScheduler(abc.ABC):
             }
             refuse(rules)
 
+    # What a step does.
+
+    def _real_step(self, step_num: int) -> int:
+        """Return the number of the real step, from 1, to which a micro-step belongs."""
+        return (step_num - 1) // self.accum_grad + 1
+
+    def _due(self, step_num: int) -> bool:
+        """Whether a micro-step contributes gradients to an update."""
+        return self._real_step(step_num) % self.step_per_update == 0
+
+    def _updates(self, step_num: int) -> bool:
+        """Whether an update follows a micro-step: it is the last of its real step."""
+        return self._due(step_num) and step_num % self.accum_grad == 0
+
+    def _lr(self, step_num: int, epoch_num: int) -> float:
+        """Return the learning rate of a step, checked."""
+        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+        # A rate that is not finite would turn weights into NaN.
+        lr = number("learning rate", plain(asked), least=0)
+        return float(number("learning rate times ft_factor", lr * self.ft_factor))
+
+    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
+        if self.optim_loss is None and "loss" not in losses:
+            raise AssertionError(
+                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
+            )
+        # A KeyError names a loss that is missing.
+        return losses[self._loss_name]
+
+    # Phase 1: gradients, for all OptimSchedulers that share the losses.
+
+    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
+        loss = self._loss(losses)
+        lr = self._lr(step_num, epoch_num)
+        waiting = (
+            "Another OptimScheduler has accumulated gradients in parameters that this one updates"
+            " too. Finish its real step first, or delete it."
+        )
+        accumulated = sum(peer._accumulated for peer in self._overlapping())
+        refuse({waiting: accumulated > self._accumulated})
+        # Another OptimScheduler may have taken the gradients of this loss already.
+        if self._taken[0] is not loss:
+            self._run_backward(losses, step_num)
+        for parameter, grad in self._taken[1].items():
+            parameter.grad = grad
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # The next step has another loss.
+        self._taken = None, {}
+        self._has_run = True
+        self._accumulated += 1
+
+    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int) -> None:
+        """Take the gradients of all OptimSchedulers that are due with these losses."""
+        claims = {}
+        for peer in self._sharing():
+            if peer._due(step_num) and peer._loss_name in losses:
+                loss = losses[peer._loss_name]
+                claims[peer] = Claim(peer._owned, loss, peer.accum_grad, peer._scaler)
+        check_claims(self._wiring, [*claims.values()])
+        try:
+            with self._unsynchronized(step_num):
+                taken = take_gradients(self._wiring, [*claims.values()])
+        except BaseException:
+            # Some layers may have gradients, others not.
+            for peer in claims:
+                peer._drop_gradients()
+            raise
+        # The others use theirs when they are stepped with the same loss.
+        for peer, gradients in zip(claims, taken, strict=True):
+            peer._taken = claims[peer].loss, gradients
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of an unfinished real step."""
+        self.optimizer.zero_grad()
+        self._taken = None, {}
+        self._accumulated = 0
+
+    # Phases 2 and 3: weights, then masks.
+
+    def _update(self, step_num: int, logger: Any) -> None:
+        """Update the weights, then the masks."""
+        self._accumulated = 0
+        norm, updated = update_weights(
+            self.optimizer,
+            self._scaler,
+            self._owned,
+            grad_clip=self.grad_clip,
+            norm_type=self.grad_norm_type,
+        )
+        if not math.isfinite(norm) and logger is not None:
+            real_step = self._real_step(step_num)
+            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
+        if updated:
+            for part in self._sparsity.values():
+                part.step()
+
+    # The model's other OptimSchedulers.
+
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
         self._peers = _peers.setdefault(self._wiring.modules[""], WeakValueDictionary())
@@ -362,26 +499,6 @@ class OptimScheduler(abc.ABC):
             rules[text] = part is getattr(peer, name)
         refuse(rules)
 
-    def _real_step(self, step_num: int) -> int:
-        """Return the number of the real step, from 1, to which a micro-step belongs."""
-        return (step_num - 1) // self.accum_grad + 1
-
-    def _due(self, step_num: int) -> bool:
-        """Whether a micro-step contributes gradients to an update."""
-        return self._real_step(step_num) % self.step_per_update == 0
-
-    def _updates(self, step_num: int) -> bool:
-        """Whether an update follows a micro-step: it is the last of its real step."""
-        return self._due(step_num) and step_num % self.accum_grad == 0
-
-    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
-        if self.optim_loss is None and "loss" not in losses:
-            raise AssertionError(
-                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
-            )
-        # A KeyError names a loss that is missing.
-        return losses[self._loss_name]
-
     def _sharing(self) -> list[OptimScheduler]:
         """Return this OptimScheduler, then the model's others that share its forward, newest first.
 
@@ -399,79 +516,6 @@ class OptimScheduler(abc.ABC):
         """Return the model's OptimSchedulers that update some of the same parameters, and this."""
         owned = set(self._owned)
         return [peer for peer in self._peers.values() if not owned.isdisjoint(peer._owned)]
-
-    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
-        loss = self._loss(losses)
-        lr = self._lr(step_num, epoch_num)
-        waiting = (
-            "Another OptimScheduler has accumulated gradients in parameters that this one updates"
-            " too. Finish its real step first, or delete the one that is no longer stepped."
-        )
-        accumulated = sum(peer._accumulated for peer in self._overlapping())
-        refuse({waiting: accumulated > self._accumulated})
-        # Another OptimScheduler may have taken the gradients of this loss already.
-        if self._taken[0] is not loss:
-            self._run_backward(losses, step_num)
-        for parameter, grad in self._taken[1].items():
-            parameter.grad = grad
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        # The next step has another loss.
-        self._taken = None, {}
-        self._has_run = True
-        self._accumulated += 1
-
-    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int) -> None:
-        """Take the gradients of all OptimSchedulers that are due with these losses."""
-        due, claims = [], []
-        for peer in self._sharing():
-            if peer._due(step_num) and peer._loss_name in losses:
-                due.append(peer)
-                loss = losses[peer._loss_name]
-                claims.append(Claim(peer._owned, loss, peer.accum_grad, peer._scaler))
-        check_claims(self._wiring, claims)
-        try:
-            with self._unsynchronized(step_num):
-                taken = take_gradients(self._wiring, claims)
-        except BaseException:
-            # Some layers may have gradients, others not.
-            for peer in due:
-                peer._drop_gradients()
-            raise
-        # The others use theirs when they are stepped with the same loss.
-        for peer, claim, gradients in zip(due, claims, taken, strict=True):
-            peer._taken = claim.loss, gradients
-
-    def _update(self, step_num: int, logger: Any) -> None:
-        """Update the weights, then the masks."""
-        self._accumulated = 0
-        norm, updated = update_weights(
-            self.optimizer,
-            self._scaler,
-            self._owned,
-            grad_clip=self.grad_clip,
-            norm_type=self.grad_norm_type,
-        )
-        if not math.isfinite(norm) and logger is not None:
-            real_step = self._real_step(step_num)
-            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
-        if updated:
-            for part in self._sparsity.values():
-                part.step()
-
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of an unfinished real step."""
-        self.optimizer.zero_grad()
-        self._taken = None, {}
-        self._accumulated = 0
-
-    def _lr(self, step_num: int, epoch_num: int) -> float:
-        """Return the learning rate of a step, checked."""
-        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
-        # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", plain(asked), least=0)
-        return float(number("learning rate times ft_factor", lr * self.ft_factor))
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         """Return a context without averaging of gradients, unless an update of an OptimScheduler
@@ -498,49 +542,6 @@ def _positive(name: str, value: Any) -> float:
     found = value if value == math.inf else number(name, value)
     refuse({f"Invalid {name}={value!r}: must be a number > 0.": found <= 0})
     return float(found)
-
-
-# The state of an OptimScheduler: checked before anything changes.
-
-
-def _checked(
-    saved: Any,
-    optimizer: torch.optim.Optimizer,
-    sparsity: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Load a state into copies of the parts, which share tensors but no other state; return the
-    facts that must be equal on all ranks. Local.
-
-    Raises:
-        ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
-            reason.
-    """
-    missing = sorted({"optimizer", *sparsity}.difference(saved))
-    extra = {"data_sparsifier", "data_scheduler"} - sparsity.keys()
-    unknown = sorted(saved.keys() & extra, reverse=True)
-    rules: dict[str, object] = {
-        f"The state lacks {missing}; it has {sorted(saved)}.": missing,
-        f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
-    }
-    refuse(rules)
-    # A load replaces the groups and the state of the copy; the original's are not touched.
-    loaded = copy.copy(optimizer)
-    loaded.load_state_dict(saved["optimizer"])
-    # States of other packages have any names and shapes.
-    if type(optimizer).__module__.startswith("torch.optim."):
-        _refuse_other_optimizer(optimizer, loaded)
-    facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
-    # A run without AMP has saved None or {}.
-    if saved.get("scaler"):
-        # A scaler of any device reads the state; this one is never used.
-        read = torch.amp.GradScaler("cpu")
-        read.load_state_dict(saved["scaler"])
-        facts["scale of the scaler"] = number("scale", _positive("scale", read.get_scale()))
-    schedule = sparsity.get("data_scheduler")
-    if not isinstance(schedule, ReadyDataScheduler | None):
-        # A user's class can't prepare a load: it is tried on a copy.
-        copy.copy(schedule).load_state_dict(saved["data_scheduler"])
-    return facts
 
 
 def _refuse_other_optimizer(

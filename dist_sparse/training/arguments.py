@@ -19,21 +19,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 from torch import nn
 
-from dist_sparse import checks
+from dist_sparse import checks, schedulers
 from dist_sparse.enforcer.dense import same_storage
 from dist_sparse.groups import cut
-from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.schedulers import (
-    ConstantDataScheduler,
-    CosineDataScheduler,
-    CubicDataScheduler,
-    ExponentialDataScheduler,
-    LinearDataScheduler,
-    OneShotDataScheduler,
-    ReadyDataScheduler,
-)
+from dist_sparse.rotation.rotate import rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.importance import SCORES
+from dist_sparse.sparsifiers.masks import Located
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.shards import (
     ROW,
@@ -52,20 +44,22 @@ Levels: TypeAlias = Level | Mapping[str, Level]
 OptimizerState: TypeAlias = Literal["keep", "reset"]
 Schedule: TypeAlias = (
     Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
-    | Callable[..., ReadyDataScheduler]
+    | Callable[..., schedulers.ReadyDataScheduler]
 )
 
 
-def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> ReadyDataScheduler:
-    return OneShotDataScheduler(*args, **kwargs)  # at begin: it has neither end nor every
+def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> schedulers.ReadyDataScheduler:
+    return schedulers.OneShotDataScheduler(
+        *args, **kwargs
+    )  # at begin: it has neither end nor every
 
 
-_SCHEDULES: dict[str, Callable[..., ReadyDataScheduler]] = {
-    "constant": ConstantDataScheduler,
-    "cosine": CosineDataScheduler,
-    "cubic": CubicDataScheduler,
-    "exponential": ExponentialDataScheduler,
-    "linear": LinearDataScheduler,
+_SCHEDULES: dict[str, Callable[..., schedulers.ReadyDataScheduler]] = {
+    "constant": schedulers.ConstantDataScheduler,
+    "cosine": schedulers.CosineDataScheduler,
+    "cubic": schedulers.CubicDataScheduler,
+    "exponential": schedulers.ExponentialDataScheduler,
+    "linear": schedulers.LinearDataScheduler,
     "one_shot": _one_shot,
 }
 
@@ -134,7 +128,11 @@ class SparsifyArgs:
 
     def _take_defaults(self) -> None:
         if self.schedule is None:
-            self.schedule = ConstantDataScheduler if self.end is None else CubicDataScheduler
+            self.schedule = (
+                schedulers.ConstantDataScheduler
+                if self.end is None
+                else schedulers.CubicDataScheduler
+            )
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
             self.score = "norm"
@@ -230,7 +228,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 def left_dense(
     model: nn.Module,
     modules: Iterable[nn.Module],
-    located: Mapping[str, ShardedData],
+    located: Located,
     args: SparsifyArgs,
 ) -> dict[str, str]:
     """Return the tables that are not pruned, with the reason, in the order of the model: protected
@@ -258,7 +256,7 @@ def left_dense(
 def _reasons(
     model: nn.Module,
     modules: Iterable[nn.Module],
-    located: Mapping[str, ShardedData],
+    located: Located,
     args: SparsifyArgs,
 ) -> dict[str, str]:
     """Return why tables are not pruned, by name, whatever is rotated."""
@@ -309,7 +307,7 @@ def _is_of_positions(data: ShardedData, included: Mapping[str, None]) -> bool:
     return not (_POSITIONS.isdisjoint(map(str.lower, words)) or _matching(data, included))
 
 
-def protected(located: Mapping[str, ShardedData], protect: Sequence[str]) -> set[str]:
+def protected(located: Located, protect: Sequence[str]) -> set[str]:
     """Return the names of the tables that globs match.
 
     Raises:
@@ -321,7 +319,7 @@ def protected(located: Mapping[str, ShardedData], protect: Sequence[str]) -> set
 def by_table(
     argument: str,
     given: Levels | Mapping[str, None] | None,
-    pruned: Mapping[str, ShardedData],
+    pruned: Located,
     left_dense: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the value of each pruned table that has one, by name: of several globs that match, the
@@ -351,8 +349,8 @@ def _listed(reasons: Mapping[str, str]) -> str:
 
 def final_levels(
     args: SparsifyArgs,
-    located: Mapping[str, ShardedData],
-    pruned: Mapping[str, ShardedData],
+    located: Located,
+    pruned: Located,
     left_dense: Mapping[str, str],
     floors: Mapping[str, float],
 ) -> dict[str, Level]:
@@ -364,11 +362,7 @@ def final_levels(
             met.
     """
     if args.level is None:
-        total, together = dense_bytes(located), args.scope == "global"
-        levels = budget_levels(
-            args.budget, total, pruned, args.block, floors, together, args.rotate
-        )
-        return dict(levels)
+        return dict(budget_levels(args, located, pruned, floors))
     finals = by_table("level", args.level, pruned, left_dense)
     for name, level in finals.items():
         blocks = _blocks_of(pruned[name], args.block)
@@ -414,26 +408,20 @@ def parse_budget(budget: object) -> float:
 
 
 def budget_levels(
-    budget: float,
-    total: int,
-    pruned: Mapping[str, ShardedData],
-    block: tuple[int | str, int | str],
+    args: SparsifyArgs,
+    located: Located,
+    pruned: Located,
     floors: Mapping[str, float],
-    together: bool,
-    rotate: Rotate = (),
 ) -> dict[str, float]:
     """Return the lowest common level of the tables that are pruned, by name, each a whole number of
     blocks.
 
     Args:
-        budget: bytes, or, as a float, a fraction of the tables' bytes.
-        total: bytes of all tables that the budget is for, dense ones too.
-        pruned: the tables that lose blocks, by name.
-        block: as in a configuration.
-        floors: by name the least fraction that a table keeps.
-        together: blocks are removed wherever scores are smallest, so that a table's level need not
-            keep its floor.
-        rotate: as in :func:`~dist_sparse.rotate`: columns of rotated tables are removed for good.
+        args: with a budget.
+        located: all tables that the budget is for.
+        pruned: those that lose blocks.
+        floors: by name the least fraction that a table keeps. Where blocks are removed wherever
+            scores are smallest, a table's level need not keep it.
 
     Raises:
         ValueError: the budget is less than can be reached, or holds all tables as they are; blocks
@@ -443,7 +431,7 @@ def budget_levels(
     """
     # Size of the group that each rotated table is in.
     sizes: dict[str, int] = {}
-    for group in rotation_groups(rotate, pruned):
+    for group in rotation_groups(args.rotate, pruned):
         kept = {name: floors.get(name, 0.0) for name in group}
         unequal = (
             f"Invalid floor for a budget: tables rotated together keep as many columns, not {kept}."
@@ -452,14 +440,15 @@ def budget_levels(
         sizes |= dict.fromkeys(group, len(group))
     tables = []
     for name, data in pruned.items():
-        shape, floor = resolve_block(name, block, data.shape), floors.get(name, 0.0)
+        shape, floor = resolve_block(name, args.block, data.shape), floors.get(name, 0.0)
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
-    dense = total - dense_bytes(pruned)
+    total, together = _dense_bytes(located), args.scope == "global"
+    dense = total - _dense_bytes(pruned)
 
     def served(step: int, together: bool) -> int:
         return dense + sum(table.served_bytes(table.removed_at(step, together)) for table in tables)
 
-    room = budget if isinstance(budget, int) else round(budget * total)
+    room = args.budget if isinstance(args.budget, int) else round(args.budget * total)
     least = served(_STEPS, together=False)
     most = f"all tables take {total}, so that nothing would be removed."
     few = (
@@ -542,6 +531,5 @@ class _PrunedTable:
         return rows * width * itemsize + basis
 
 
-def dense_bytes(tables: Mapping[str, ShardedData]) -> int:
-    """Return the bytes of tables that keep all weights."""
+def _dense_bytes(tables: Located) -> int:
     return sum(math.prod(data.shape) * data.dtype.itemsize for data in tables.values())

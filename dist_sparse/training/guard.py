@@ -66,14 +66,12 @@ class GuardState:
     undone: int | None = None
 
     @classmethod
-    def parsed(cls, given: object) -> GuardState:
+    def parsed(cls, given: Any) -> GuardState:
         """Return the state that was saved.
 
         Raises:
             ValueError: it is malformed.
         """
-        if not isinstance(given, Mapping):
-            raise ValueError(f"Invalid guard={given!r} in the state: must be a mapping.")
         fresh = asdict(cls())
         _check_keys("The guard of the state", given, set(fresh))
         for name, value in given.items():
@@ -115,10 +113,6 @@ class Guard:
         """Replace the state. What was kept of the last update is forgotten."""
         self.state, self._last = state, LastUpdate()
         self._sparsifier.masks.undo = self._last if state.active else None
-
-    def saved(self) -> dict[str, Any]:
-        """Return the state as JSON-able values."""
-        return asdict(self.state)
 
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
@@ -245,7 +239,7 @@ def save(
         "score": sparsifier.scored_by,
         "scope": sparsifier.scope,
         "floors": {name: sparsifier.floors[name] for name in floored},
-        "guard": guard.saved(),
+        "guard": asdict(guard.state),
     }
     return {
         "sparsifier": sparsifier.state_dict(),
@@ -305,20 +299,15 @@ def _parsed(
 ) -> tuple[dict[str, Any], dict[str, Any], GuardState]:
     """Return the schedule of a state, the attributes of the sparsifier beside its masks and
     configurations, and the guard's state, checked as far as one rank can alone."""
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"Invalid state of type {type(state).__name__}: must be what state_dict() returned."
-        )
-    # Lightning's callback adds its own.
-    _check_keys("The state", state, {"sparsifier", "schedule"}, set(state))
+    # Lightning's callback adds its own keys.
+    _check_keys("The state", state, {"sparsifier", "schedule"}, None)
     parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
     _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
     schedule, floors = parts["scheduler"], parts.get("floors", {})
-    if not isinstance(schedule, dict):
-        raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
     kind = f"The state of the {type(scheduler).__name__}"
     _check_keys(kind, schedule, set(scheduler.state_dict()))
+    _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
     rules = {
@@ -328,13 +317,8 @@ def _parsed(
         f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
             (score == "frequency") != sparsifier.counts_lookups
         ),
-        f"Invalid floors={floors!r} in the state: must be numbers in [0, 1] by table.": (
-            not isinstance(floors, dict)
-        ),
     }
     checks.refuse(rules)
-    lost = sorted(floors.keys() - sparsifier.data_groups)
-    checks.refuse({f"Invalid floors in the state: the tables {lost} are not registered.": lost})
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),
@@ -344,12 +328,16 @@ def _parsed(
 
 
 def _check_keys(
-    what: str, found: Mapping[Any, Any], needed: set[str], optional: Set[str] = frozenset()
+    what: str, found: Any, needed: set[str], optional: Set[str] | None = frozenset()
 ) -> None:
-    missing, unknown = sorted(needed - set(found)), sorted(set(found) - needed - optional)
-    newer = f"{what} has the unknown keys {unknown}: it may be of a newer release."
+    """Refuse what is no mapping, and keys that are missing or unknown; None allows any others."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{what} must be a mapping, and is of type {type(found).__name__}.")
+    missing, more = sorted(needed - set(found)), set(found) - needed
+    unknown = [] if optional is None else sorted(more - optional)
+    other = f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
     lacks = f"{what} lacks {missing}; it has {sorted(map(str, found))}."
-    checks.refuse({lacks: missing, newer: unknown})
+    checks.refuse({lacks: missing, other: unknown})
 
 
 def _put(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:

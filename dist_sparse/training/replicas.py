@@ -21,11 +21,11 @@ from dist_sparse.groups import (
     world_ranks,
 )
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.masks import Located
 from dist_sparse.sparsifiers.pieces import shared_weights
-from dist_sparse.tables.shards import ShardedData
 
 
-def replicas_of(located: Mapping[str, ShardedData]) -> list[str]:
+def replicas_of(located: Located) -> list[str]:
     """Return the registered tables that no DistributedDataParallel or DistributedModelParallel
     holds, if they are equal on all ranks, by name; warn of them in either case. Collective over the
     world if there are any, alike on all ranks, as ``add_model()`` has checked.
@@ -79,9 +79,7 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
         facts.replicas |= _hashes(world, names, sparsifier.masks.tables.locate())
 
 
-def _hashes(
-    world: Group, names: Sequence[str], located: Mapping[str, ShardedData]
-) -> dict[str, Replica]:
+def _hashes(world: Group, names: Sequence[str], located: Located) -> dict[str, Replica]:
     """Hashes of tables as if each rank held one replica of them. Local."""
     held = []
     # Tables may have been squashed since.

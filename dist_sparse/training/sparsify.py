@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -104,7 +104,6 @@ class SparseTraining:
         self._guard = Guard(sparsifier, scheduler, asks_first)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
-        self._attached = False
         self._handles: list[RemovableHandle] = []
         self._unseen: dict[str, nn.Module] = {}
         self._replicas: list[str] = []
@@ -200,13 +199,13 @@ class SparseTraining:
             0.5
             >>> sparse.detach()
         """
-        if not self._attached:
+        if not self.enforcer.attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
         with group_over(world_ranks()).agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
             most = float(checks.number("tolerance", tolerance, least=0))
             facts.update(metric=value, tolerance=most, mode=mode)
-            facts.update(guard=self._guard.saved(), can_undo=self._guard.can_undo)
+            facts.update(guard=asdict(self._guard.state), can_undo=self._guard.can_undo)
         check = self._guard.judge(value, most, mode)
         if check.undone is not None:
             # Collective; the ranks agree on what was undone.
@@ -312,18 +311,18 @@ class SparseTraining:
         """Return the lowest and the highest final level; empty for schedules without one."""
         # A schedule of functions has no final level.
         final = getattr(self.scheduler, "final", {})
-        finals = list(set(final.values())) if isinstance(final, dict) else [final]
-        # Words behind numbers.
-        finals.sort(key=lambda each: (isinstance(each, str), each))
+        finals = final.values() if isinstance(final, dict) else [final]
+        # Words come behind numbers.
+        texts = sorted(map(level_text, finals))
         # A thousand tables may have a thousand levels: the lowest and the highest are shown.
-        ends = dict.fromkeys(finals[:1] + finals[-1:])
-        return "level " + " to ".join(map(level_text, ends)) + " " if ends else ""
+        ends = " to ".join(dict.fromkeys(texts[:1] + texts[-1:]))
+        return f"level {ends} " if ends else ""
 
     def _attach(self, walked: Walked, optimizers: Sequence[Any], auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
         collections."""
         self.enforcer.attach_to(walked, optimizers)
-        self._attached, self._auto_step = True, auto_step
+        self._auto_step = auto_step
         if auto_step:
             nothing = "Invalid auto_step=True: there is no optimizer to follow."
             checks.refuse({nothing: not optimizers})
@@ -356,7 +355,7 @@ class SparseTraining:
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
-        attached, self._attached = self._attached, False
+        attached = self.enforcer.attached
         for handle in self._handles:
             handle.remove()
         self._handles, self._unseen = [], {}
@@ -596,14 +595,13 @@ def _scheduler(
     return made
 
 
-def _stepper(optimizer: Any) -> torch.optim.Optimizer:
+def _stepper(optimizer: Any) -> Any:
     """Return the optimizer whose step ends the step of a wrapper: the innermost, or the first that
     is made of fused ones or of several."""
     # As LightningOptimizer does.
     while not combines(optimizer) and hasattr(optimizer, "_optimizer"):
         optimizer = optimizer._optimizer
-    stepper: torch.optim.Optimizer = optimizer
-    return stepper
+    return optimizer
 
 
 def _unsharded_collections(
