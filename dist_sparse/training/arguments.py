@@ -201,7 +201,7 @@ def _schedule(argument: str, given: Any) -> Any:
     return _SCHEDULES[checks.choice(argument, given, _SCHEDULES, more)]
 
 
-def _globs(argument: str, given: object) -> bool | list[str]:
+def _glob_list(argument: str, given: object) -> bool | list[str]:
     # Sorted: a set of globs has another order on each rank. "dense" may be a bool.
     return given if isinstance(given, bool) else sorted(checks.name_list(argument, given))
 
@@ -211,10 +211,10 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "budget": lambda _, given: parse_budget(given),
     "scope": partial(checks.choice, known=SCOPES),
     "floor": partial(_levels, check=checks.level),
-    "protect": _globs,
-    "include": _globs,
-    "exclude": _globs,
-    "dense": _globs,
+    "protect": _glob_list,
+    "include": _glob_list,
+    "exclude": _glob_list,
+    "dense": _glob_list,
     "block": lambda _, given: checks.parse_block(given) if isinstance(given, str) else given,
     "norm": partial(checks.choice, known=("L1", "L2")),
     "score": partial(checks.choice, known=SCORES),
