@@ -14,6 +14,7 @@ import math
 import os
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,6 +162,12 @@ def world_ranks() -> tuple[int, ...] | None:
 def rank_in(ranks: tuple[int, ...] | None) -> int:
     """Return this process's place among ``ranks``. Does not communicate."""
     return 0 if ranks is None or len(ranks) == 1 else ranks.index(dist.get_rank())
+
+
+def warn_on_first_rank(text: str, *, stacklevel: int) -> None:
+    """Warn once for all ranks, which are in the same state. Does not communicate."""
+    if rank_in(world_ranks()) == 0:
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def _bound_device() -> torch.device | None:

@@ -107,15 +107,15 @@ MUTATIONS = [
     M("optim/gradients.py", "claim.scaler.get_scale() / scale)", "1.0)", "tests/optim/test_optim_peers.py -k scale"),
     M("optim/gradients.py", "scale = min(roots)", "scale = max(roots)", "tests/optim/test_optim_peers.py -k overruled"),
     M("optim/gradients.py", "torch.zeros_like(parameter) if unused else None", "None", "tests/dist/test_optim_scheduler.py -k unused"),
-    M("optim/scheduler.py", "if not any(peer._overlaps(known) for known in sharing):", "if peer is not self:", "tests/optim"),
-    M("optim/scheduler.py", "if any(peer._accumulated for peer in self._overlapping() if peer is not self):", "if False:", "tests/optim/test_optim_peers.py -k common"),
+    M("optim/scheduler.py", "if owned.isdisjoint(peer._owned):", "if peer is not self:", "tests/optim"),
+    M("optim/scheduler.py", "refuse({waiting: accumulated > self._accumulated})", "pass", "tests/optim/test_optim_peers.py -k common"),
     M("optim/gradients.py", "    finally:\n        optimizer.zero_grad()\n", "", "tests/optim tests/dist/test_optim_scheduler.py"),
     # -- training
     # --------------------------------------------------------------------------------------------------------
     M("training/guard.py", "                _check_steps(levels, configs, schedule[\"last_epoch\"])\n", "                pass\n", "tests/training"),
-    M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\"))\n", "", "tests/training"),
+    M("training/guard.py", "            _check_next_updates(sparsifier, levels, schedule.get(\"final\", {}))\n", "", "tests/training"),
     M("training/guard.py", "        _put(sparsifier, made_with)\n", "        pass\n", "tests/training"),
-    M("training/following.py", "return [] if drifted else names", "return names", "tests/dist/test_unwrapped.py"),
+    M("training/replicas.py", "        replicas = []\n", "", "tests/dist/test_unwrapped.py"),
     M("training/sparsify.py", "if self._warns and not self.finished and self", "if self._warns and self", "tests/training"),
     # -- report
     # ----------------------------------------------------------------------------------------------------------

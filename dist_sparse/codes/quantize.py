@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from dist_sparse.checks import digest, integer, number
 from dist_sparse.codes.books import ENTRIES, assign, entries_at, learned, refit, sampled
 from dist_sparse.compaction import tables as compact
-from dist_sparse.compaction.moving import sparsifier_of
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import collections_of, lookups_of
 from dist_sparse.groups import group_over, rank_in, world_ranks
@@ -32,7 +31,7 @@ from dist_sparse.tables.modules import ModelTables, collection_of
 from dist_sparse.tables.protocols import LookupKernel
 from dist_sparse.tables.shards import Rect, Shard, ShardedData, resolve_block
 from dist_sparse.text import count, number_of, shape_text, size, table_lines
-from dist_sparse.training.sparsify import SparseTraining
+from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
 LEAST_ROWS: Final = 20_000
 """Smaller tables are refused: of 64 columns, their books of 32 KiB take more than a byte a row."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer
-from dist_sparse.compaction.moving import kept_rows, sparsifier_of
+from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.replacing import Change, Planner, Rebuild, Site, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import group_over, world_ranks
@@ -30,7 +30,7 @@ from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.shards import ShardedData, narrow_width
-from dist_sparse.training.sparsify import SparseTraining
+from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
 
 def compact(

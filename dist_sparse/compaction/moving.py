@@ -25,23 +25,11 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.shards import Rect, ShardedData, whole
-from dist_sparse.training.sparsify import SparseTraining
 
 # Which rows are kept, and moving them
 
 _SPAN = 4096
 """Rows that are counted together to cut a table into chunks."""
-
-
-def sparsifier_of(sparse: Any) -> BaseDataSparsifier:
-    """Return the sparsifier of what the user has: a SparseTraining, or the sparsifier itself."""
-    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
-    if not isinstance(sparsifier, BaseDataSparsifier):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
-            " a sparsifier."
-        )
-    return sparsifier
 
 
 def kept_rows(

@@ -42,18 +42,14 @@ class Claim(NamedTuple):
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
-    several = not _of_one_loss(claims)
-    reasons = {
-        "with sharded tables, which need one backward per forward": wiring.hooked,
-        "in DDP, which averages the gradients of one backward per forward": wiring.replicating,
-    }
-    for reason in filter(reasons.get, reasons):
+    if wiring.hooked or wiring.replicating:
         text = (
-            f"Several OptimSchedulers share a model {reason}. So their losses must be one and the"
-            " same tensor, with the same accum_grad and use_amp. Or pass each of them a loss of its"
-            " own name from a forward of its own. Delete those that are no longer stepped."
+            "Several OptimSchedulers share a model in DDP or with sharded tables, which need one"
+            " backward per forward: their losses must be one and the same tensor, with the same"
+            " accum_grad and use_amp. Or pass each a loss of its own name from a forward of its"
+            " own. Delete those that are no longer stepped."
         )
-        refuse({text: several})
+        refuse({text: not _of_one_loss(claims)})
 
 
 def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
@@ -105,15 +101,13 @@ def _by_one_backward(claims: Sequence[Claim], *, keep_graph: bool) -> list[Gradi
     }
     # At a larger scale, gradients could overflow whose own scaler has backed off.
     scale = min(roots)
-    apart = [claim for claim in claims if claim.scaler.get_scale() > scale]
-    for claim in apart:
+    for claim in claims:
         # The gradients of earlier micro-steps are at the scale of their own scaler.
         _multiply(claim.parameters, scale / claim.scaler.get_scale())
     roots[scale].backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
-    for claim in apart:
-        _multiply(claim.parameters, claim.scaler.get_scale() / scale)
     taken: list[Gradients] = []
     for claim in claims:
+        _multiply(claim.parameters, claim.scaler.get_scale() / scale)
         taken.append({parameter: parameter.grad for parameter in claim.parameters})
     return taken
 
@@ -132,13 +126,14 @@ def update_weights(
         The norm of the gradients, and whether weights were updated; both the same on all ranks. A
         norm that is not finite updates nothing, and the scaler backs off.
     """
-    if all(parameter.grad is None for parameter in parameters):
+    if not _gradients(parameters):
         return 0.0, False
     try:
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            grad: Any = parameter.grad
+            if getattr(grad, "is_sparse", False):
                 # Unique entries, so that they have a norm.
-                parameter.grad = parameter.grad.coalesce()
+                parameter.grad = grad.coalesce()
         # The scale is divided out before the norm, which is compared with grad_clip.
         scaler.unscale_(optimizer)
         norm = gradient_norm(parameters, norm_type)
@@ -171,10 +166,9 @@ def _back_off(scaler: torch.amp.GradScaler) -> None:
 def gradient_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     """Return the p-norm of all gradients as one vector: a scalar on their device, not finite if a
     gradient is not, or if it overflows."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value, and
     # torch refuses them for inf.
-    values = [grad.values() if grad.is_sparse else grad for grad in grads]
+    values = [grad.values() if grad.is_sparse else grad for grad in _gradients(parameters)]
     return torch.nn.utils.get_total_norm(filter(torch.numel, values), norm_type)
 
 
@@ -187,9 +181,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, longest: fl
 def _multiply(parameters: Sequence[nn.Parameter], factor: float) -> None:
     if factor == 1.0:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    for grad in _gradients(parameters):
+        grad.mul_(factor)
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 # How gradients reach the parameters of a model, the parameters that an OptimScheduler updates,
@@ -218,8 +215,7 @@ def wiring_of(model: nn.Module) -> Wiring:
     """
     # Wrappers (DDP, DMP, compile) are no part of paths.
     modules = modules_by_path(model)
-    flat = any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
-    has_shards = flat or any(map(is_sharded, model.parameters()))
+    flat = [hasattr(module, "_fsdp_wrapped_module") for module in model.modules()]
     plans = map(_plan_of, modules.values())
     tables = [*chain.from_iterable(plan.items() for plan in plans)]
     # Data-parallel tables have a dense kernel, and are whole on every rank.
@@ -227,7 +223,9 @@ def wiring_of(model: nn.Module) -> Wiring:
     unfused = [name for name, table in placed if table.compute_kernel == "dense"]
     rules = {
         "An OptimScheduler trains no FSDP modules and no DTensors: wrap the model in"
-        " DistributedDataParallel or DistributedModelParallel.": has_shards,
+        " DistributedDataParallel or DistributedModelParallel.": any(
+            [*flat, *map(is_sharded, model.parameters())]
+        ),
         f"The tables {unfused} are sharded and have a dense kernel: an OptimScheduler gathers no"
         " gradients of shards. Give them a fused optimizer, or make them data-parallel.": unfused,
     }
@@ -249,10 +247,11 @@ def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parame
         ValueError: there is no such module, it is a part of a sharded collection, or no parameters
             are left.
     """
-    root, where = wiring.modules[""], [type(wiring.modules[""]).__name__]
+    root = wiring.modules[""]
+    where = [type(root).__name__]
     if names is not None:
         _refuse_paths(names, wiring.modules)
-        root, where = nn.ModuleList(wiring.modules[name] for name in names), list(names)
+        root, where = nn.ModuleList(map(wiring.modules.__getitem__, names)), [*names]
     parameters = [p for p in root.parameters() if not steps_in_backward(p)]
     empty = (
         f"The modules {where} have no parameters, or only fused tables, which their own optimizer"
@@ -272,8 +271,11 @@ def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
         # The model itself may be a collection: everything is inside "", so its prefix is empty.
         prefix = f"{path}.".lstrip(".")
         inside = [name for name in names if name.startswith(prefix)]
-        kernels = "are parts of a sharded collection, whose tables share kernels"
-        refuse({f"{refused} {inside} {kernels}: name the collection, {path!r}.": inside})
+        shared = (
+            f"{refused} {inside} are parts of a sharded collection, whose tables share kernels:"
+            f" name the collection, {path!r}."
+        )
+        refuse({shared: inside})
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:
@@ -301,21 +303,23 @@ def optimizer_class(query: str | type[torch.optim.Optimizer]) -> type[torch.opti
         ValueError: there is none of that name, or it is LBFGS.
     """
     found: Any = query
+    wrong = f"Invalid optim_type={query!r}:"
     if isinstance(query, str):
         path, _, name = query.rpartition(".")
         try:
             found = getattr(importlib.import_module(path or "torch.optim"), name, None)
         except (ImportError, TypeError) as error:
-            raise ValueError(f"Invalid optim_type={query!r}: {error}.") from error
+            raise ValueError(f"{wrong} {error}.") from error
     closure = (
-        f"Invalid optim_type={query!r}: its step() needs a closure that runs the backward several"
-        " times; here one backward runs, before the step."
+        f"{wrong} its step() needs a closure that runs the backward several times; here one"
+        " backward runs, before the step."
     )
-    refuse({closure: found is torch.optim.LBFGS})
+    unknown = (
+        f"{wrong} must be a name in torch.optim (such as SGD, Adagrad or AdamW) or the dotted path"
+        " of an optimizer."
+    )
     abstract = torch.optim.Optimizer
-    if isinstance(found, type) and issubclass(found, abstract) and found is not abstract:
+    refuse({closure: found is torch.optim.LBFGS, unknown: found is abstract})
+    if isinstance(found, type) and issubclass(found, abstract):
         return found
-    raise ValueError(
-        f"Invalid optim_type={query!r}: must be a name in torch.optim (such as SGD, Adagrad or"
-        " AdamW) or the dotted path of an optimizer."
-    )
+    raise ValueError(unknown)

@@ -3,10 +3,14 @@
 :class:`OptimScheduler` has the interface of SpeeChain's class of that name. Each ``step`` runs up
 to three phases:
 
-1. Gradients. If several OptimSchedulers share a model, the one that is stepped first takes the
-   gradients for all, before any weight changes. The others use these in their own ``step``.
-2. Update, at the end of a real step: unscale, clip, step; or nothing, if the norm is not finite.
+1. Gradients (``_accumulate``). If several OptimSchedulers share a model, the one that is stepped
+   first takes the gradients for all, before any weight changes. The others use these in their own
+   ``step``.
+2. Update (``_update``), at the end of a real step, which is ``accum_grad`` steps: unscale, clip,
+   step; or nothing, if the norm is not finite.
 3. Sparsity, after an update: the data sparsifier steps, then its scheduler.
+
+:mod:`dist_sparse.optim.gradients` has the arithmetic of the first two.
 """
 
 from __future__ import annotations
@@ -131,22 +135,22 @@ class OptimScheduler(abc.ABC):
         if updated_modules is not None:
             self.updated_modules = list(name_list("updated_modules", updated_modules))
         self.ft_factor = float(number("ft_factor", ft_factor, least=0))
-        self.grad_clip = None if grad_clip is None else _positive("grad_clip", grad_clip)
+        self.grad_clip = _positive("grad_clip", math.inf if grad_clip is None else grad_clip)
         self.grad_norm_type = _positive("grad_norm_type", grad_norm_type)
         self.data_sparsifier, self.data_scheduler = data_sparsifier, data_scheduler
         # The dtype of the forward under autocast.
         self._autocast = amp_dtype if use_amp else None
-        # Float16 needs a scale, bfloat16 has the range of float32.
-        scaled = self._autocast == torch.float16
         # Read once: the model must not be wrapped or sharded after this.
         self._wiring = wiring_of(model)
         self._owned = parameters_of(self._wiring, self.updated_modules)
-        self._refuse_unfit(amp_dtype)
-        self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self._device = next(iter(model.parameters())).device.type
-        # One that is disabled leaves losses and gradients as they are, and always steps.
+        # Float16 needs a scale, bfloat16 has the range of float32. A scaler that is disabled leaves
+        # losses and gradients as they are, and always steps.
+        scaled = self._autocast == torch.float16
         self._scaler = torch.amp.GradScaler(self._device, enabled=scaled)
         self.scaler = self._scaler if scaled else None
+        self._refuse_unfit(amp_dtype)
+        self.optimizer = optimizer_class(optim_type)(self._owned, **dict(optim_conf or {}))
         self.sche_init(**sche_conf)
         # A loss and its gradients, which step() has yet to use.
         self._taken: tuple[Tensor | None, Gradients] = None, {}
@@ -173,7 +177,7 @@ class OptimScheduler(abc.ABC):
         return ""
 
     @contextlib.contextmanager
-    def forward_context(self, step_num: int, epoch_num: int | None = None) -> Iterator[None]:
+    def forward_context(self, step_num: int, epoch_num: int = 1) -> Iterator[None]:
         """Run a step's forward and losses in this context, for all OptimSchedulers of the model.
 
         It enables autocast if an OptimScheduler has ``use_amp``. Under DDP it disables the
@@ -185,8 +189,7 @@ class OptimScheduler(abc.ABC):
             epoch_num: of the step, from 1; may be left out.
         """
         step_num = integer("step_num", step_num, least=1)
-        if epoch_num is not None:
-            integer("epoch_num", epoch_num, least=1)
+        integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
         # All with mixed precision have the same dtype. With none, an outer autocast stays on.
         dtype = next(filter(None, (peer._autocast for peer in sharing)), None)
@@ -231,11 +234,14 @@ class OptimScheduler(abc.ABC):
         step_num = integer("step_num", step_num, least=1)
         epoch_num = integer("epoch_num", epoch_num, least=1)
         clock = time_func or nullcontext
+        # Both clocks run at every step, so that each has an entry.
         with clock(["loss_backward_time", optim_name]):
             if self._due(step_num):
+                # Phase 1.
                 self._accumulate(losses, step_num, epoch_num)
         with clock(["optim_time", optim_name]):
             if self._updates(step_num):
+                # Phases 2 and 3.
                 self._update(step_num, logger)
 
     def get_lr(self) -> float:
@@ -267,10 +273,10 @@ class OptimScheduler(abc.ABC):
         group = group_over(world_ranks() if self._sparsity else None)
         with group.agreeing("load_state_dict() of an OptimScheduler") as facts:
             try:
-                facts.update(_checked(state_dict, self.optimizer, self.scaler, self._sparsity))
+                facts.update(self._checked(state_dict))
+            except ValueError:
+                raise
             except Exception as fault:
-                if isinstance(fault, ValueError):
-                    raise
                 # torch has an error for each way in which a state can't fit.
                 text = f"The state does not fit: {type(fault).__name__}: {fault}."
                 raise ValueError(text) from fault
@@ -287,9 +293,45 @@ class OptimScheduler(abc.ABC):
         if commit is not None:
             commit()
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        if self.scaler is not None and state_dict.get("scaler"):
-            self.scaler.load_state_dict(state_dict["scaler"])
+        # A scaler that is disabled ignores the state of one that is not.
+        if state_dict.get("scaler"):
+            self._scaler.load_state_dict(state_dict["scaler"])
         self._drop_gradients()
+
+    def _checked(self, saved: Any) -> dict[str, Any]:
+        """Load a state into copies of the parts, which share tensors but no other state; return the
+        facts that must be equal on all ranks. Local.
+
+        Raises:
+            ValueError: a part is missing or does not fit; torch has other errors for the same
+                reason.
+        """
+        missing = sorted({"optimizer", *self._sparsity}.difference(saved))
+        extra = {"data_sparsifier", "data_scheduler"} - self._sparsity.keys()
+        unknown = sorted(saved.keys() & extra, reverse=True)
+        rules: dict[str, object] = {
+            f"The state lacks {missing}; it has {sorted(saved)}.": missing,
+            f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
+        }
+        refuse(rules)
+        # A load replaces the groups and the state of the copy; the original's are not touched.
+        loaded = copy.copy(self.optimizer)
+        loaded.load_state_dict(saved["optimizer"])
+        # States of other packages have any names and shapes.
+        if type(self.optimizer).__module__.startswith("torch.optim."):
+            _refuse_other_optimizer(self.optimizer, loaded)
+        facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
+        # A run without AMP has saved None or {}.
+        if saved.get("scaler"):
+            # A scaler of any device reads the state; this one is never used.
+            read = torch.amp.GradScaler("cpu")
+            read.load_state_dict(saved["scaler"])
+            facts["scale of the scaler"] = number("scale", _positive("scale", read.get_scale()))
+        schedule = self.data_scheduler
+        if not isinstance(schedule, ReadyDataScheduler | None):
+            # A user's class can't prepare a load: it is tried on a copy.
+            copy.copy(schedule).load_state_dict(saved["data_scheduler"])
+        return facts
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -309,30 +351,131 @@ class OptimScheduler(abc.ABC):
 
     def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
         """Raise a ValueError if arguments fit neither each other nor the model."""
-        scheduled = self.data_scheduler and self.data_scheduler.data_sparsifier
-        # A single process without micro-steps has no averaging to run or to delay.
-        averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
-        # No rank ever holds the gradients of fused tables.
-        fused, scaled = self._wiring.fused, self._autocast == torch.float16
-        why = (
-            "the model has fused tables, which are updated inside every backward, before gradients"
-            " can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger batches."
+        known = amp_dtype in (torch.float16, torch.bfloat16)
+        refuse({f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": not known})
+        if self.data_scheduler is not None:
+            other = "it schedules another sparsifier than data_sparsifier."
+            scheduled = self.data_scheduler.data_sparsifier
+            refuse({f"Invalid data_scheduler: {other}": scheduled is not self.data_sparsifier})
+        if self.distributed and not self._wiring.replicating:
+            plain_model = (
+                f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
+                " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
+            )
+            # A single process without micro-steps has no averaging to run or to delay.
+            refuse({plain_model: world_ranks() is not None or self.accum_grad > 1})
+        if self._wiring.fused:
+            # No rank ever holds the gradients of fused tables.
+            why = (
+                "the model has fused tables, which are updated inside every backward, before"
+                " gradients can be scaled or accumulated. Use amp_dtype=torch.bfloat16, or larger"
+                " batches."
+            )
+            rules = {
+                f"Invalid use_amp=True with float16: {why}": self._scaler.is_enabled(),
+                f"Invalid accum_grad={self.accum_grad}: {why}": self.accum_grad > 1,
+            }
+            refuse(rules)
+
+    # What a step does.
+
+    def _real_step(self, step_num: int) -> int:
+        """Return the number of the real step, from 1, to which a micro-step belongs."""
+        return (step_num - 1) // self.accum_grad + 1
+
+    def _due(self, step_num: int) -> bool:
+        """Whether a micro-step contributes gradients to an update."""
+        return self._real_step(step_num) % self.step_per_update == 0
+
+    def _updates(self, step_num: int) -> bool:
+        """Whether an update follows a micro-step: it is the last of its real step."""
+        return self._due(step_num) and step_num % self.accum_grad == 0
+
+    def _lr(self, step_num: int, epoch_num: int) -> float:
+        """Return the learning rate of a step, checked."""
+        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
+        # A rate that is not finite would turn weights into NaN.
+        lr = number("learning rate", plain(asked), least=0)
+        return float(number("learning rate times ft_factor", lr * self.ft_factor))
+
+    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
+        if self.optim_loss is None and "loss" not in losses:
+            raise AssertionError(
+                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
+            )
+        # A KeyError names a loss that is missing.
+        return losses[self._loss_name]
+
+    # Phase 1: gradients, for all OptimSchedulers that share the losses.
+
+    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
+        """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
+        loss = self._loss(losses)
+        lr = self._lr(step_num, epoch_num)
+        waiting = (
+            "Another OptimScheduler has accumulated gradients in parameters that this one updates"
+            " too. Finish its real step first, or delete it."
         )
-        rules = {
-            f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": (
-                amp_dtype not in (torch.float16, torch.bfloat16)
-            ),
-            "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier.": (
-                scheduled is not None and scheduled is not self.data_sparsifier
-            ),
-            f"Invalid distributed=True: {type(self.model).__name__} does not average gradients over"
-            " ranks; wrap it in DistributedDataParallel or DistributedModelParallel first.": (
-                averages and not self._wiring.replicating
-            ),
-            f"Invalid use_amp=True with float16: {why}": fused and scaled,
-            f"Invalid accum_grad={self.accum_grad}: {why}": fused and self.accum_grad > 1,
-        }
-        refuse(rules)
+        accumulated = sum(peer._accumulated for peer in self._overlapping())
+        refuse({waiting: accumulated > self._accumulated})
+        # Another OptimScheduler may have taken the gradients of this loss already.
+        if self._taken[0] is not loss:
+            self._run_backward(losses, step_num)
+        for parameter, grad in self._taken[1].items():
+            parameter.grad = grad
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # The next step has another loss.
+        self._taken = None, {}
+        self._has_run = True
+        self._accumulated += 1
+
+    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int) -> None:
+        """Take the gradients of all OptimSchedulers that are due with these losses."""
+        claims = {}
+        for peer in self._sharing():
+            if peer._due(step_num) and peer._loss_name in losses:
+                loss = losses[peer._loss_name]
+                claims[peer] = Claim(peer._owned, loss, peer.accum_grad, peer._scaler)
+        check_claims(self._wiring, [*claims.values()])
+        try:
+            with self._unsynchronized(step_num):
+                taken = take_gradients(self._wiring, [*claims.values()])
+        except BaseException:
+            # Some layers may have gradients, others not.
+            for peer in claims:
+                peer._drop_gradients()
+            raise
+        # The others use theirs when they are stepped with the same loss.
+        for peer, gradients in zip(claims, taken, strict=True):
+            peer._taken = claims[peer].loss, gradients
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of an unfinished real step."""
+        self.optimizer.zero_grad()
+        self._taken = None, {}
+        self._accumulated = 0
+
+    # Phases 2 and 3: weights, then masks.
+
+    def _update(self, step_num: int, logger: Any) -> None:
+        """Update the weights, then the masks."""
+        self._accumulated = 0
+        norm, updated = update_weights(
+            self.optimizer,
+            self._scaler,
+            self._owned,
+            grad_clip=self.grad_clip,
+            norm_type=self.grad_norm_type,
+        )
+        if not math.isfinite(norm) and logger is not None:
+            real_step = self._real_step(step_num)
+            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
+        if updated:
+            for part in self._sparsity.values():
+                part.step()
+
+    # The model's other OptimSchedulers.
 
     def _join(self) -> None:
         """Become one of the model's OptimSchedulers."""
@@ -356,117 +499,23 @@ class OptimScheduler(abc.ABC):
             rules[text] = part is getattr(peer, name)
         refuse(rules)
 
-    def _real_step(self, step_num: int) -> int:
-        """Return the number of the real step, from 1, to which a micro-step belongs."""
-        return (step_num - 1) // self.accum_grad + 1
-
-    def _due(self, step_num: int) -> bool:
-        """Whether a micro-step contributes gradients to an update."""
-        return self._real_step(step_num) % self.step_per_update == 0
-
-    def _updates(self, step_num: int) -> bool:
-        """Whether an update follows a micro-step: it is the last of its real step."""
-        return self._due(step_num) and step_num % self.accum_grad == 0
-
-    def _loss(self, losses: Mapping[str, Tensor]) -> Tensor:
-        if self.optim_loss is None and "loss" not in losses:
-            raise AssertionError(
-                f"There is no loss named 'loss' among {list(losses)}: pass one, or set optim_loss."
-            )
-        # A KeyError names a loss that is missing.
-        return losses[self._loss_name]
-
     def _sharing(self) -> list[OptimScheduler]:
         """Return this OptimScheduler, then the model's others that share its forward, newest first.
 
         No two of them update the same parameter: a newer one, from a notebook cell that runs again
         for example, replaces an older one that still has references.
         """
-        sharing = [self]
+        sharing, owned = [self], set(self._owned)
         for peer in reversed(list(self._peers.values())):
-            if not any(peer._overlaps(known) for known in sharing):
+            if owned.isdisjoint(peer._owned):
                 sharing.append(peer)
+                owned.update(peer._owned)
         return sharing
 
     def _overlapping(self) -> list[OptimScheduler]:
         """Return the model's OptimSchedulers that update some of the same parameters, and this."""
-        return [peer for peer in self._peers.values() if peer._overlaps(self)]
-
-    def _overlaps(self, other: OptimScheduler) -> bool:
-        return not set(self._owned).isdisjoint(other._owned)
-
-    def _accumulate(self, losses: Mapping[str, Tensor], step_num: int, epoch_num: int) -> None:
-        """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
-        loss = self._loss(losses)
-        lr = self._lr(step_num, epoch_num)
-        if any(peer._accumulated for peer in self._overlapping() if peer is not self):
-            raise ValueError(
-                "Another OptimScheduler has accumulated gradients in parameters that this one "
-                "updates too. Finish its real step first, or delete the one that is no longer "
-                "stepped."
-            )
-        # Another OptimScheduler may have taken the gradients of this loss already.
-        if self._taken[0] is not loss:
-            self._run_backward(losses, step_num)
-        for parameter, grad in self._taken[1].items():
-            parameter.grad = grad
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        # The next step has another loss.
-        self._taken = None, {}
-        self._has_run = True
-        self._accumulated += 1
-
-    def _run_backward(self, losses: Mapping[str, Tensor], step_num: int) -> None:
-        """Take the gradients of all OptimSchedulers that are due with these losses."""
-        due, claims = [], []
-        for peer in self._sharing():
-            if peer._due(step_num) and peer._loss_name in losses:
-                due.append(peer)
-                loss = losses[peer._loss_name]
-                claims.append(Claim(peer._owned, loss, peer.accum_grad, peer._scaler))
-        check_claims(self._wiring, claims)
-        try:
-            with self._unsynchronized(step_num):
-                taken = take_gradients(self._wiring, claims)
-        except BaseException:
-            # Some layers may have gradients, others not.
-            for peer in due:
-                peer._drop_gradients()
-            raise
-        # The others use theirs when they are stepped with the same loss.
-        for peer, claim, gradients in zip(due, claims, taken, strict=True):
-            peer._taken = claim.loss, gradients
-
-    def _update(self, step_num: int, logger: Any) -> None:
-        """Update the weights, then the masks."""
-        self._accumulated = 0
-        norm, updated = update_weights(
-            self.optimizer,
-            self._scaler,
-            self._owned,
-            grad_clip=self.grad_clip or math.inf,
-            norm_type=self.grad_norm_type,
-        )
-        if not math.isfinite(norm) and logger is not None:
-            real_step = self._real_step(step_num)
-            logger.info(f"Real step {real_step}: the norm of the gradients is {norm}; no update.")
-        if updated:
-            for part in self._sparsity.values():
-                part.step()
-
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of an unfinished real step."""
-        self.optimizer.zero_grad()
-        self._taken = None, {}
-        self._accumulated = 0
-
-    def _lr(self, step_num: int, epoch_num: int) -> float:
-        """Return the learning rate of a step, checked."""
-        asked = self.update_lr(real_step=self._real_step(step_num), epoch_num=epoch_num)
-        # A rate that is not finite would turn weights into NaN.
-        lr = number("learning rate", plain(asked), least=0)
-        return float(number("learning rate times ft_factor", lr * self.ft_factor))
+        owned = set(self._owned)
+        return [peer for peer in self._peers.values() if not owned.isdisjoint(peer._owned)]
 
     def _unsynchronized(self, step_num: int) -> AbstractContextManager[Any]:
         """Return a context without averaging of gradients, unless an update of an OptimScheduler
@@ -491,53 +540,8 @@ def _interval(name: str, value: object) -> int:
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity."""
     found = value if value == math.inf else number(name, value)
-    if found <= 0:
-        raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
+    refuse({f"Invalid {name}={value!r}: must be a number > 0.": found <= 0})
     return float(found)
-
-
-# The state of an OptimScheduler: checked before anything changes.
-
-
-def _checked(
-    saved: Any,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    sparsity: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Load a state into copies of the parts, which share tensors but no other state; return the
-    facts that must be equal on all ranks. Local.
-
-    Raises:
-        ValueError: a part is missing or does not fit. Or any other error of torch's, for the same
-            reason.
-    """
-    missing = [name for name in ("optimizer", *sparsity) if name not in saved]
-    extra = {"data_sparsifier", "data_scheduler"} - sparsity.keys()
-    unknown = sorted(saved.keys() & extra, reverse=True)
-    rules: dict[str, object] = {
-        f"The state lacks {missing}; it has {sorted(saved)}.": missing,
-        f"The state has {unknown}, which this OptimScheduler was constructed without.": unknown,
-    }
-    refuse(rules)
-    # A load replaces the groups and the state of the copy; the original's are not touched.
-    loaded = copy.copy(optimizer)
-    loaded.load_state_dict(saved["optimizer"])
-    # States of other packages have any names and shapes.
-    if type(optimizer).__module__.startswith("torch.optim."):
-        _refuse_other_optimizer(optimizer, loaded)
-    facts: dict[str, Any] = {"learning rates": [group["lr"] for group in loaded.param_groups]}
-    # A run without AMP has saved None or {}.
-    if scaler is not None and saved.get("scaler"):
-        # A scaler of any device reads the state; this one is never used.
-        read = torch.amp.GradScaler("cpu")
-        read.load_state_dict(saved["scaler"])
-        facts["scale of the scaler"] = number("scale", _positive("scale", read.get_scale()))
-    schedule = sparsity.get("data_scheduler")
-    if not isinstance(schedule, ReadyDataScheduler | None):
-        # A user's class can't prepare a load: it is tried on a copy.
-        copy.copy(schedule).load_state_dict(saved["data_scheduler"])
-    return facts
 
 
 def _refuse_other_optimizer(
@@ -545,21 +549,20 @@ def _refuse_other_optimizer(
 ) -> None:
     for ours, group in zip(optimizer.param_groups, loaded.param_groups, strict=True):
         # Learning rate schedulers add others.
-        if missing := sorted(loaded.defaults.keys() & ours.keys() - group.keys()):
-            raise ValueError(
-                f"The state is of another class than {type(loaded).__name__}: its groups lack"
-                f" {missing}."
-            )
+        missing = sorted(loaded.defaults.keys() & ours.keys() - group.keys())
+        kind = type(loaded).__name__
+        lacks = f"The state is of another class than {kind}: its groups lack {missing}."
+        refuse({lacks: missing})
         for parameter in group["params"]:
             state = loaded.state.get(parameter, {})
             # Adafactor's two variances are a row and a column, and step counts scalars.
             for name in sorted(state.keys() - {"row_var", "col_var"}):
                 shape = getattr(state[name], "shape", torch.Size())
-                if shape not in (parameter.shape, torch.Size()):
-                    raise ValueError(
-                        f"The state is of other parameters: {name} has the shape {tuple(shape)},"
-                        f" the parameter {tuple(parameter.shape)}."
-                    )
+                other = (
+                    f"The state is of other parameters: {name} has the shape {tuple(shape)}, the"
+                    f" parameter {tuple(parameter.shape)}."
+                )
+                refuse({other: shape not in (parameter.shape, torch.Size())})
 
 
 # Learning rate schedules of SpeeChain: Noam and exponential decay.

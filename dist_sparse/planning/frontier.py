@@ -306,7 +306,7 @@ def frontier(
         kinds = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
         located = {data.name: data for data in model_source(model).locate()}
-        guarded = protected([*located.values()], checks.name_list("protect", protect))
+        guarded = protected(located, checks.name_list("protect", protect))
         # As sparsify() does, small tables keep all rows.
         large = {name for name, data in located.items() if data.shape[0] >= 16}
         pruned = tuple(sorted(large - guarded))

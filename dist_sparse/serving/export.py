@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import dist_sparse
 from dist_sparse.checks import choice, hex_of
 from dist_sparse.codes.quantize import CodedTraining
-from dist_sparse.compaction.moving import sparsifier_of
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
@@ -66,7 +65,7 @@ from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.text import Bar, progress
-from dist_sparse.training.sparsify import SparseTraining
+from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
 
 @dataclass(frozen=True)

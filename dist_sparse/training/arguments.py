@@ -7,32 +7,25 @@ that lists the known.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any, Final, Literal, TypeAlias
 
 from torch import nn
 
-from dist_sparse import checks
+from dist_sparse import checks, schedulers
 from dist_sparse.enforcer.dense import same_storage
-from dist_sparse.rotation.rotate import Rotate, rotation_groups
-from dist_sparse.schedulers import (
-    ConstantDataScheduler,
-    CosineDataScheduler,
-    CubicDataScheduler,
-    ExponentialDataScheduler,
-    LinearDataScheduler,
-    OneShotDataScheduler,
-    ReadyDataScheduler,
-)
+from dist_sparse.groups import cut
+from dist_sparse.rotation.rotate import rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.importance import SCORES
+from dist_sparse.sparsifiers.masks import Located
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.shards import (
     ROW,
@@ -51,20 +44,22 @@ Levels: TypeAlias = Level | Mapping[str, Level]
 OptimizerState: TypeAlias = Literal["keep", "reset"]
 Schedule: TypeAlias = (
     Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
-    | Callable[..., ReadyDataScheduler]
+    | Callable[..., schedulers.ReadyDataScheduler]
 )
 
 
-def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> ReadyDataScheduler:
-    return OneShotDataScheduler(*args, **kwargs)  # at begin: it has neither end nor every
+def _one_shot(*args: Any, end: int, every: int, **kwargs: Any) -> schedulers.ReadyDataScheduler:
+    return schedulers.OneShotDataScheduler(
+        *args, **kwargs
+    )  # at begin: it has neither end nor every
 
 
-_SCHEDULES: dict[str, Callable[..., ReadyDataScheduler]] = {
-    "constant": ConstantDataScheduler,
-    "cosine": CosineDataScheduler,
-    "cubic": CubicDataScheduler,
-    "exponential": ExponentialDataScheduler,
-    "linear": LinearDataScheduler,
+_SCHEDULES: dict[str, Callable[..., schedulers.ReadyDataScheduler]] = {
+    "constant": schedulers.ConstantDataScheduler,
+    "cosine": schedulers.CosineDataScheduler,
+    "cubic": schedulers.CubicDataScheduler,
+    "exponential": schedulers.ExponentialDataScheduler,
+    "linear": schedulers.LinearDataScheduler,
     "one_shot": _one_shot,
 }
 
@@ -122,21 +117,26 @@ class SparsifyArgs:
             self.schedule = self.schedule or "linear"
         for argument, check in _CHECKS.items():
             value = getattr(self, argument)
-            if value is not None or argument not in _OPTIONAL:
+            # What else may not be None is refused where it is used.
+            if value is not None:
                 setattr(self, argument, check(argument, value))
-        levels = self.level.values() if isinstance(self.level, Mapping) else [self.level]
-        if checks.UNTOUCHED in levels:
+        self.min_rows = checks.integer("min_rows", self.min_rows, least=0)
+        if checks.UNTOUCHED in _by_glob(self.level).values():
             self._take_untouched()
         self._refuse_conflicts()
         self._take_defaults()
 
     def _take_defaults(self) -> None:
         if self.schedule is None:
-            self.schedule = ConstantDataScheduler if self.end is None else CubicDataScheduler
+            self.schedule = (
+                schedulers.ConstantDataScheduler
+                if self.end is None
+                else schedulers.CubicDataScheduler
+            )
         if self.score is None and (self.norm is not None or self.block != (1, ROW)):
             # "norm_accumulator" reads an optimizer's sums of whole rows, and has no norm.
             self.score = "norm"
-        self.norm = self.norm or "L2"
+        self.norm, self.rotate = self.norm or "L2", self.rotate or []
         self.decay = 1.0 if self.decay is None else self.decay
 
     def _refuse_conflicts(self) -> None:
@@ -154,32 +154,33 @@ class SparsifyArgs:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
         self.score = self.score or "accumulator"
         if self.schedule is None and self.end is not None:
-            if self.begin:
-                raise ValueError(
-                    f"Invalid begin={self.begin} with level='untouched': there is one mask update,"
-                    " at end; schedule='constant' updates masks from begin to end."
-                )
+            late = (
+                f"Invalid begin={self.begin} with level='untouched': there is one mask update, at"
+                " end; schedule='constant' updates masks from begin to end."
+            )
+            checks.refuse({late: self.begin})
             # Before the end, rows that are yet to be looked up would be removed.
             self.begin, self.every, self.schedule = self.end, 1, _one_shot
 
-    def facts(self, names: Sequence[str]) -> dict[str, Any]:
+    def facts(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the arguments by name, as JSON can hold them, for ranks to compare.
 
         Args:
             names: of all tables.
         """
-        found = vars(self).copy()
-        for name, value in vars(self).items():
-            if isinstance(value, Mapping):
-                # In order: of several globs that match, the last counts.
-                found[name] = list(value.items())
-            elif name in ("include", "exclude", "dense", "protect") and value:
-                # A set of globs has another order on each rank.
-                found[name] = value is True or sorted(checks.name_list(name, value))
-        # Ranks compare text: a class crosses no rank.
-        found["schedule"] = getattr(self.schedule, "__name__", type(self.schedule).__name__)
-        found["rotate"] = self.rotate and rotation_groups(self.rotate, names)
-        return found
+        # Ranks compare text: a class crosses no rank. Of several globs that match a level or a
+        # floor, the last counts: text keeps their order.
+        text = {"level": str(self.level), "floor": str(self.floor)}
+        schedule = getattr(self.schedule, "__name__", type(self.schedule).__name__)
+        rotate = rotation_groups(self.rotate, names)
+        return {**vars(self), **text, "schedule": schedule, "rotate": rotate}
+
+
+def _by_glob(given: Levels | Mapping[str, None] | None) -> Mapping[str, Any]:
+    """Return what was given for all tables, or for none, as a mapping by globs."""
+    if given is None:
+        return {}
+    return given if isinstance(given, Mapping) else {"*": given}
 
 
 def _levels(
@@ -188,8 +189,7 @@ def _levels(
     if not isinstance(given, Mapping):
         level: Level = check(argument, given)
         return level
-    if not given:
-        raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
+    checks.refuse({f"Invalid {argument}={given!r}: must have a name or glob.": not given})
     # In the order of the mapping, which decides where several globs match.
     return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
@@ -201,30 +201,34 @@ def _schedule(argument: str, given: Any) -> Any:
     return _SCHEDULES[checks.choice(argument, given, _SCHEDULES, more)]
 
 
+def _glob_list(argument: str, given: object) -> bool | list[str]:
+    # Sorted: a set of globs has another order on each rank. "dense" may be a bool.
+    return given if isinstance(given, bool) else sorted(checks.name_list(argument, given))
+
+
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "level": _levels,
     "budget": lambda _, given: parse_budget(given),
     "scope": partial(checks.choice, known=SCOPES),
     "floor": partial(_levels, check=checks.level),
-    "protect": checks.name_list,
+    "protect": _glob_list,
+    "include": _glob_list,
+    "exclude": _glob_list,
+    "dense": _glob_list,
     "block": lambda _, given: checks.parse_block(given) if isinstance(given, str) else given,
     "norm": partial(checks.choice, known=("L1", "L2")),
     "score": partial(checks.choice, known=SCORES),
     "schedule": _schedule,
     "optimizer_state": partial(checks.choice, known=("keep", "reset")),
-    "min_rows": partial(checks.integer, least=0),
     "decay": checks.level,
 }
 """By argument the check of its value: takes both, and returns what the value means."""
-
-_OPTIONAL: Final = {"level", "budget", "floor", "norm", "score", "schedule", "decay"}
-"""Arguments that may be None."""
 
 
 def left_dense(
     model: nn.Module,
     modules: Iterable[nn.Module],
-    located: Sequence[ShardedData],
+    located: Located,
     args: SparsifyArgs,
 ) -> dict[str, str]:
     """Return the tables that are not pruned, with the reason, in the order of the model: protected
@@ -236,52 +240,52 @@ def left_dense(
         ValueError: none is pruned, a glob of ``args.protect`` matches no table, or a table to
             rotate is left dense.
     """
-    names, rotate = [data.name for data in located], args.rotate
-    # "table" means each table that is pruned; groups are names that a user expects to be rotated.
-    groups = [] if rotate in (None, "table") else rotation_groups(rotate, names)
-    rotated = set(chain.from_iterable(groups))
     reasons = _reasons(model, modules, located, args)
-    refused = {name: reason for name, reason in reasons.items() if name in rotated}
-    if groups:
-        others = [name for name in names if name not in rotated]
+    # "table" means each table that is pruned; groups are names that a user expects to be rotated.
+    if args.rotate and args.rotate != "table":
+        rotated = set(chain.from_iterable(rotation_groups(args.rotate, located)))
+        turned = f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
+        checks.refuse({turned: rotated & reasons.keys()})
+        others = filterfalse(rotated.__contains__, located)
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
-    turned = f"Invalid {rotate=}: these tables are left dense: {_listed(refused)}."
     dense = f"Nothing can be pruned, every table is left dense: {_listed(reasons)}."
-    checks.refuse({turned: refused, dense: len(reasons) == len(located)})
+    checks.refuse({dense: len(reasons) == len(located)})
     return reasons
 
 
 def _reasons(
     model: nn.Module,
     modules: Iterable[nn.Module],
-    located: Sequence[ShardedData],
+    located: Located,
     args: SparsifyArgs,
 ) -> dict[str, str]:
     """Return why tables are not pruned, by name, whatever is rotated."""
-    guarded = protected(located, args.protect)
+    guarded = protected(located, checks.name_list("protect", args.protect))
     included = dict.fromkeys(checks.name_list("include", args.include))
     # Shards are views of parameters: only their memory tells which one they belong to.
     frozen = same_storage([p for p in model.parameters() if not p.requires_grad])
     embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    weights = chain.from_iterable(each.parameters(recurse=False) for each in embeddings)
-    tables = same_storage([*weights])
+    tables = same_storage(list(nn.ModuleList(embeddings).parameters()))
     reasons = {}
-    for data in located:
+    for name, data in located.items():
         # A shard's tensor is not the parameter that knows whether it is trained.
-        whole = [shard.tensor for shard in data.shards] if data.sharding == "replicated" else []
-        # Other parameters are what dense= selects: size and name are no reason there.
-        is_table = not whole or any(map(tables, whole))
+        whole = [shard.tensor for shard in data.shards if data.sharding == "replicated"]
         rules = {
-            "protected": data.name in guarded,
             "frozen (requires_grad=False)": any(map(frozen, whole)),
-            f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}": is_table
-            and data.shape[0] < args.min_rows,
-            "position embeddings; include= prunes them": is_table
-            and _is_of_positions(data, included),
+            "protected": name in guarded,
         }
-        # The first rule that holds is the reason.
-        for reason in filter(rules.get, reversed(rules)):
-            reasons[data.name] = reason
+        # Other parameters are what dense= selects: size and name are no reason there.
+        if not whole or any(map(tables, whole)):
+            few = f"{data.shape[0]} rows, fewer than min_rows={args.min_rows}"
+            positions = "position embeddings; include= prunes them"
+            of_tables = {
+                positions: _is_of_positions(data, included),
+                few: data.shape[0] < args.min_rows,
+            }
+            rules = of_tables | rules
+        # The last rule that holds is the reason.
+        for reason in filter(rules.get, rules):
+            reasons[name] = reason
     return reasons
 
 
@@ -299,11 +303,11 @@ def _is_of_positions(data: ShardedData, included: Mapping[str, None]) -> bool:
     unnoticed.
     """
     # Whole words, split at underscores, dots, digits and humps.
-    words = _WORD.findall(f"{data.name} {data.fqn or ''}")
+    words = _WORD.findall(f"{data.name} {data.fqn}")
     return not (_POSITIONS.isdisjoint(map(str.lower, words)) or _matching(data, included))
 
 
-def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str]:
+def protected(located: Located, protect: Sequence[str]) -> set[str]:
     """Return the names of the tables that globs match.
 
     Raises:
@@ -315,7 +319,7 @@ def protected(located: Sequence[ShardedData], protect: Sequence[str]) -> set[str
 def by_table(
     argument: str,
     given: Levels | Mapping[str, None] | None,
-    located: Sequence[ShardedData],
+    pruned: Located,
     left_dense: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the value of each pruned table that has one, by name: of several globs that match, the
@@ -324,34 +328,29 @@ def by_table(
     Raises:
         ValueError: a glob matches no table that is pruned.
     """
-    if given is None:
-        return {}
-    globs = given if isinstance(given, Mapping) else {"*": given}
+    globs = _by_glob(given)
+    matching = {name: _matching(data, globs) for name, data in pruned.items()}
     # A glob may match tables that stay dense, if it matches one that does not.
-    pruned = [data for data in located if data.name not in left_dense]
-    matching = {data.name: _matching(data, globs) for data in pruned}
-    used = set(chain.from_iterable(matching.values()))
-    if unused := [glob for glob in globs if glob not in used]:
-        dense = f"; left dense: {_listed(left_dense)}" if left_dense else ""
-        raise ValueError(f"Invalid {argument}: {unused[0]!r} matches none of {[*matching]}{dense}.")
+    unused = sorted(globs.keys() - set(chain.from_iterable(matching.values())))
+    known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
+    checks.refuse({f"Invalid {argument}: {unused} match none of {known}.": unused})
     return {name: globs[found[-1]] for name, found in matching.items() if found}
 
 
 def _matching(data: ShardedData, globs: Mapping[str, Any]) -> list[str]:
-    """Return the globs that match the name of a table, or its fully qualified one: plain tensors
-    have none."""
-    fqn = data.fqn or data.name
-    return [glob for glob in globs if fnmatchcase(data.name, glob) or fnmatchcase(fqn, glob)]
+    """Return the globs that match the name of a table, or its fully qualified one."""
+    names = [data.name, str(data.fqn)]
+    return [glob for glob in globs if fnmatch.filter(names, glob)]
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
-    shown = [f"{name!r} ({reason})" for name, reason in list(reasons.items())[:20]]
-    return ", ".join(shown + ["..."] * (len(reasons) > 20))
+    return cut(", ".join(f"{name!r} ({reason})" for name, reason in reasons.items())) or "none"
 
 
 def final_levels(
     args: SparsifyArgs,
-    located: Sequence[ShardedData],
+    located: Located,
+    pruned: Located,
     left_dense: Mapping[str, str],
     floors: Mapping[str, float],
 ) -> dict[str, Level]:
@@ -363,17 +362,13 @@ def final_levels(
             met.
     """
     if args.level is None:
-        together, rotate = args.scope == "global", args.rotate
-        budgeted = budget_levels(
-            args.budget, located, left_dense, args.block, floors, together, rotate
-        )
-        return dict(budgeted)
-    finals = by_table("level", args.level, located, left_dense)
-    for data in [data for data in located if data.name in finals]:
-        level, blocks = finals[data.name], _blocks_of(data, args.block)
+        return dict(budget_levels(args, located, pruned, floors))
+    finals = by_table("level", args.level, pruned, left_dense)
+    for name, level in finals.items():
+        blocks = _blocks_of(pruned[name], args.block)
         # It would round to all blocks.
         if level not in (1, checks.UNTOUCHED) and round(level * blocks) >= max(blocks, 1):
-            finals[data.name] = (blocks - 1) / blocks
+            finals[name] = (blocks - 1) / blocks
     return finals
 
 
@@ -398,39 +393,35 @@ def parse_budget(budget: object) -> float:
         >>> parse_budget("20%"), parse_budget(1 << 20)
         (0.2, 1048576)
     """
+    value: Any = budget
+    if percent := re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII):
+        value = float(percent[1]) / 100
     # By type: 1 is a byte, 1.0 is all of them.
-    if (type(budget) is int and budget >= 0) or (type(budget) is float and 0 <= budget <= 1):
-        return budget
-    percent = re.fullmatch(r"(\d+(?:\.\d*)?) ?%", str(budget), re.ASCII)
-    if percent is None or float(percent[1]) > 100:
+    most = {int: math.inf, float: 1.0}
+    if type(value) not in most or not 0 <= value <= most[type(value)]:
         raise ValueError(
             f"Invalid {budget=}: must be bytes (an int >= 0), a fraction (a float up to 1.0), or"
             " text such as '20%', up to 100%."
         )
-    return float(percent[1]) / 100
+    parsed: float = value
+    return parsed
 
 
 def budget_levels(
-    budget: float,
-    located: Sequence[ShardedData],
-    left_dense: Collection[str],
-    block: tuple[int | str, int | str],
+    args: SparsifyArgs,
+    located: Located,
+    pruned: Located,
     floors: Mapping[str, float],
-    together: bool,
-    rotate: Rotate | None = None,
 ) -> dict[str, float]:
     """Return the lowest common level of the tables that are pruned, by name, each a whole number of
     blocks.
 
     Args:
-        budget: bytes, or, as a float, a fraction of the tables' bytes.
+        args: with a budget.
         located: all tables that the budget is for.
-        left_dense: names of tables that are not pruned.
-        block: as in a configuration.
-        floors: by name the least fraction that a table keeps.
-        together: blocks are removed wherever scores are smallest, so that a table's level need not
-            keep its floor.
-        rotate: as in :func:`~dist_sparse.rotate`: columns of rotated tables are removed for good.
+        pruned: those that lose blocks.
+        floors: by name the least fraction that a table keeps. Where blocks are removed wherever
+            scores are smallest, a table's level need not keep it.
 
     Raises:
         ValueError: the budget is less than can be reached, or holds all tables as they are; blocks
@@ -438,20 +429,27 @@ def budget_levels(
             saves no bytes; or tables of one group of ``rotate``, which are as wide as the widest,
             have different floors.
     """
-    groups = rotation_groups(rotate or [], [data.name for data in located])
     # Size of the group that each rotated table is in.
-    sizes = {name: len(group) for group in groups for name in group}
-    pruned = []
-    for data in located:
-        if data.name in left_dense:
-            continue
-        shape, floor = resolve_block(data.name, block, data.shape), floors.get(data.name, 0.0)
-        pruned.append(_PrunedTable(data, shape, floor, sizes.get(data.name, 0)))
-    _refuse_unequal_floors(pruned, groups)
-    total = sum(map(_dense_bytes, located))
-    dense = total - sum(_dense_bytes(table.data) for table in pruned)
-    room = budget if isinstance(budget, int) else round(budget * total)
-    least = dense + sum(t.served_bytes(t.most_removed) for t in pruned)
+    sizes: dict[str, int] = {}
+    for group in rotation_groups(args.rotate, pruned):
+        kept = {name: floors.get(name, 0.0) for name in group}
+        unequal = (
+            f"Invalid floor for a budget: tables rotated together keep as many columns, not {kept}."
+        )
+        checks.refuse({unequal: len(set(kept.values())) > 1})
+        sizes |= dict.fromkeys(group, len(group))
+    tables = []
+    for name, data in pruned.items():
+        shape, floor = resolve_block(name, args.block, data.shape), floors.get(name, 0.0)
+        tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
+    total, together = _dense_bytes(located), args.scope == "global"
+    dense = total - _dense_bytes(pruned)
+
+    def served(step: int, together: bool) -> int:
+        return dense + sum(table.served_bytes(table.removed_at(step, together)) for table in tables)
+
+    room = args.budget if isinstance(args.budget, int) else round(args.budget * total)
+    least = served(_STEPS, together=False)
     most = f"all tables take {total}, so that nothing would be removed."
     few = (
         f"{least} are the least. Tables that are left dense take {dense} of them, and of each other"
@@ -459,13 +457,9 @@ def budget_levels(
     )
     of = f"Invalid budget of {room} bytes"
     checks.refuse({f"{of}: {most}": room >= total, f"{of}: {few}": room < least})
-
-    def fits(step: int) -> bool:
-        return dense + sum(t.served_bytes(t.removed_at(step, together)) for t in pruned) <= room
-
     # Bytes never grow with the level, so the first level that fits is the lowest.
-    lowest = bisect_left(range(_STEPS), True, key=fits)
-    return {t.data.name: t.removed_at(lowest, together) / max(t.blocks, 1) for t in pruned}
+    lowest = bisect_left(range(_STEPS), True, key=lambda step: served(step, together) <= room)
+    return {t.data.name: t.removed_at(lowest, together) / max(t.blocks, 1) for t in tables}
 
 
 def _blocks_of(data: ShardedData, block: tuple[int | str, int | str]) -> int:
@@ -494,18 +488,18 @@ class _PrunedTable:
 
     def __post_init__(self) -> None:
         shape, block = self.data.shape, self.block
-        divide = f"blocks that divide {shape}; {block} do not."
+        needs = f"Table {self.data.name!r}: a budget needs"
+        divide = f"{needs} blocks that divide {shape}; {block} do not."
         # An artifact stores zeros within kept rows; only compact() makes a rotated table narrower.
         save = (
-            f"whole rows, or columns that are rotated; blocks of {block} are served as zeros, and"
-            " save no bytes. Give a level instead."
+            f"{needs} whole rows, or columns that are rotated; blocks of {block} are served as"
+            " zeros, and save no bytes. Give a level instead."
         )
         rules = {
             divide: shape[0] % block[0] or shape[1] % block[1],
             save: block[1] < shape[1] and not self.group,
         }
-        needs = f"Table {self.data.name!r}: a budget needs"
-        checks.refuse({f"{needs} {text}": holds for text, holds in rules.items()})
+        checks.refuse(rules)
 
     @cached_property
     def blocks(self) -> int:
@@ -537,15 +531,5 @@ class _PrunedTable:
         return rows * width * itemsize + basis
 
 
-def _refuse_unequal_floors(pruned: Sequence[_PrunedTable], groups: Sequence[Sequence[str]]) -> None:
-    for group in groups:
-        floors = {table.data.name: table.floor for table in pruned if table.data.name in group}
-        if len(set(floors.values())) > 1:
-            raise ValueError(
-                "Invalid floor for a budget: tables rotated together keep as many columns, not"
-                f" {floors}."
-            )
-
-
-def _dense_bytes(data: ShardedData) -> int:
-    return math.prod(data.shape) * data.dtype.itemsize
+def _dense_bytes(tables: Located) -> int:
+    return sum(math.prod(data.shape) * data.dtype.itemsize for data in tables.values())

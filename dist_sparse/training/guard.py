@@ -14,16 +14,16 @@ Below it is the state of a whole training, which has the guard's.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import group_over, warn_on_first_rank, world_ranks
+from dist_sparse.records import GuardCheck
 from dist_sparse.schedulers import (
     CurveDataScheduler,
     LambdaDataScheduler,
@@ -36,7 +36,9 @@ from dist_sparse.sparsifiers.masks import LastUpdate
 from dist_sparse.sparsifiers.score import SCOPES
 
 Mode: TypeAlias = Literal["max", "min"]
-MODES = ("max", "min")
+
+_SIGNS: Final = {"max": 1.0, "min": -1.0}
+"""By mode what a metric is multiplied by, so that larger is better."""
 
 
 @dataclass(kw_only=True)
@@ -64,34 +66,32 @@ class GuardState:
     undone: int | None = None
 
     @classmethod
-    def parsed(cls, given: object) -> GuardState:
-        """Return the state that was saved; of a training without a guard a new one.
+    def parsed(cls, given: Any) -> GuardState:
+        """Return the state that was saved.
 
         Raises:
             ValueError: it is malformed.
         """
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping) or set(given) != set(_STATE):
-            raise ValueError(f"Invalid guard={given!r} in the state: must have {sorted(_STATE)}.")
-        for name, check in _STATE.items():
-            if given[name] is not None or check is _flag:
-                check(f"{name} of the guard", given[name])
+        fresh = asdict(cls())
+        _check_keys("The guard of the state", given, set(fresh))
+        for name, value in given.items():
+            # A new state is valid: its values are False and None.
+            if value is not fresh[name]:
+                _STATE[name](f"{name} of the guard", value)
         return cls(**given)
 
 
 def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
+    checks.refuse({f"Invalid {name}={value!r}: must be a bool.": value is not True})
 
 
-_STATE: Mapping[str, Callable[[str, Any], Any]] = {
+_STATE: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
-    "mode": partial(checks.choice, known=MODES),
+    "mode": partial(checks.choice, known=_SIGNS),
     "best": checks.number,
 }
-"""The checks of a saved :class:`GuardState`; what is no flag may be None."""
+"""The checks of what differs from a new :class:`GuardState`."""
 
 
 class Guard:
@@ -106,18 +106,13 @@ class Guard:
         self, sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, asks_first: bool
     ) -> None:
         self._sparsifier, self._scheduler = sparsifier, scheduler
-        # On one rank: all ranks have one schedule.
-        self._warns = asks_first and rank_in(world_ranks()) == 0
+        self._warns = asks_first
         self.put(GuardState(active=asks_first, waiting=asks_first))
 
     def put(self, state: GuardState) -> None:
         """Replace the state. What was kept of the last update is forgotten."""
         self.state, self._last = state, LastUpdate()
         self._sparsifier.masks.undo = self._last if state.active else None
-
-    def saved(self) -> dict[str, Any] | None:
-        """Return the state as JSON-able values; None of a guard that was never used."""
-        return asdict(self.state) if self.state.active else None
 
     def before_step(self) -> None:
         """Let the mask update of this step happen, if there is one, or hold it back."""
@@ -126,14 +121,15 @@ class Guard:
             return
         if self._warns and state.mode is None and state.owed and sparsifier.enable_mask_update:
             self._warns = False
-            warnings.warn(
+            warn_on_first_rank(
                 'level="auto" has pruned nothing so far: no mask update happens before the first'
                 " validation. Call guard(metric) with the metric of each.",
                 stacklevel=4,
             )
-        due = sparsifier.enable_mask_update or state.owed
-        state.owed = due and state.waiting
-        sparsifier.enable_mask_update = due and not state.waiting
+        state.owed |= sparsifier.enable_mask_update
+        sparsifier.enable_mask_update = False
+        if not state.waiting:
+            sparsifier.enable_mask_update, state.owed = state.owed, False
 
     def after_step(self) -> None:
         """Note the mask update of this step, if it happened."""
@@ -154,21 +150,20 @@ class Guard:
                 before the first validation, or the last update can't be undone.
         """
         # A metric of torch's: reading it waits for its device, once a validation.
-        if isinstance(metric, Tensor) and metric.numel() == 1:
-            metric = metric.item()
+        if isinstance(metric, Tensor):
+            metric = checks.plain(metric.squeeze())
         value = checks.number("metric", metric)
         state, masks, scored = self.state, self._sparsifier.masks, self._sparsifier
         rules: dict[str, object] = {
-            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in MODES,
+            f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
             f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
             not in (None, mode),
             "guard() stops schedules of a final level: those of functions have none.": (
                 not isinstance(self._scheduler, CurveDataScheduler)
             ),
             "guard() can't undo updates that rotate tables.": masks.rotation is not None,
-            f"guard() can't undo the decay={scored.decay} of counts of lookups.": (
-                scored.counts_lookups and scored.decay < 1
-            ),
+            # Of counted lookups alone; it is 1 otherwise.
+            f"guard() can't undo the decay={scored.decay} of counts of lookups.": scored.decay < 1,
             "The first guard() must come before the first mask update that removes weights: its"
             " metric is the reference, and nothing was kept of earlier updates. Validate before"
             " begin=, or begin later.": state.mode is None and not masks.tables.keeps_all,
@@ -177,28 +172,26 @@ class Guard:
         self._last.check(masks.tables.locate())
         return float(value)
 
-    def judge(self, metric: float, tolerance: float, mode: Mode) -> bool:
-        """Accept the pending update, or undo it; return whether the metric holds. Local."""
+    def judge(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
+        """Accept the pending update, or undo it; return what the metric says. Local."""
         state = self.state
-        if not state.active:
-            state.active = True
-            self._sparsifier.masks.undo = self._last
-        state.mode = mode
-        # Larger is better from here on.
-        sign = 1.0 if mode == "max" else -1.0
+        state.active, state.mode, self._sparsifier.masks.undo = True, mode, self._last
+        sign = _SIGNS[mode]
         best = metric if state.best is None else state.best
-        if sign * metric < sign * best - tolerance:
-            # Without an update to blame, the next one waits for a validation that holds.
-            state.waiting = True
-            if state.pending is not None:
-                self._stop()
-            return False
-        state.best = max(metric, best, key=lambda value: sign * value)
-        if state.pending is not None:
-            state.accepted, state.pending = state.pending, None
-        state.waiting = False
-        self._last.forget()
-        return True
+        holds = sign * metric >= sign * best - tolerance
+        undone = None
+        # Without an update to blame, the next one waits for a validation that holds.
+        state.waiting = not holds
+        if holds:
+            state.best = best = max(metric, best, key=lambda value: sign * value)
+            state.accepted = state.accepted if state.pending is None else state.pending
+            state.pending = None
+            self._last.forget()
+        elif state.pending is not None:
+            undone = state.undone = state.pending
+            self._stop()
+        step = max(self._scheduler.last_epoch - 1, 0)
+        return GuardCheck(step=step, metric=metric, best=best, holds=holds, undone=undone)
 
     @property
     def can_undo(self) -> bool:
@@ -214,8 +207,13 @@ class Guard:
             scheduler.stop_at(state.accepted)
         else:
             scheduler.stop_at(state.pending)
-        state.undone, state.pending = state.pending, None
-        state.waiting = state.owed = False
+            warn_on_first_rank(
+                f"The metric fell after the mask update at step {state.pending}, which can't be"
+                " undone: weights or a state from before its validation were loaded. The level"
+                " stays; no update follows. Save states after guard().",
+                stacklevel=4,
+            )
+        state.pending, state.waiting, state.owed = None, False, False
         masks.undo = None
 
 
@@ -234,16 +232,15 @@ def save(
     sparsifier: ImportanceSparsifier, scheduler: ReadyDataScheduler, guard: Guard
 ) -> dict[str, Any]:
     """Return the state of all: see :meth:`dist_sparse.SparseTraining.state_dict`."""
-    names = sparsifier.data_groups
+    # Not of tables that were squashed since.
+    floored = sorted(sparsifier.floors.keys() & sparsifier.data_groups)
     parts = {
         "scheduler": scheduler.state_dict(),
         "score": sparsifier.scored_by,
         "scope": sparsifier.scope,
-        # Not of tables that were squashed since.
-        "floors": {name: floor for name, floor in sparsifier.floors.items() if name in names},
+        "floors": {name: sparsifier.floors[name] for name in floored},
+        "guard": asdict(guard.state),
     }
-    if (guarded := guard.saved()) is not None:
-        parts["guard"] = guarded
     return {
         "sparsifier": sparsifier.state_dict(),
         "schedule": checks.to_json("the schedule", parts),
@@ -271,8 +268,7 @@ def prepare_load(
     # Then the schedule, whose levels the masks must have.
     levels, commit_schedule = scheduler.prepare_load(schedule)
     # Then the masks, under the settings that they were made with.
-    groups = {name: dict(config) for name, config in configs.items()}
-    made_with = {**settings, "data_groups": groups}
+    made_with = {**settings, "data_groups": configs}
     before = {name: getattr(sparsifier, name) for name in made_with}
     try:
         _put(sparsifier, made_with)
@@ -284,7 +280,7 @@ def prepare_load(
             if not isinstance(scheduler, LambdaDataScheduler):
                 # Functions are not part of the state: they may be others now.
                 _check_steps(levels, configs, schedule["last_epoch"])
-            _check_next_updates(sparsifier, levels, schedule.get("final"))
+            _check_next_updates(sparsifier, levels, schedule.get("final", {}))
     finally:
         _put(sparsifier, before)
 
@@ -303,20 +299,15 @@ def _parsed(
 ) -> tuple[dict[str, Any], dict[str, Any], GuardState]:
     """Return the schedule of a state, the attributes of the sparsifier beside its masks and
     configurations, and the guard's state, checked as far as one rank can alone."""
-    if not isinstance(state, Mapping):
-        raise ValueError(
-            f"Invalid state of type {type(state).__name__}: must be what state_dict() returned."
-        )
-    # Lightning's callback adds its own.
-    _check_keys("The state", state, {"sparsifier", "schedule"}, set(state))
+    # Lightning's callback adds its own keys.
+    _check_keys("The state", state, {"sparsifier", "schedule"}, None)
     parts = checks.from_json("the schedule", state["schedule"])
     needed = {"scheduler", "score", "scope"}
     _check_keys("The schedule of the state", parts, needed, {"floors", "guard"})
     schedule, floors = parts["scheduler"], parts.get("floors", {})
-    if not isinstance(schedule, dict):
-        raise ValueError(f"Invalid state: the scheduler must be a mapping, and is {schedule!r}.")
     kind = f"The state of the {type(scheduler).__name__}"
     _check_keys(kind, schedule, set(scheduler.state_dict()))
+    _check_keys("The entry 'floors' of the state", floors, set(), set(sparsifier.data_groups))
     score = checks.choice("score", parts["score"], SCORES)
     param = schedule["schedule_param"]
     rules = {
@@ -326,28 +317,27 @@ def _parsed(
         f"The state is scored by {score!r}: pass score={score!r} to sparsify().": (
             (score == "frequency") != sparsifier.counts_lookups
         ),
-        f"Invalid floors={floors!r} in the state: must be numbers in [0, 1] by table.": (
-            not isinstance(floors, dict)
-        ),
     }
     checks.refuse(rules)
-    if lost := sorted(set(floors) - set(sparsifier.data_groups)):
-        raise ValueError(f"Invalid floors in the state: the tables {lost} are not registered.")
     settings = {
         "scored_by": score,
         "scope": checks.choice("scope", parts["scope"], SCOPES),
         "floors": {name: checks.level(f"floors[{name!r}]", each) for name, each in floors.items()},
     }
-    return schedule, settings, GuardState.parsed(parts.get("guard"))
+    return schedule, settings, GuardState.parsed(parts.get("guard", asdict(GuardState())))
 
 
 def _check_keys(
-    what: str, found: Mapping[Any, Any], needed: set[str], optional: Set[str] = frozenset()
+    what: str, found: Any, needed: set[str], optional: Set[str] | None = frozenset()
 ) -> None:
-    if missing := sorted(needed - set(found)):
-        raise ValueError(f"{what} lacks {missing}; it has {sorted(map(str, found))}.")
-    if unknown := sorted(set(found) - needed - optional):
-        raise ValueError(f"{what} has the unknown keys {unknown}: it may be of a newer release.")
+    """Refuse what is no mapping, and keys that are missing or unknown; None allows any others."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{what} must be a mapping, and is of type {type(found).__name__}.")
+    missing, more = sorted(needed - set(found)), set(found) - needed
+    unknown = [] if optional is None else sorted(more - optional)
+    other = f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
+    lacks = f"{what} lacks {missing}; it has {sorted(map(str, found))}."
+    checks.refuse({lacks: missing, other: unknown})
 
 
 def _put(sparsifier: ImportanceSparsifier, settings: Mapping[str, Any]) -> None:
@@ -365,25 +355,24 @@ def _check_steps(
         # A level may be a word.
         are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
         same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
-        if not same:
-            raise ValueError(
-                f"Masks and schedule of the state are of different steps: the level of {name!r} is"
-                f" {found} with the masks and {level} at step {step} of the schedule."
-            )
+        apart = (
+            f"Masks and schedule of the state are of different steps: the level of {name!r} is"
+            f" {found} with the masks and {level} at step {step} of the schedule."
+        )
+        checks.refuse({apart: not same})
 
 
 def _check_next_updates(
     sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
 ) -> None:
     """Refuse settings that no later mask update could follow."""
-    tables = [name for name in sparsifier.data_groups if name in sparsifier.masks.tables]
-    if isinstance(final, (list, tuple)):
-        final = dict(final)  # a state has globs as pairs
-    finals = {} if final is None else by_name(final, tables)
-    now = {name: sparsifier.data_groups[name]["sparsity_level"] for name in tables}
+    configs, tables = sparsifier.data_groups, sparsifier.masks.tables
+    now = {name: configs[name]["sparsity_level"] for name in configs if name in tables}
+    # A state has globs as pairs.
+    finals = by_name(dict(final) if isinstance(final, (list, tuple)) else final, now)
     # At the step of the state, and at the end of its schedule.
     for reached in (levels, finals):
-        sparsifier.check_levels({name: reached.get(name, now[name]) for name in tables})
+        sparsifier.check_levels({name: reached.get(name, level) for name, level in now.items()})
     # Norms are always known: no walk for them.
     if sparsifier.masks.enforcer is not None and sparsifier.scored_by != "norm":
         sparsifier.look_up(sparsifier.masks.tables.locate())

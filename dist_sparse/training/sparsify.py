@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import glob
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -14,17 +14,19 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_sparse import checks
 from dist_sparse.enforcer import Hook
+from dist_sparse.enforcer.dense import combines
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import group_over, warn_on_first_rank, world_ranks
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
 from dist_sparse.schedulers import ReadyDataScheduler
+from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier, Score
 from dist_sparse.sparsifiers.masks import removed_lookups
 from dist_sparse.sparsifiers.score import BlockShape, Norm, Scope
-from dist_sparse.tables.modules import ModelTables
-from dist_sparse.tables.shards import ROW, Source
+from dist_sparse.tables.modules import ModelTables, torchrec_port
+from dist_sparse.tables.shards import ROW
 from dist_sparse.text import (
     block_shape_text,
     count,
@@ -45,13 +47,8 @@ from dist_sparse.training.arguments import (
     final_levels,
     left_dense,
 )
-from dist_sparse.training.following import (
-    compare_replicas,
-    replicas_of,
-    steppers,
-    unsharded_collections,
-)
 from dist_sparse.training.guard import Guard, Mode, prepare_load, save
+from dist_sparse.training.replicas import compare_replicas, replicas_of
 
 
 class SparseTraining:
@@ -98,25 +95,20 @@ class SparseTraining:
         sparsifier: ImportanceSparsifier,
         scheduler: ReadyDataScheduler,
         enforcer: MaskEnforcer,
-        *,
-        source: Source,
         left_dense: Mapping[str, str],
-        asks_first: bool = False,
+        asks_first: bool,
     ) -> None:
         self.sparsifier, self.scheduler, self.enforcer = sparsifier, scheduler, enforcer
         self.left_dense = dict(left_dense)
         self.validations: list[GuardCheck] = []
-        self._source = source
         self._guard = Guard(sparsifier, scheduler, asks_first)
         # Set by sparsify() and _attach(), once the ranks have agreed.
         self._auto_step = False
-        self._attached = False
         self._handles: list[RemovableHandle] = []
         self._unseen: dict[str, nn.Module] = {}
         self._replicas: list[str] = []
-        self._world_rank = rank_in(world_ranks())
-        # Once, on one rank: all ranks have one schedule.
-        self._warns = self._world_rank == 0
+        # Once.
+        self._warns = True
 
     def step(self) -> None:
         """Call after each optimizer step: update the masks when the schedule has an update.
@@ -151,13 +143,8 @@ class SparseTraining:
     @property
     def partial_tables(self) -> list[str]:
         """The tables of which this rank does not hold all rows and columns. Local."""
-        partial = []
-        for data in self._source.locate():
-            # The source may hold tables that were left dense.
-            is_pruned = data.name in self.sparsifier.data_groups
-            if is_pruned and dict(data.shards).keys() != set(data.rects):
-                partial.append(data.name)
-        return partial
+        located = self.sparsifier.masks.tables.locate()
+        return [name for name, data in located.items() if dict(data.shards).keys() != {*data.rects}]
 
     def guard(self, metric: float | Tensor, tolerance: float = 0.001, mode: Mode = "max") -> bool:
         """Judge the last mask update by a validation: call it with the metric of each. Collective.
@@ -212,37 +199,19 @@ class SparseTraining:
             0.5
             >>> sparse.detach()
         """
-        if not self._attached:
+        if not self.enforcer.attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
         with group_over(world_ranks()).agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
             most = float(checks.number("tolerance", tolerance, least=0))
             facts.update(metric=value, tolerance=most, mode=mode)
-            can_undo, undone_before = self._guard.can_undo, self._guard.state.undone
-            facts.update(guard=self._guard.saved(), can_undo=can_undo)
-        holds = self._guard.judge(value, most, mode)
-        best = self._guard.state.best
-        assert best is not None, "judge() has set it"
-        undone = self._guard.state.undone if undone_before is None else None
-        if undone is not None and not can_undo and self._world_rank == 0:
-            warnings.warn(
-                f"The metric fell after the mask update at step {undone}, which can't be undone:"
-                " weights or a state from before its validation were loaded. The level stays; no"
-                " update follows. Save states after guard().",
-                stacklevel=2,
-            )
-        self.validations.append(
-            GuardCheck(
-                step=max(self.scheduler.last_epoch - 1, 0),
-                metric=value,
-                best=best,
-                holds=holds,
-                undone=undone,
-                # Collective; the ranks agree on what was undone.
-                sparsity=None if undone is None else self.sparsity,
-            )
-        )
-        return holds
+            facts.update(guard=asdict(self._guard.state), can_undo=self._guard.can_undo)
+        check = self._guard.judge(value, most, mode)
+        if check.undone is not None:
+            # Collective; the ranks agree on what was undone.
+            check = replace(check, sparsity=self.sparsity)
+        self.validations.append(check)
+        return check.holds
 
     def summary(self) -> str:
         """Return a text table of what is pruned and what is left dense, and the share of the
@@ -295,8 +264,8 @@ class SparseTraining:
         # The state's schedule replaces this one below.
         endless = self.scheduler.end is None
         prepare_load(self.sparsifier, self.scheduler, self._guard, state_dict)()
-        if endless and self.scheduler.end is not None and self._world_rank == 0:
-            warnings.warn(
+        if endless and self.scheduler.end is not None:
+            warn_on_first_rank(
                 f"The state's schedule ends at step {self.scheduler.end} and replaces end=None:"
                 " masks freeze then. Load its masks alone, by"
                 " sparse.sparsifier.load_state_dict(state['sparsifier']), to update them for"
@@ -322,47 +291,47 @@ class SparseTraining:
 
     def __repr__(self) -> str:
         step, end = self.scheduler.last_epoch, self.scheduler.end
-        of = f" of {end}"
+        schedule = f"step {step} of {end}"
         if end is None:
-            of = ""
+            schedule = f"step {step}"
         elif step > end:
-            of = f", schedule ended at {end}"
-        parts = [
-            f"step {step}{of}",
-            f"{self._level_text()}by {self.sparsifier.scored_by}",
-            "over all tables" if self.sparsifier.scope == "global" else "",
-            number_of(len(self.sparsifier.data_groups), "table"),
-            f"{len(self.left_dense)} left dense" if self.left_dense else "",
-            "attached" if self.enforcer.attached else "detached",
-        ]
-        return f"SparseTraining({', '.join(filter(None, parts))})"
+            schedule = f"step {step}, schedule ended at {end}"
+        parts: dict[str, object] = {
+            schedule: True,
+            f"{self._level_text()}by {self.sparsifier.scored_by}": True,
+            "over all tables": self.sparsifier.scope == "global",
+            number_of(len(self.sparsifier.data_groups), "table"): True,
+            f"{len(self.left_dense)} left dense": self.left_dense,
+            "attached": self.enforcer.attached,
+            "detached": not self.enforcer.attached,
+        }
+        return f"SparseTraining({', '.join(filter(parts.get, parts))})"
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
         # A schedule of functions has no final level.
         final = getattr(self.scheduler, "final", {})
-        finals = list(set(final.values())) if isinstance(final, dict) else [final]
-        # Words behind numbers.
-        finals.sort(key=lambda each: (isinstance(each, str), each))
+        finals = final.values() if isinstance(final, dict) else [final]
+        # Words come behind numbers.
+        texts = sorted(map(level_text, finals))
         # A thousand tables may have a thousand levels: the lowest and the highest are shown.
-        ends = dict.fromkeys(finals[:1] + finals[-1:])
-        return "level " + " to ".join(map(level_text, ends)) + " " if ends else ""
+        ends = " to ".join(dict.fromkeys(texts[:1] + texts[-1:]))
+        return f"level {ends} " if ends else ""
 
     def _attach(self, walked: Walked, optimizers: Sequence[Any], auto_step: bool) -> None:
         """Attach the enforcer, and follow the optimizers' steps and the forwards of unsharded
         collections."""
         self.enforcer.attach_to(walked, optimizers)
-        self._attached, self._auto_step = True, auto_step
-        followed = [*chain.from_iterable(map(steppers, optimizers))]
-        if auto_step and not followed:
-            raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
+        self._auto_step = auto_step
         if auto_step:
+            nothing = "Invalid auto_step=True: there is no optimizer to follow."
+            checks.refuse({nothing: not optimizers})
             # It refers to this object, which so lives as long as the optimizer even if the caller
             # drops it.
             hook = Hook(lambda *_: self._step())
-            self._handles.append(followed[-1].register_step_post_hook(hook))
+            self._handles.append(_stepper(optimizers[-1]).register_step_post_hook(hook))
         (modules,) = walked.modules.values()
-        unseen = self._unseen = dict(unsharded_collections(modules, self.sparsifier.data_groups))
+        unseen = self._unseen = dict(_unsharded_collections(modules, self.sparsifier.data_groups))
         for module in unseen.values():
             # One forward of any of them shows that this model trains.
             seen = Hook(lambda *_: unseen.clear())
@@ -386,19 +355,18 @@ class SparseTraining:
 
     def _detached(self) -> bool:
         """Detach; return whether it was attached."""
-        attached, self._attached = self._attached, False
+        attached = self.enforcer.attached
         for handle in self._handles:
             handle.remove()
         self._handles, self._unseen = [], {}
-        if attached:
-            self.enforcer.detach()
+        self.enforcer.detach()
         return attached
 
     def warn_of_early_end(self) -> None:
         """Warn, once, if the last mask update of the schedule has not happened. Local."""
         if self._warns and not self.finished and self.scheduler.end is not None:
             self._warns = False
-            warnings.warn(
+            warn_on_first_rank(
                 f"Sparse training stopped at step {self.scheduler.last_epoch} of the schedule,"
                 f" before end={self.scheduler.end}: the final level has not been reached.",
                 stacklevel=3,
@@ -544,13 +512,14 @@ def sparsify(
         )
         # Not model_source(), which would walk the model once more.
         source = ModelTables(model, include=include, exclude=exclude, dense=dense)
-        located = source.locate()
+        located = {data.name: data for data in source.locate()}
         # One walk for all that asks for modules below.
         modules = dict(model.named_modules())
         unpruned = left_dense(model, modules.values(), located, args)
-        floors = by_table("floor", args.floor, located, unpruned)
-        finals = final_levels(args, located, unpruned, floors)
-        facts.update(args.facts([data.name for data in located]))
+        pruned = {name: data for name, data in located.items() if name not in unpruned}
+        floors = by_table("floor", args.floor, pruned, unpruned)
+        finals = final_levels(args, located, pruned, unpruned, floors)
+        facts.update(args.facts(located))
         # At level 0, which the schedule raises.
         sparsifier = ImportanceSparsifier(
             sparsity_level=0.0,
@@ -566,12 +535,9 @@ def sparsify(
     left_out = [*checks.name_list("exclude", exclude), *map(glob.escape, unpruned)]
     sparsifier.add_model(model, include=include, exclude=left_out, dense=dense)
     # Nothing moves tables before this call returns: what was located is not looked up again.
-    pruned = {data.name: data for data in located if data.name not in unpruned}
     walked = Walked(pruned, {model: modules})
     scheduler = _scheduler(args, sparsifier, finals)
-    training = SparseTraining(
-        sparsifier, scheduler, enforcer, source=source, left_dense=unpruned, asks_first=args.auto
-    )
+    training = SparseTraining(sparsifier, scheduler, enforcer, unpruned, asks_first=args.auto)
     # From here on hooks are attached, which an error on any rank must remove on all.
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     try:
@@ -583,25 +549,24 @@ def sparsify(
             # Tables that no glob of level= matches stay at 0.
             sparsifier.check_levels({**dict.fromkeys(sparsifier.data_groups, 0.0), **finals})
             unknown = sparsifier.unknown_tables(walked.located)
-        # Only now, with hooks attached, is it known whose sums of Adagrad can be read.
-        if args.score is None and together.all_reduce(torch.tensor(len(unknown))):
+        # Only now, with hooks attached, is it known whose sums of Adagrad can be read. Of a
+        # requested score all tables are known.
+        if together.all_reduce(torch.tensor(len(unknown))):
             sparsifier.scored_by = "norm"
-        if rotate is not None:
+        if args.rotate:
             # After attach(): rotations read which optimizers step the tables.
-            rotate_tables(sparsifier, rotate)
+            rotate_tables(sparsifier, args.rotate)
         training._replicas = replicas_of(walked.located)
     except BaseException:
         training._detached()
-        enforcer.detach()  # where the training was not attached yet
         raise
-    if together.rank == 0:
-        _warn_of_emptied(finals)
+    _warn_of_emptied(finals)
     return training
 
 
 def _warn_of_emptied(finals: Mapping[str, Level]) -> None:
     if emptied := [name for name, level in finals.items() if level == 1]:
-        warnings.warn(
+        warn_on_first_rank(
             f"level=1.0 removes all weights of {emptied}: their lookups return zeros. Below 1, one"
             " block of each table stays.",
             stacklevel=3,
@@ -617,11 +582,52 @@ def _scheduler(
     if list(set(finals.values())) == [args.level]:
         final = args.level
     window = {"begin": args.begin, "end": args.end, "every": args.every}
-    made: Callable[..., ReadyDataScheduler] = args.schedule
-    try:
-        return made(sparsifier, "sparsity_level", final=final, **window)
-    except TypeError as fault:
-        # A call that a user's class does not take fails before any communication, perhaps on one
-        # rank alone.
-        group_over(world_ranks()).agree("sparsify()", {}, fault)
-        raise
+    wrong = f"Invalid schedule={args.schedule!r}: must make a ready scheduler"
+    with group_over(world_ranks()).agreeing("sparsify()"):
+        try:
+            made = args.schedule(sparsifier, "sparsity_level", final=final, **window)
+        except TypeError as fault:
+            # A call that a user's class does not take fails before any communication, perhaps on
+            # one rank alone.
+            raise ValueError(f"{wrong} of final, begin, end and every: {fault}.") from fault
+        if not isinstance(made, ReadyDataScheduler):
+            raise ValueError(f"{wrong}, and returned {made!r}.")
+    return made
+
+
+def _stepper(optimizer: Any) -> Any:
+    """Return the optimizer whose step ends the step of a wrapper: the innermost, or the first that
+    is made of fused ones or of several."""
+    # As LightningOptimizer does.
+    while not combines(optimizer) and hasattr(optimizer, "_optimizer"):
+        optimizer = optimizer._optimizer
+    return optimizer
+
+
+def _unsharded_collections(
+    modules: Mapping[str, nn.Module], names: Iterable[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield TorchRec's unsharded collections of registered tables, by path.
+
+    DistributedModelParallel replaces them: a model that is wrapped later trains other modules.
+    """
+    torchrec = torchrec_port()
+    if torchrec is None:
+        return
+    # Registered names are "collection/table" where two collections have tables of one name.
+    registered = {name.rpartition("/")[2] for name in names}
+    for path, module in modules.items():
+        collection = torchrec.collection(module)
+        if collection is not None and not registered.isdisjoint(collection.embeddings()):
+            yield path or type(module).__name__, module
+
+
+def sparsifier_of(sparse: Any) -> BaseDataSparsifier:
+    """Return the sparsifier of what the user has: a SparseTraining, or the sparsifier itself."""
+    sparsifier = sparse.sparsifier if isinstance(sparse, SparseTraining) else sparse
+    if not isinstance(sparsifier, BaseDataSparsifier):
+        raise ValueError(
+            f"Invalid sparse of type {type(sparse).__name__}: must be what sparsify() returned, or"
+            " a sparsifier."
+        )
+    return sparsifier

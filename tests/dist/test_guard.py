@@ -89,7 +89,7 @@ def test_ranks_that_differ_change_nothing() -> None:
     ]:
         with pytest.raises(ValueError, match=says):
             sparse.guard(**arguments)
-        assert vars(sparse)["_guard"].saved() is None
+        assert not vars(sparse)["_guard"].state.active
     assert sparse.guard(0.5)
     sparse.detach()
 
@@ -105,5 +105,5 @@ def test_a_state_of_one_rank_is_refused() -> None:
         sparse.load_state_dict(sparse.state_dict() if dist.get_rank() else without)
     assert vars(sparse)["_guard"].state.best == 0.5
     sparse.load_state_dict(without)
-    assert vars(sparse)["_guard"].saved() is None
+    assert not vars(sparse)["_guard"].state.active
     sparse.detach()

@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a level of one rank": (
         [],
         {"level": {"no": 0.5}},
-        "rank 1: ValueError: Invalid level: 'no' matches none",
+        r"rank 1: ValueError: Invalid level: \['no'\] match none",
     ),
     "a plan of one rank": ([], {"end": 11}, "The ranks disagree"),
     "a table of one rank": ([], {"include": "nothing"}, "rank 1: .*matches none of the tables"),

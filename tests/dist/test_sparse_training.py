@@ -79,7 +79,7 @@ def test_masks_of_another_step_on_all_ranks_change_nothing() -> None:
         (["scope"], "global", "scope of the state is global on rank 1 and table on rank 0"),
         (["floors"], {"user": 0.5}, "floors of the state"),
         (["score"], "norm_accumulator", "scored_by of the state is norm_accumulator on rank 1"),
-        (["floors"], 5, "rank 1: ValueError: Invalid floors=5"),
+        (["floors"], 5, "rank 1: ValueError: The entry 'floors' of the state must be a mapping"),
         (["scheduler", "base_param"], {"user": 0.5}, "base_param of the state"),
         (["scheduler", "_step_count"], 0, "step count is 0 on rank 1 and 6 on rank 0"),
     ],

@@ -355,7 +355,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"level": {"nothing": 0.5}}, "Invalid level: 'nothing' matches none"),
+            ({"level": {"nothing": 0.5}}, "Invalid level: \\['nothing'\\] match none"),
             ({"include": "nothing"}, "matches none of the tables"),
         ],
         ids=str,

@@ -157,7 +157,7 @@ def test_errors(tmp_path: Path) -> None:
         ({"budgets": [20]}, "Invalid budgets=20"),
         ({"rotate": [["weight", "item"]]}, "['item'] are none of the tables ['weight']"),
         ({"budgets": []}, "Invalid budgets=[]"),
-        ({"protect": "user*"}, "Invalid protect: 'user*' matches none of ['weight']"),
+        ({"protect": "user*"}, "Invalid protect: ['user*'] match none of ['weight']"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             frontier(model, error_of(model), **options)  # type: ignore[arg-type]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dist_sparse import COL, ROW
+from dist_sparse import COL, ROW, sparsify
 from dist_sparse.planning.candidates import Candidate
 from dist_sparse.tables.modules import model_source
-from dist_sparse.training.arguments import budget_levels, parse_budget
+from dist_sparse.tables.shards import ShardedData
+from dist_sparse.training.arguments import SparsifyArgs, budget_levels, parse_budget
+
+
+def tables_of(model: nn.Module) -> dict[str, ShardedData]:
+    return {data.name: data for data in model_source(model).locate()}
+
+
+def arguments(**given: Any) -> SparsifyArgs:
+    bound = inspect.signature(sparsify).bind(None, None, end=1, **given)
+    bound.apply_defaults()
+    return SparsifyArgs(**bound.kwargs)
 
 
 def kept(
@@ -21,14 +33,10 @@ def kept(
     model = nn.ModuleDict(
         {"a": nn.EmbeddingBag(3200, 4), "b": nn.EmbeddingBag(64, 4, dtype=torch.float16)}
     )
-    levels = budget_levels(
-        parse_budget(budget),
-        model_source(model).locate(),
-        dict.fromkeys(dense, ""),
-        block,
-        floors or {},
-        together,
-    )
+    located = tables_of(model)
+    args = arguments(budget=budget, block=block, scope="global" if together else "table")
+    pruned = {name: data for name, data in located.items() if name not in dense}
+    levels = budget_levels(args, located, pruned, floors or {})
     blocks = {"a": 3200, "b": 64} if block[0] == 1 else {"a": 1600, "b": 32}
     assert all(
         round(level * blocks[name]) == pytest.approx(level * blocks[name])
@@ -64,18 +72,20 @@ def test_what_a_floor_keeps_others_lose() -> None:
 )
 def test_plans_count_the_same(budget: str, block: Any, rotate: Any) -> None:
     """And a block more of each table is too much."""
-    tables = model_source(
-        nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})
-    ).locate()
-    levels = budget_levels(parse_budget(budget), tables, {}, block, {}, False, rotate)
+    tables = tables_of(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)}))
+    levels = budget_levels(arguments(budget=budget, block=block, rotate=rotate), tables, tables, {})
     groups = () if rotate is None else (("a",), ("b",)) if rotate == "table" else rotate
     step = {(1, ROW): 1 / 100, (COL, 1): 4 / 24}[block]
 
     def served(more: float) -> int:
         least = {name: max(level - more, 0.0) for name, level in levels.items()}
         if groups:
-            return Candidate(columns=1 - least["a"], groups=groups).served_bytes(tables).total
-        return Candidate(levels=least).served_bytes(tables).total
+            return (
+                Candidate(columns=1 - least["a"], groups=groups)
+                .served_bytes([*tables.values()])
+                .total
+            )
+        return Candidate(levels=least).served_bytes([*tables.values()]).total
 
     assert served(0.0) <= round(parse_budget(budget) * 430 * 24 * 4) < served(step)
 
@@ -110,10 +120,8 @@ def test_blocks_finer_than_rows_are_refused(block: Any) -> None:
 
 def test_tables_rotated_together_have_one_floor() -> None:
     """Else the widest decides after compact(), and the budget is exceeded."""
-    tables = model_source(
-        nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})
-    ).locate()
-    budget = parse_budget("60%")
+    tables = tables_of(nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)}))
+    args = arguments(budget="60%", block=(COL, 1), rotate=[["a", "b"]])
     with pytest.raises(ValueError, match=r"rotated together .* not \{'a': 0.9, 'b': 0.0\}"):
-        budget_levels(budget, tables, {}, (COL, 1), {"a": 0.9}, False, [["a", "b"]])
-    assert budget_levels(budget, tables, {}, (COL, 1), {"a": 0.5, "b": 0.5}, False, [["a", "b"]])
+        budget_levels(args, tables, tables, {"a": 0.9})
+    assert budget_levels(args, tables, tables, {"a": 0.5, "b": 0.5})

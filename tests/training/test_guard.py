@@ -271,7 +271,7 @@ def test_bad_arguments(arguments: dict[str, Any], says: str) -> None:
     _, _, sparse = made()
     with pytest.raises(ValueError, match=says):
         sparse.guard(**arguments)
-    assert vars(sparse)["_guard"].saved() is None and not sparse.validations
+    assert not vars(sparse)["_guard"].state.active and not sparse.validations
     sparse.detach()
 
 

@@ -115,17 +115,17 @@ class TestAtomicLoads:
     @pytest.mark.parametrize(
         ("path", "value", "says"),
         [
-            (["floors"], 5, "Invalid floors=5"),
-            (["floors"], None, "Invalid floors=None"),
+            (["floors"], 5, "'floors' of the state must be a mapping, and is of type int"),
+            (["floors"], None, "'floors' of the state must be a mapping"),
             (["floors"], {"user": 1.1}, r"Invalid floors\['user'\]=1\.1"),
-            (["floors"], {"nobody": 0.5}, r"\['nobody'\] are not registered"),
+            (["floors"], {"nobody": 0.5}, r"unknown keys \['nobody'\]: it is of other tables"),
             (["scope"], "world", "Invalid scope='world'"),
             (["scope"], None, "Invalid scope=None"),
             (["score"], "frequency", "pass score='frequency'"),
             (["score"], "accumulator", "'user': no Adagrad steps it"),
             (["newer"], 1, r"The schedule of the state has the unknown keys \['newer'\]"),
             (["scheduler", "extra_2"], 1, r"CubicDataScheduler has the unknown keys \['extra_2'\]"),
-            (["scheduler"], [1], r"the scheduler must be a mapping"),
+            (["scheduler"], [1], r"CubicDataScheduler must be a mapping"),
         ],
         ids=str,
     )

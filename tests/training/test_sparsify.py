@@ -278,13 +278,21 @@ class TestSparsify:
             ({"level": {}}, r"Invalid level=\{\}"),
             ({"schedule": 3}, "Invalid schedule=3"),
             (
+                {"schedule": lambda *_, **plan: None},
+                "Invalid schedule=<function .* ready scheduler, and returned None",
+            ),
+            (
+                {"schedule": lambda step: None},
+                "Invalid schedule=<function .* ready scheduler of final, begin.* unexpected keyword",
+            ),
+            (
                 {"level": {"nothing": 0.5}},
-                r"Invalid level: 'nothing' matches none of \['bag', 'emb'\]",
+                r"Invalid level: \['nothing'\] match none of \['bag', 'emb'\]",
             ),
             ({"min_rows": -1}, "Invalid min_rows=-1"),
             (
                 {"min_rows": 20, "level": {"emb": 0.5}},
-                "Invalid level: 'emb' matches none of.*left dense: 'emb'",
+                r"Invalid level: \['emb'\] match none of.*left dense: 'emb'",
             ),
             (
                 {"min_rows": 1000},

@@ -1,0 +1,99 @@
+"""Tables in no wrapper, in a world of several ranks: replicas that nothing keeps equal, or a model
+of its own on each rank.
+
+Ranks whose tables are all equal when :func:`~dist_sparse.sparsify` is called count as replicas:
+their weights and configurations are compared before each mask update. Ranks whose tables differ
+train models of their own, which are never compared. Either way the first rank warns once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dist_sparse.groups import (
+    Group,
+    Replica,
+    cut,
+    group_over,
+    ranks_text,
+    warn_on_first_rank,
+    world_ranks,
+)
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.masks import Located
+from dist_sparse.sparsifiers.pieces import shared_weights
+
+
+def replicas_of(located: Located) -> list[str]:
+    """Return the registered tables that no DistributedDataParallel or DistributedModelParallel
+    holds, if they are equal on all ranks, by name; warn of them in either case. Collective over the
+    world if there are any, alike on all ranks, as ``add_model()`` has checked.
+
+    Args:
+        located: the registered tables, as they are stored now.
+    """
+    world = group_over(world_ranks())
+    names = [name for name, data in located.items() if data.ranks is None]
+    # One rank has no replicas, and does not communicate.
+    if world.size == 1 or not names:
+        return []
+    # Reported, not raised: ranks may train models of their own on purpose.
+    drifted = world.agree("sparsify()", {}, None, _hashes(world, names, located))
+    replicas = names
+    rule = (
+        "They are equal on all ranks, so they are taken for replicas: mask updates raise an error"
+        " once they have drifted apart."
+    )
+    if drifted:
+        replicas = []
+        place, ranks = next(iter(drifted.items()))
+        rule = (
+            f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
+            "each rank trains and prunes a model of its own, with masks of its own."
+        )
+    warn_on_first_rank(
+        f"The tables {cut(', '.join(names), 100)} are in no DistributedDataParallel and no"
+        f" DistributedModelParallel, in a world of {world.size} ranks. {rule} To train replicas,"
+        " wrap the model and call sparsify() on the wrapper, not on the module inside it.",
+        stacklevel=3,
+    )
+    return replicas
+
+
+def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> None:
+    """Compare the replicas of all ranks before a mask update. Collective over the world.
+
+    Raises:
+        ValueError: weights or configurations differ; on every rank.
+    """
+    world = group_over(world_ranks())
+    with world.agreeing("step()") as facts:
+        # Replicas by now: a difference is an error.
+        facts.on_drift = _refuse
+        # Removed weights that a batch has written differ until they are masked.
+        sparsifier.masks.hooks.settle()
+        sparsifier.note(facts, [])
+        for name in names:
+            facts[f"the config of table {name!r}"] = sparsifier.data_groups.get(name)
+        facts.replicas |= _hashes(world, names, sparsifier.masks.tables.locate())
+
+
+def _hashes(world: Group, names: Sequence[str], located: Located) -> dict[str, Replica]:
+    """Hashes of tables as if each rank held one replica of them. Local."""
+    held = []
+    # Tables may have been squashed since.
+    for name in sorted(located.keys() & names):
+        data = located[name]
+        # Located alone, a table is in a world of one: every rank holds its one tile.
+        held.append(replace(data, ranks=world.ranks, tiling=data.tiling * world.size))
+    return shared_weights(held)
+
+
+def _refuse(drifted: Mapping[str, list[int]]) -> None:
+    places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted.items())
+    raise ValueError(
+        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
+        " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
+        " that are meant to differ must differ when sparsify() is called."
+    )
