@@ -48,22 +48,13 @@ class Place(NamedTuple):
     number: int
 
 
-class MaskedWeight(NamedTuple):
-    """A registered weight: its name, live storage and current mask (packed bits, or dense for plain
-    data)."""
-
-    name: str
-    weight: Tensor
-    mask: BlockMask | Tensor
-
-
 class WeightState(NamedTuple):
     """A registered weight, and the state that an optimizer keeps of it.
 
     Args:
         name: under which it is registered.
         weight: its live storage.
-        mask: the current one.
+        mask: as it was then; of plain data of any shape a matrix with as many rows.
         states: for each weight, for each row, or step counts.
         sums: the squared gradients that Adagrad has summed; None of another optimizer.
         by_element: it has state for each element, which a first step may yet have to make.
@@ -71,10 +62,28 @@ class WeightState(NamedTuple):
 
     name: str
     weight: Tensor
-    mask: BlockMask | Tensor
+    mask: BlockMask
     states: list[State]
     sums: State | None
     by_element: bool
+
+    def reset_removed(self) -> None:
+        """Set the state of removed weights to its initial value.
+
+        State with an element for each weight is reset with its element. State with one for each row
+        of a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other
+        state (step counts) belongs to no weight.
+        """
+        if not self.mask.removes:
+            return
+        rows, by_row = self.mask.rect.rows, self.mask.dead_rows()
+        for state, initial in self.states:
+            if state.shape == self.weight.shape:
+                elements = state.data.view(self.mask.rect[2:])
+                for part, kept in self.mask.element_chunks():
+                    elements[part].masked_fill_(~kept, initial)
+            elif state.shape in {(rows,), (rows, 1)}:
+                state.data.view(-1).masked_fill_(by_row.to(state.device), initial)
 
     def reset_elements(self) -> None:
         """Set state with an element for each weight to its initial value."""
@@ -180,37 +189,13 @@ _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 Adagrad, and in Rprop."""
 
 
-def packed(mask: BlockMask | Tensor) -> BlockMask:
+def _packed(mask: BlockMask | Tensor) -> BlockMask:
     """Return a mask as it is now: mask updates edit dense masks of plain data in place."""
     if isinstance(mask, BlockMask):
         return mask
     # A vector, too, is masked row by row.
     matrix = mask.unsqueeze(-1).flatten(1)
     return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
-
-
-def reset_state(mask: BlockMask, weight: Tensor, states: Iterable[State]) -> None:
-    """Set the state of weights removed by ``mask`` to its initial value.
-
-    State with an element for each weight is reset with its element. State with one for each row of
-    a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other state
-    (step counts) belongs to no weight.
-
-    Args:
-        mask: of the weight.
-        weight: a shard, or plain data of any shape.
-        states: those with neither the shape of the weight nor its number of rows are left alone.
-    """
-    if not mask.removes:
-        return
-    rows, by_row = mask.rect.rows, mask.dead_rows()
-    for state, initial in states:
-        if state.shape == weight.shape:
-            elements = state.data.view(mask.rect[2:])
-            for part, kept in mask.element_chunks():
-                elements[part].masked_fill_(~kept, initial)
-        elif state.shape in {(rows,), (rows, 1)}:
-            state.data.view(-1).masked_fill_(by_row.to(state.device), initial)
 
 
 def state_of(
@@ -277,6 +262,8 @@ class Target:
         name: under which it is registered.
         weight: the live storage, in the shape of the mask.
         holder: the model's tensor over that storage, or the weight itself.
+        writers_known: torch's optimizers alone can step it. A shard of an unknown model may be
+            written by anything; plain data that no optimizer steps is a constant.
 
     Attributes:
         aliases: tensors over that storage whose writes torch counts: the parameter, and the
@@ -288,6 +275,7 @@ class Target:
     name: str
     weight: Tensor
     holder: Holder
+    writers_known: bool
     stepping: bool = field(default=False, init=False)
     clean_at: int = field(default=0, init=False)
 
@@ -300,11 +288,6 @@ class Target:
 
     def zero(self, rows: Tensor | None) -> None:
         """Zero removed weights, of these rows at least, int64 ``(n,)``; None is all rows."""
-        raise NotImplementedError
-
-    @property
-    def has_known_writers(self) -> bool:
-        """Whether torch's optimizers alone can step it."""
         raise NotImplementedError
 
     @property
@@ -358,22 +341,16 @@ class ShardTarget(Target):
         else:
             zero_rows(self.weight, mask, rows)
 
-    @property
-    def has_known_writers(self) -> bool:
-        """Whether it is of a known model: a shard of another one may be written by anything."""
-        return isinstance(self.holder.parameter, nn.Parameter)
-
 
 @dataclass(eq=False)
 class PlainTarget(Target):
-    """Plain data. If no optimizer steps it, it is a constant.
+    """Plain data.
 
     Args:
         store: of plain data.
     """
 
     store: DenseStore
-    has_known_writers = True
 
     def mask(self) -> Tensor:
         """Return the live mask."""
@@ -436,7 +413,7 @@ class DenseWeights:
                     f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
                     " the given optimizers steps it, so removed weights might come back undetected."
                     " Register the model that contains it by add_model(), or call squash_mask()"
-                    " first.": not target.has_known_writers,
+                    " first.": not target.writers_known,
                 }
             )
 
@@ -492,19 +469,18 @@ class DenseWeights:
         for target in self.targets:
             target.clean()
 
-    def masked(self) -> Iterator[MaskedWeight]:
-        """Yield the targets and their masks. A mask update edits dense masks in place, and replaces
-        packed ones."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the targets by name."""
         for target in self.targets:
-            yield MaskedWeight(target.name, target.weight, target.mask())
+            yield target.name, target.weight
 
     def states(self) -> Iterator[WeightState]:
         """Yield the targets, each with the state of an optimizer that steps it."""
         for leaf, (pairs, _) in self._stepped.items():
             for target, parameter in pairs:
                 states = [*state_of(leaf, parameter, target.weight).values()]
-                sums, by_element = sums_of(leaf, parameter, target.weight), keeps_elements(leaf)
-                mask = target.mask()
+                sums, mask = sums_of(leaf, parameter, target.weight), _packed(target.mask())
+                by_element = keeps_elements(leaf)
                 yield WeightState(target.name, target.weight, mask, states, sums, by_element)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
@@ -606,7 +582,9 @@ def packed_targets(
     for place, weight in shards.items():
         found = holding(weight)
         holder = held[found[0]] if found else Holder.alone(weight)
-        yield ShardTarget(place.name, weight, holder, partial(_stored, tables, place))
+        is_parameter = isinstance(holder.parameter, nn.Parameter)
+        stored = partial(_stored, tables, place)
+        yield ShardTarget(place.name, weight, holder, is_parameter, stored)
 
 
 def _stored(tables: PackedStore, place: Place) -> Held:
@@ -619,7 +597,7 @@ def plain_targets(plain: DenseStore) -> Iterator[Target]:
         weight = plain.weight(name)
         # Of a view, as of a constant, no gradient is kept.
         holder = Holder.alone(weight if weight.is_leaf else weight.detach())
-        yield PlainTarget(name, weight.data, holder, plain)
+        yield PlainTarget(name, weight.data, holder, True, plain)
 
 
 def _in_modules(modules: Iterable[nn.Module]) -> Iterator[Holder]:

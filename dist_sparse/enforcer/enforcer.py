@@ -24,14 +24,11 @@ from torch.utils._pytree import tree_leaves
 from dist_sparse.enforcer import Clock, Hook, Hooks, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
-    MaskedWeight,
     Place,
     State,
     WeightState,
-    packed,
     packed_targets,
     plain_targets,
-    reset_state,
     same_storage,
 )
 from dist_sparse.enforcer.fused import (
@@ -42,7 +39,6 @@ from dist_sparse.enforcer.fused import (
 )
 from dist_sparse.groups import cut
 from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Enforcer
 from dist_sparse.sparsifiers.packed_store import PackedStore
@@ -107,6 +103,7 @@ class MaskEnforcer(Enforcer):
             a block that comes back starts with fresh state.
 
     Attributes:
+        optimizers: those that :meth:`attach` was called with; empty when detached.
         seconds: host time spent so far, without ``sparsifier.step()``. On a device, this includes
             only launching the kernels.
 
@@ -142,15 +139,14 @@ class MaskEnforcer(Enforcer):
         self.clock = Clock()
         self._sparsifier = sparsifier
         self._reset = optimizer_state == "reset"
-        self._attached = False
-        self._optimizers: tuple[Any, ...] = ()
+        self.optimizers: tuple[Any, ...] = ()
         self._batches: list[TableBatchHooks] = []
         # The lookups of sharded collections, which a reshard replaces.
         self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
         self._dense = _NO_WEIGHTS
         self._hooks = Hooks()
-        # Masks before the last update and the optimizer state that it resets.
-        self._before: list[_MaskedStates] = []
+        # What a mask update resets, with the masks before it.
+        self._before: list[WeightState] = []
         self._loaded = False
 
     def __repr__(self) -> str:
@@ -160,12 +156,7 @@ class MaskEnforcer(Enforcer):
     @property
     def attached(self) -> bool:
         """Whether the hooks are attached."""
-        return self._attached
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        """What :meth:`attach` was called with; empty when detached."""
-        return self._optimizers
+        return self._sparsifier.masks.enforcer is self
 
     @property
     def seconds(self) -> float:
@@ -210,12 +201,11 @@ class MaskEnforcer(Enforcer):
             )
         try:
             # _look_up() reads them; on an error the enforcer is as detached as before.
-            self._optimizers = tuple(tree_leaves(optimizers))
+            self.optimizers = tuple(tree_leaves(optimizers))
             self._look_up(walked)
         except BaseException:
             self._forget_weights()
             raise
-        self._attached = True
         masks.enforcer = self
         _attached.add(self)
         return self
@@ -229,13 +219,12 @@ class MaskEnforcer(Enforcer):
             finally:
                 # Even on an error: a detach() that always fails would leave the hooks forever.
                 self._forget_weights()
-                self._attached = False
                 self._sparsifier.masks.enforcer = None
                 _attached.discard(self)
 
     def _forget_weights(self) -> None:
         self._remove_hooks()
-        self._optimizers, self._batches = (), []
+        self.optimizers, self._batches = (), []
         self._dense, self._known_lookups = _NO_WEIGHTS, {}
 
     def __enter__(self) -> MaskEnforcer:
@@ -293,11 +282,12 @@ class MaskEnforcer(Enforcer):
 
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
+        # The update has zeroed newly removed weights in sharded tables, not in plain data.
         with torch.no_grad():
-            # The update has zeroed newly removed weights in sharded tables, not in plain data.
             self._dense.clean_all()
-            # Of blocks that were removed before too: those that come back start with fresh state.
-            _reset_states([*self._before, *self._to_reset()])
+        # Of blocks that were removed before too: those that come back start with fresh state.
+        for each in [*self._before, *self._to_reset()]:
+            each.reset_removed()
         self._before = []
         for batch in self._batches:
             batch.masks_updated()
@@ -365,8 +355,8 @@ class MaskEnforcer(Enforcer):
     def _nonzero(self) -> Counter[str]:
         """Count non-zero weights by name, over all shards here."""
         counts: Counter[str] = Counter()
-        for each in self.masked():
-            counts[each.name] += int(each.weight.count_nonzero())
+        for name, weight in self.weights():
+            counts[name] += int(weight.count_nonzero())
         return counts
 
     def _renew_if_stale(self) -> None:
@@ -395,18 +385,16 @@ class MaskEnforcer(Enforcer):
     def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
         return [*self._batches, self._dense]
 
-    def masked(self) -> Iterator[MaskedWeight]:
-        """Yield the registered weights and their masks."""
-        return chain.from_iterable(part.masked() for part in self._parts())
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the registered weights by name, live."""
+        return chain.from_iterable(part.weights() for part in self._parts())
 
     def _states(self) -> Iterator[WeightState]:
         return chain.from_iterable(part.states() for part in self._parts())
 
-    def _to_reset(self) -> list[_MaskedStates]:
-        """Return the current masks, and the optimizer state that a mask update resets."""
-        if not self._reset:
-            return []
-        return [(packed(each.mask), each) for each in self._states()]
+    def _to_reset(self) -> list[WeightState]:
+        """Return the optimizer state that a mask update resets, with the current masks."""
+        return list(self._states()) if self._reset else []
 
     def _look_up(self, walked: Walked, check: bool = True) -> None:
         """Find the registered weights, hook and clean them. On an error, hooks are as they were.
@@ -421,8 +409,8 @@ class MaskEnforcer(Enforcer):
         collections = list(collections_of(modules))
         fused = self._fused_tables(collections, walked.shards)
         stepped = dict(walked.shards)
-        for place in chain.from_iterable(places.values() for places in fused.values()):
-            del stepped[place]
+        for place in chain.from_iterable(map(dict.values, fused.values())):
+            stepped.pop(place, None)
         targets = [
             *packed_targets(tables, modules, stepped),
             *plain_targets(self._sparsifier.masks.plain),
@@ -431,9 +419,8 @@ class MaskEnforcer(Enforcer):
         if check:
             _check_not_compiled(walked.paths, [*collections, *dense.owners])
             dense.check_stepped()
-            weights = [(target.name, target.weight) for target in targets]
-            weights += [(place.name, weight) for place, weight in walked.shards.items()]
-            refuse_masked(weights, but=self)
+            shards = [(place.name, weight) for place, weight in walked.shards.items()]
+            refuse_masked([*shards, *dense.weights()], but=self)
         # Last: nothing of the old hooks is lost if something above is refused.
         for hooks, places in fused.items():
             hooks.moved_to(places)
@@ -444,7 +431,8 @@ class MaskEnforcer(Enforcer):
         self._before_read()
         self._clean_all()
         # As a mask update does: what is removed has no history.
-        _reset_states(self._to_reset())
+        for each in self._to_reset():
+            each.reset_removed()
 
     def _fused_tables(
         self, collections: Iterable[nn.Module], shards: Mapping[Place, Tensor]
@@ -539,16 +527,7 @@ class MaskEnforcer(Enforcer):
             batch.mark_all()
 
 
-_MaskedStates = tuple[BlockMask, WeightState]
-"""A mask as it was, and the state of its weight."""
-
 _NO_WEIGHTS: Final = DenseWeights([], (), Clock(), lambda: None)
-
-
-def _reset_states(found: Iterable[_MaskedStates]) -> None:
-    with torch.no_grad():
-        for mask, of_weight in found:
-            reset_state(mask, of_weight.weight, of_weight.states)
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:
@@ -558,13 +537,16 @@ def settle_all(weights: Sequence[Tensor]) -> None:
         enforcer.settle()
 
 
-def _masking(weights: Sequence[Tensor]) -> Iterator[tuple[MaskEnforcer, int]]:
-    """Yield the attached enforcers that mask one of these weights, and its number."""
+def _masking(
+    weights: Sequence[Tensor], but: MaskEnforcer | None = None
+) -> Iterator[tuple[MaskEnforcer, int]]:
+    """Yield the attached enforcers, other than ``but``, that mask one of these weights, and its
+    number."""
     find = same_storage(weights)
     # A copy: weak references may die during the loop.
-    for enforcer in list(_attached):
-        for masked in enforcer.masked():
-            for number in find(masked.weight):
+    for enforcer in {*_attached} - {but}:
+        for _, weight in enforcer.weights():
+            for number in find(weight):
                 yield enforcer, number
 
 
@@ -584,13 +566,12 @@ def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | Non
     Raises:
         ValueError: some are.
     """
-    for enforcer, number in _masking([weight for _, weight in weights]):
-        if enforcer is not but:
-            raise ValueError(
-                f"The weights of {weights[number][0]!r} are already sparsified: call detach()"
-                " first, on the earlier result of sparsify() or on the MaskEnforcer attached to"
-                " them."
-            )
+    found = next(_masking([weight for _, weight in weights], but), None)
+    if found is not None:
+        raise ValueError(
+            f"The weights of {weights[found[1]][0]!r} are already sparsified: call detach() first,"
+            " on the earlier result of sparsify() or on the MaskEnforcer attached to them."
+        )
 
 
 def _check_not_compiled(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_sparse.enforcer import Clock, Hook, Hooks, timed
-from dist_sparse.enforcer.dense import MaskedWeight, Place, State, WeightState
+from dist_sparse.enforcer.dense import Place, State, WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
     Ends,
@@ -230,10 +230,10 @@ class TableBatchHooks:
         for table, rows in record.items():
             yield slots[table].weight.data_ptr(), rows
 
-    def masked(self) -> Iterator[MaskedWeight]:
-        """Yield the registered shards and their masks, which a mask update replaces."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the registered shards by name."""
         for table, slot in self._current().items():
-            yield MaskedWeight(self._places[table].name, *slot)
+            yield self._places[table].name, slot.weight
 
     def states(self) -> Iterator[WeightState]:
         """Yield the registered shards and their optimizer state; FBGEMM starts all of it at 0."""
@@ -301,8 +301,7 @@ class TableBatchHooks:
         self._rows.use(self._slots, self._slots.keys() - stay_zero)
         # The ids of all others pass unchanged.
         by_ids = self._rows.removing & (whole if self._drops else stay_zero)
-        masks = {table: self._slots[table].mask for table in by_ids}
-        kept = {table: mask.dead_rows().logical_not_() for table, mask in masks.items()}
+        kept = {table: ~self._slots[table].mask.dead_rows() for table in by_ids}
         self._kept = KeptIds(kept, self._features)
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:

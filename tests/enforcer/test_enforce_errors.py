@@ -351,7 +351,7 @@ class TestErrorsInAttach:
         enforcer = MaskEnforcer(sparsifier, "reset")
         places: dict[str, Any] = {
             "clean_all": "dist_sparse.enforcer.dense.DenseWeights.clean_all",
-            "reset": "dist_sparse.enforcer.enforcer.reset_state",
+            "reset": "dist_sparse.enforcer.dense.WeightState.reset_removed",
             "hook": "dist_sparse.enforcer.dense.DenseWeights.hook",
         }
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.dense import packed, reset_state
+from dist_sparse.enforcer.dense import State, WeightState
 from dist_sparse.enforcer.rows import (
     CountedLookups,
     RowFlags,
@@ -373,6 +373,14 @@ class TestRowFlags:
         assert flags[0].rows().tolist() == [1] and flags[1].rows().tolist() == [2, 3]
 
 
+def of_elements(mask: Tensor) -> BlockMask:
+    return BlockMask.of_elements(Rect(0, 0, *mask.shape), mask)
+
+
+def reset(mask: BlockMask, weight: Tensor, states: list[State]) -> None:
+    WeightState("name", weight, mask, states, None, True).reset_removed()
+
+
 class TestResetState:
     @settings(max_examples=100, deadline=None)
     @given(shards(), st.sampled_from([0.0, 0.5]))
@@ -382,7 +390,7 @@ class TestResetState:
         by_row, by_column_of_rows = torch.rand(rect.rows) + 1, torch.rand(rect.rows, 1) + 1
         step, others = torch.tensor(5.0), torch.ones(rect.rows + 1)
         was = by_element.clone(), by_row.clone(), by_column_of_rows.clone()
-        reset_state(
+        reset(
             slot.mask,
             slot.weight,
             [(state, initial) for state in (by_element, step, by_row, others, by_column_of_rows)],
@@ -400,14 +408,14 @@ class TestResetState:
         mask = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
         by_element, others = torch.full((2, 3), torch.nan), torch.ones(3)
         states = [(by_element, 0.0), (others, 0.0), (torch.tensor(3.0), 0.0)]
-        reset_state(packed(mask), by_element, states)
+        reset(of_elements(mask), by_element, states)
         assert torch.equal(by_element == 0, mask == 0) and others.eq(1).all()
 
     def test_plain_data_by_rows(self) -> None:
         """Row-wise Adagrad's state belongs to rows of plain data as well."""
         mask = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
         by_row = torch.ones(2, 1)
-        reset_state(packed(mask), torch.ones(2, 3), [(by_row, 0.0)])
+        reset(of_elements(mask), torch.ones(2, 3), [(by_row, 0.0)])
         assert by_row.flatten().tolist() == [1, 0]
 
 
