@@ -18,7 +18,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -276,10 +276,9 @@ class Target:
     weight: Tensor
     holder: Holder
     writers_known: bool
-    stepping: bool = field(default=False, init=False)
-    clean_at: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.stepping, self.clean_at = False, 0
         self.aliases = {id(self.holder.parameter): self.holder.parameter}
 
     def mask(self) -> BlockMask | Tensor:
@@ -322,10 +321,16 @@ class ShardTarget(Target):
     """A shard of a table.
 
     Args:
-        held: returns what is stored with it now.
+        tables: all that are registered.
+        place: of the mask.
     """
 
-    held: Callable[[], Held]
+    tables: PackedStore
+    place: Place
+
+    def held(self) -> Held:
+        """Return what is stored with the shard now."""
+        return self.tables.table(self.place.name).shards[self.place.number]
 
     def mask(self) -> BlockMask:
         """Return the current mask."""
@@ -583,12 +588,7 @@ def packed_targets(
         found = holding(weight)
         holder = held[found[0]] if found else Holder.alone(weight)
         is_parameter = isinstance(holder.parameter, nn.Parameter)
-        stored = partial(_stored, tables, place)
-        yield ShardTarget(place.name, weight, holder, is_parameter, stored)
-
-
-def _stored(tables: PackedStore, place: Place) -> Held:
-    return tables.table(place.name).shards[place.number]
+        yield ShardTarget(place.name, weight, holder, is_parameter, tables, place)
 
 
 def plain_targets(plain: DenseStore) -> Iterator[Target]:

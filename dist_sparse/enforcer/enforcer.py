@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dist_sparse.checks import choice, refuse
 from dist_sparse.enforcer import Clock, Hook, Hooks, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
@@ -124,21 +125,15 @@ class MaskEnforcer(Enforcer):
         20
     """
 
-    def __init__(
-        self,
-        sparsifier: BaseDataSparsifier,
-        optimizer_state: str = "keep",
-    ) -> None:
+    def __init__(self, sparsifier: BaseDataSparsifier, optimizer_state: str = "keep") -> None:
         if not isinstance(sparsifier, BaseDataSparsifier):
             raise ValueError(
                 f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a data"
                 " sparsifier."
             )
-        if optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"Invalid {optimizer_state=}: must be one of ('keep', 'reset').")
         self.clock = Clock()
         self._sparsifier = sparsifier
-        self._reset = optimizer_state == "reset"
+        self._reset = choice("optimizer_state", optimizer_state, ("keep", "reset")) == "reset"
         self.optimizers: tuple[Any, ...] = ()
         self._batches: list[TableBatchHooks] = []
         # The lookups of sharded collections, which a reshard replaces.
@@ -190,15 +185,16 @@ class MaskEnforcer(Enforcer):
     def attach_to(self, walked: Walked, optimizers: Sequence[Any]) -> MaskEnforcer:
         """:meth:`attach` for a caller that has walked the models just now."""
         masks = self._sparsifier.masks
-        if masks.enforcer is not None:
-            which = "The" if self.attached else "Another"
-            raise ValueError(
-                f"{which} enforcer is attached to this sparsifier: call its detach() first."
-            )
-        if not self._sparsifier.data_groups:
-            raise ValueError(
-                "Nothing is registered yet: call add_model() or add_data() before attach()."
-            )
+        refuse(
+            {
+                "An enforcer is attached to this sparsifier: call its detach() first.": (
+                    masks.enforcer is not None
+                ),
+                "Nothing is registered yet: call add_model() or add_data() before attach().": (
+                    not self._sparsifier.data_groups
+                ),
+            }
+        )
         try:
             # _look_up() reads them; on an error the enforcer is as detached as before.
             self.optimizers = tuple(tree_leaves(optimizers))
@@ -350,7 +346,13 @@ class MaskEnforcer(Enforcer):
         before = self._nonzero()
         self._clean_all()
         if revived := before - self._nonzero():
-            _warn_of_revived(revived)
+            warnings.warn(
+                f"The model was loaded with {revived.total()} non-zero weights that the masks"
+                f" remove, in {cut(', '.join(map(repr, revived)), 100)}; they are 0 now, so this is"
+                " not the model that was saved. Load the state of the sparsifier that was saved"
+                " with it too, before the next forward.",
+                stacklevel=2,
+            )
 
     def _nonzero(self) -> Counter[str]:
         """Count non-zero weights by name, over all shards here."""
@@ -548,16 +550,6 @@ def _masking(
         for _, weight in enforcer.weights():
             for number in find(weight):
                 yield enforcer, number
-
-
-def _warn_of_revived(revived: Counter[str]) -> None:
-    warnings.warn(
-        f"The model was loaded with {revived.total()} non-zero weights that the masks remove, in"
-        f" {cut(', '.join(map(repr, revived)), 100)}; they are 0 now, so this is not the model that"
-        " was saved. Load the state of the sparsifier that was saved with it too, before the next"
-        " forward.",
-        stacklevel=3,
-    )
 
 
 def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | None = None) -> None:

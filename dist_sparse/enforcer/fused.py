@@ -217,15 +217,14 @@ class TableBatchHooks:
         if not self._knows_writes:
             return
         slots = self._current()
-        if reader == "scores":
-            slots = {
-                table: slot
-                for table, slot in slots.items()
-                if worth_keeping(slot.mask.rect, slot.mask.block)
-            }
+        tracked = {
+            table
+            for table, slot in slots.items()
+            if reader != "scores" or worth_keeping(slot.mask.rect, slot.mask.block)
+        }
         record = self._written.get(reader, {})
-        if record.keys() != slots.keys():
-            record = {table: RowFlags(len(slot.weight)).add_all() for table, slot in slots.items()}
+        if record.keys() != tracked:
+            record = {table: RowFlags(len(slots[table].weight)).add_all() for table in tracked}
             self._written[reader] = record
         for table, rows in record.items():
             yield slots[table].weight.data_ptr(), rows
@@ -300,7 +299,7 @@ class TableBatchHooks:
         self._refuse_cached(stay_zero)
         self._rows.use(self._slots, self._slots.keys() - stay_zero)
         # The ids of all others pass unchanged.
-        by_ids = self._rows.removing & (whole if self._drops else stay_zero)
+        by_ids = self._rows.removing.keys() & (whole if self._drops else stay_zero)
         kept = {table: ~self._slots[table].mask.dead_rows() for table in by_ids}
         self._kept = KeptIds(kept, self._features)
 

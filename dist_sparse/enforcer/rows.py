@@ -55,7 +55,7 @@ def _outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
 
 
 def rows_by_feature(
-    rows: Mapping[int, int], features: Sequence[int], ids: Tensor, ends: Ends
+    tables: Mapping[int, Tensor], features: Sequence[int], ids: Tensor, ends: Ends
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the table of each feature, the rows that its ids name, int64 ``(n,)``, and which of
     them count, bool ``(n,)``.
@@ -64,18 +64,19 @@ def rows_by_feature(
     none in row 0 if they belong to another one.
 
     Args:
-        rows: of each table, by its number; ids of other tables are left out.
+        tables: something with an element for each row, by the number of the table; ids of other
+            tables are left out.
         features: for each feature the number of its table.
     """
     if isinstance(ends, Tensor):
         feature_of_each = _feature_of_each(ids, ends)
         for feature, table in enumerate(features):
-            if table in rows:
+            if table in tables:
                 mine = feature_of_each == feature
-                yield table, in_table(ids, rows[table]).masked_fill(~mine, 0), mine
+                yield table, in_table(ids, len(tables[table])).masked_fill(~mine, 0), mine
         return
-    for table, at in ids_of_tables(rows, features, ends):
-        found = in_table(ids[at], rows[table])
+    for table, at in ids_of_tables(tables, features, ends):
+        found = in_table(ids[at], len(tables[table]))
         yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
 
 
@@ -199,8 +200,7 @@ class CountedLookups:
         if self._room < 0:
             torch._foreach_clamp_max_([*self._counts.values()], MOST_COUNTED)
             self._room = MOST_COUNTED - 1 - ids.numel()
-        sizes = {table: len(count) for table, count in self._counts.items()}
-        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+        for table, rows, mine in rows_by_feature(self._counts, self._features, ids, ends):
             count = self._counts[table]
             count.index_add_(0, rows, mine.to(count.dtype))
 
@@ -241,8 +241,7 @@ class SampledLookups:
         # Made once for each mask; an evaluation needs none.
         if not self._removed:
             self._removed = {table: one.mask.dead_rows() for table, one in self._held.items()}
-        sizes = {table: len(removed) for table, removed in self._removed.items()}
-        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+        for table, rows, mine in rows_by_feature(self._removed, self._features, ids, ends):
             removed = self._removed[table].index_select(0, rows) & mine
             self._held[table].samples.add_(torch.stack([mine.sum(), removed.sum()]))
 
@@ -391,17 +390,13 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
     # Nothing to add for blocks that come back: their weights are still 0, and scored as 0.
     for table, rows in flags.items():
         old, new = before[table], after[table]
-        if not _comparable(old, new):
+        was, now = ((slot.weight.data_ptr(), slot.mask.block) for slot in (old, new))
+        # Bits are compared of the same blocks of the same shard, each within a row.
+        if was != now or new.mask.block[0] != 1:
             rows.add_all()
         elif old.mask is not new.mask:
             blocks = positions(old.mask.bits & ~new.mask.bits)
             rows.add(blocks // new.mask.grid.cols)
-
-
-def _comparable(old: Slot, new: Slot) -> bool:
-    """Whether the bits of two masks mean the same blocks of the same shard, each within a row."""
-    was, now = ((slot.weight.data_ptr(), slot.mask.block) for slot in (old, new))
-    return was == now and new.mask.block[0] == 1
 
 
 class HostRowCleaner:
@@ -450,7 +445,7 @@ class ZeroedRows:
         device: of the tables.
 
     Attributes:
-        removing: the tables that lose weights.
+        removing: the registered tables that lose weights.
         any_dirty: rows were flagged since all were last cleaned.
         revived: removed weights of any row may be nonzero, after a write of unknown rows. Tables
             whose rows are not flagged have no other way to say so.
@@ -460,8 +455,7 @@ class ZeroedRows:
         self._features = features
         self._device = device
         self._kernels = kernels_on(device)
-        self._slots: Slots = {}
-        self.removing: Set[int] = frozenset()
+        self.removing: Slots = {}
         self._flags: dict[int, RowFlags] = {}
         self._cleaner: Any = None
         self.any_dirty = self.revived = False
@@ -474,15 +468,15 @@ class ZeroedRows:
             watched: the tables whose rows are flagged and cleaned, if their masks remove anything.
                 In all others removed rows stay zero by themselves.
         """
-        self._slots = {table: slot for table, slot in slots.items() if slot.mask.removes}
-        self.removing = self._slots.keys()
-        cleaned = {table: self._slots[table] for table in self.removing & watched}
+        self.removing = {table: slot for table, slot in slots.items() if slot.mask.removes}
+        cleaned = {table: self.removing[table] for table in self.removing.keys() & watched}
         if self._flags.keys() != cleaned.keys():
             # The old flags are lost: any row may be dirty.
             self.revived |= self.any_dirty
             self.any_dirty = False
-            rows = {table: len(slot.weight) for table, slot in cleaned.items()}
-            self._flags = {table: RowFlags(count, self._device) for table, count in rows.items()}
+            self._flags = {
+                table: RowFlags(len(slot.weight), self._device) for table, slot in cleaned.items()
+            }
         if self._kernels is None:
             self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
         else:
@@ -509,7 +503,7 @@ class ZeroedRows:
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        prune((slot.mask, slot.weight, None) for slot in self._slots.values())
+        prune((slot.mask, slot.weight, None) for slot in self.removing.values())
         self._forget()
         self.revived = False
 
