@@ -99,9 +99,10 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     Raises:
         ValueError: something in there is no optimizer.
     """
-    torchrec = torchrec_port()
     inside: Sequence[Any]
-    if torchrec is not None and combines(optimizer):
+    if combines(optimizer):
+        torchrec = torchrec_port()
+        assert torchrec is not None
         # A fused one has none.
         inside = torchrec.combined(optimizer) or ()
     elif hasattr(optimizer, "_optimizer"):
@@ -248,10 +249,29 @@ class Holder(NamedTuple):
 
     @classmethod
     def alone(cls, tensor: Tensor) -> Holder:
-        """Return a tensor that is in no module, in one of its own, which nothing ever calls."""
-        module = nn.Module()
-        module._parameters["tensor"] = tensor  # type: ignore[assignment]
-        return cls(tensor, module, "tensor")
+        """Return a tensor that no module holds, in one of its own."""
+        return cls(tensor, _holding([tensor]), "0")
+
+
+def model_of(source: Any) -> nn.Module:
+    """Return the model of something registered, or a module that holds what was registered without
+    one."""
+    if hasattr(source, "model"):
+        model: nn.Module = source.model
+        return model
+    # Of a ShardedTensor, the tensors of its shards here.
+    is_sharded = hasattr(source.data, "local_shards")
+    return _holding(
+        [shard.tensor for shard in source.data.local_shards()] if is_sharded else [source.data]
+    )
+
+
+def _holding(tensors: Sequence[Tensor]) -> nn.Module:
+    """Return a module that holds tensors, and that nothing ever calls."""
+    module = nn.Module()
+    for number, tensor in enumerate(tensors):
+        module._parameters[str(number)] = tensor  # type: ignore[assignment]
+    return module
 
 
 @dataclass(eq=False)
@@ -310,7 +330,8 @@ class Target:
         return not is_held or storage.data_ptr() != self.weight.untyped_storage().data_ptr()
 
     def clean(self, rows: Tensor | None = None) -> None:
-        """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written."""
+        """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written. Autograd
+        does not see it."""
         self.zero(rows)
         # Torch has not counted that write, which went through .data.
         self.clean_at, self.stepping = self.writes, False
@@ -512,8 +533,7 @@ class DenseWeights:
     @timed
     def _clean(self, target: Target) -> None:
         if target.dirty:
-            with torch.no_grad():
-                target.clean()
+            target.clean()
 
     @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -525,11 +545,10 @@ class DenseWeights:
 
     @timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with torch.no_grad():
-            for target, parameter in self.meet(optimizer):
-                # Without a gradient, torch's optimizers leave a parameter alone.
-                if target.dirty or parameter.grad is not None:
-                    target.clean(step_rows(optimizer, parameter))
+        for target, parameter in self.meet(optimizer):
+            # Without a gradient, torch's optimizers leave a parameter alone.
+            if target.dirty or parameter.grad is not None:
+                target.clean(step_rows(optimizer, parameter))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -556,18 +575,13 @@ def _meet_new_optimizers() -> RemovableHandle:
 
 
 def _sample(
-    lookups: SampledLookups,
-    held: Callable[[], Held],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    lookups: SampledLookups, held: Callable[[], Held], module: Any, args: Any, kwargs: Any
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
     lookups.use({0: held()})
     if lookups.due():
         ids = args[0] if args else kwargs["input"]
-        with torch.no_grad():
-            lookups.add(ids.reshape(-1), [0, ids.numel()])
+        lookups.add(ids.reshape(-1), [0, ids.numel()])
 
 
 def packed_targets(
@@ -579,10 +593,10 @@ def packed_targets(
 
     Args:
         tables: all that are registered.
-        modules: of the registered models.
+        modules: of their models, as :func:`model_of` has them.
         shards: by the place of the mask.
     """
-    held = [*_in_modules(modules), *_in_no_module(tables.sources)]
+    held = [*_in_modules(modules)]
     holding = same_storage([holder.parameter for holder in held])
     for place, weight in shards.items():
         found = holding(weight)
@@ -605,12 +619,3 @@ def _in_modules(modules: Iterable[nn.Module]) -> Iterator[Holder]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield Holder(parameter, module, name)
-
-
-def _in_no_module(sources: Iterable[Any]) -> Iterator[Holder]:
-    """Yield the tensors that were registered by themselves."""
-    for data in (source.data for source in sources if not hasattr(source, "model")):
-        # Of a ShardedTensor, those of its shards here.
-        is_sharded = hasattr(data, "local_shards")
-        tensors = [piece.tensor for piece in data.local_shards()] if is_sharded else [data]
-        yield from map(Holder.alone, tensors)

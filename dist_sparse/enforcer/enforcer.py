@@ -28,6 +28,7 @@ from dist_sparse.enforcer.dense import (
     Place,
     State,
     WeightState,
+    model_of,
     packed_targets,
     plain_targets,
     same_storage,
@@ -42,7 +43,6 @@ from dist_sparse.groups import cut
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Enforcer
-from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
@@ -62,12 +62,6 @@ class Walked:
 
     located: Mapping[str, ShardedData]
     modules: Mapping[nn.Module, Mapping[str, nn.Module]]
-
-    @classmethod
-    def of(cls, tables: PackedStore) -> Walked:
-        """Walk the models of registered tables."""
-        models = [source.model for source in tables.sources if hasattr(source, "model")]
-        return cls(tables.locate(), {model: dict(model.named_modules()) for model in models})
 
     @cached_property
     def paths(self) -> list[tuple[str, nn.Module]]:
@@ -279,8 +273,7 @@ class MaskEnforcer(Enforcer):
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
         # The update has zeroed newly removed weights in sharded tables, not in plain data.
-        with torch.no_grad():
-            self._dense.clean_all()
+        self._dense.clean_all()
         # Of blocks that were removed before too: those that come back start with fresh state.
         for each in [*self._before, *self._to_reset()]:
             each.reset_removed()
@@ -316,7 +309,10 @@ class MaskEnforcer(Enforcer):
         self._look_up(self._walk(), check=False)
 
     def _walk(self) -> Walked:
-        return Walked.of(self._sparsifier.masks.tables)
+        """Walk the models of registered tables."""
+        tables = self._sparsifier.masks.tables
+        models = map(model_of, tables.sources)
+        return Walked(tables.locate(), {model: dict(model.named_modules()) for model in models})
 
     def _check_attached(self) -> None:
         if not self.attached:

@@ -390,7 +390,8 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
     # Nothing to add for blocks that come back: their weights are still 0, and scored as 0.
     for table, rows in flags.items():
         old, new = before[table], after[table]
-        was, now = ((slot.weight.data_ptr(), slot.mask.block) for slot in (old, new))
+        was = old.weight.data_ptr(), old.mask.block
+        now = new.weight.data_ptr(), new.mask.block
         # Bits are compared of the same blocks of the same shard, each within a row.
         if was != now or new.mask.block[0] != 1:
             rows.add_all()
