@@ -213,6 +213,7 @@ class MaskEnforcer(Enforcer):
                 _attached.discard(self)
 
     def _forget_weights(self) -> None:
+        # A detached enforcer keeps no model alive.
         self._remove_hooks()
         self.optimizers, self._batches = (), []
         self._dense, self._known_lookups = _NO_WEIGHTS, {}
@@ -331,6 +332,7 @@ class MaskEnforcer(Enforcer):
         self._dense.clean()
 
     def _clean_all(self) -> None:
+        """Zero removed weights wherever they are, dirty or not."""
         with torch.no_grad():
             for part in self._parts():
                 part.clean_all()
@@ -406,6 +408,7 @@ class MaskEnforcer(Enforcer):
         modules = [module for _, module in walked.paths]
         collections = list(collections_of(modules))
         fused = self._fused_tables(collections, walked.shards)
+        # Plain optimizers step what no fused one writes.
         stepped = dict(walked.shards)
         for place in chain.from_iterable(map(dict.values, fused.values())):
             stepped.pop(place, None)
@@ -525,6 +528,7 @@ class MaskEnforcer(Enforcer):
             batch.mark_all()
 
 
+# While an enforcer is detached.
 _NO_WEIGHTS: Final = DenseWeights([], (), Clock(), lambda: None)
 
 

@@ -213,7 +213,8 @@ class TableBatchHooks:
     def written(self, reader: str) -> Iterator[tuple[int, Written]]:
         """Yield the address of the weights and the possibly written rows (live) of each registered
         CPU table; for ``"scores"`` of those whose scores are worth keeping. The first call of a
-        reader starts its record, with all rows in it."""
+        reader starts its record, with all rows in it, and so does the first one after a write of
+        unknown rows."""
         if not self._knows_writes:
             return
         slots = self._current()

@@ -158,11 +158,11 @@ class KeptIds:
         the table of each feature begins in it, and how many rows it has."""
         kept = [*self._kept.values()]
         lengths = [*map(len, kept)]
-        starts = accumulate(lengths, initial=0)
-        spans = dict(zip(self._kept, zip(starts, lengths, strict=False), strict=True))
+        *starts, end = accumulate(lengths, initial=0)
+        spans = dict(zip(self._kept, zip(starts, lengths, strict=True), strict=True))
         # The last flag is for the ids of all other tables, which so have one row.
         kept.append(kept[0].new_ones(1))
-        other = sum(lengths), 1
+        other = end, 1
         # Of each feature, and of the ids before the first one and behind the last one.
         of = [other, *(spans.get(table, other) for table in self._features), other]
         first, rows = zip(*of, strict=True)
