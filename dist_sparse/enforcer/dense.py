@@ -404,6 +404,9 @@ class DenseWeights:
         ValueError: something is no optimizer.
     """
 
+    # TorchRec reshards none of them.
+    collection = None
+
     def __init__(
         self,
         targets: Sequence[Target],
@@ -455,9 +458,6 @@ class DenseWeights:
 
     def hook(self) -> None:
         """Attach the hooks."""
-        if not self.targets:
-            # No step of an optimizer concerns it.
-            return
         for leaf in self._optimizers:
             self.meet(leaf)
         _meet_new_optimizers()
@@ -494,6 +494,11 @@ class DenseWeights:
         """Mask everything."""
         for target in self.targets:
             target.clean()
+
+    def masks_updated(self) -> None:
+        """Zero newly removed weights: a mask update has done so in sharded tables, not in plain
+        data."""
+        self.clean_all()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the targets by name."""

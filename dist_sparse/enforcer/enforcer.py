@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,8 @@ class MaskEnforcer(Enforcer):
         self._batches: list[TableBatchHooks] = []
         # The lookups of sharded collections, which a reshard replaces.
         self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
-        self._dense = _NO_WEIGHTS
+        # Weights that plain optimizers step, if there are any.
+        self._dense: list[DenseWeights] = []
         self._hooks = Hooks()
         # What a mask update resets, with the masks before it.
         self._before: list[WeightState] = []
@@ -215,8 +216,7 @@ class MaskEnforcer(Enforcer):
     def _forget_weights(self) -> None:
         # A detached enforcer keeps no model alive.
         self._remove_hooks()
-        self.optimizers, self._batches = (), []
-        self._dense, self._known_lookups = _NO_WEIGHTS, {}
+        self.optimizers, self._batches, self._dense, self._known_lookups = (), [], [], {}
 
     def __enter__(self) -> MaskEnforcer:
         self._check_attached()
@@ -273,14 +273,12 @@ class MaskEnforcer(Enforcer):
 
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
-        # The update has zeroed newly removed weights in sharded tables, not in plain data.
-        self._dense.clean_all()
         # Of blocks that were removed before too: those that come back start with fresh state.
         for each in [*self._before, *self._to_reset()]:
             each.reset_removed()
         self._before = []
-        for batch in self._batches:
-            batch.masks_updated()
+        for part in self._parts():
+            part.masks_updated()
 
     def check_rotation(self, names: Collection[str]) -> None:
         """Refuse to rotate weights whose optimizer keeps state for each element, unless it is to be
@@ -326,10 +324,9 @@ class MaskEnforcer(Enforcer):
         # Kernels of a collection that was resharded are not those that its forward will use.
         resharded = self._resharded()
         with torch.no_grad():
-            for batch in self._batches:
-                if batch.collection not in resharded:
-                    batch.clean()
-        self._dense.clean()
+            for part in self._parts():
+                if part.collection not in resharded:
+                    part.clean()
 
     def _clean_all(self) -> None:
         """Zero removed weights wherever they are, dirty or not."""
@@ -366,7 +363,7 @@ class MaskEnforcer(Enforcer):
         Stale are batches after ``DistributedModelParallel.reshard``, and parameters after a load
         with ``assign=True``.
         """
-        if not self._dense.replaced and not self._resharded():
+        if not self._replaced() and not self._resharded():
             return
         # To bring masks to shards that have moved is collective.
         tables = self._sparsifier.masks.tables
@@ -382,8 +379,12 @@ class MaskEnforcer(Enforcer):
         known = self._known_lookups
         return [module for module in known if lookups_of(module) != known[module]]
 
+    def _replaced(self) -> bool:
+        """Whether models hold other memory for a weight by now."""
+        return any(dense.replaced for dense in self._dense)
+
     def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
-        return [*self._batches, self._dense]
+        return [*self._batches, *self._dense]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the registered weights by name, live."""
@@ -426,9 +427,10 @@ class MaskEnforcer(Enforcer):
         for hooks, places in fused.items():
             hooks.moved_to(places)
         self._remove_hooks()
-        self._batches, self._dense = list(fused), dense
+        # Without targets, it would look at every step of every optimizer.
+        self._batches, self._dense = list(fused), [dense] if targets else []
         self._known_lookups = {module: lookups_of(module) for module in collections}
-        self._hook(list(walked.modules))
+        self._hook(list(walked.modules), dense.owners)
         self._before_read()
         self._clean_all()
         # As a mask update does: what is removed has no history.
@@ -457,7 +459,7 @@ class MaskEnforcer(Enforcer):
                 found[hooks] = registered
         return found
 
-    def _hook(self, models: list[nn.Module]) -> None:
+    def _hook(self, models: list[nn.Module], owners: list[nn.Module]) -> None:
         # Before a forward: collections look whether they were resharded, models whether weights
         # were replaced, batches clean the rows that they read.
         for part in self._parts():
@@ -474,7 +476,7 @@ class MaskEnforcer(Enforcer):
                 self._hooks.add(Wrapped(model, "sync", self._before_average))
         # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its
         # own hook is silent.
-        for module in dict.fromkeys([*models, *self._known_lookups, *self._dense.owners]):
+        for module in dict.fromkeys([*models, *self._known_lookups, *owners]):
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
             self._hooks.add(handle)
 
@@ -499,10 +501,11 @@ class MaskEnforcer(Enforcer):
     @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
         # Here, not in the owners' hooks: those hold the weights that were replaced.
-        if self._dense.replaced:
+        if self._replaced():
             self._look_up(self._walk())
         self._before_read()
-        self._dense.clean()
+        for dense in self._dense:
+            dense.clean()
 
     @timed
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -526,10 +529,6 @@ class MaskEnforcer(Enforcer):
         # Masks may be loaded after weights, so that nothing is zeroed before the next read.
         for batch in self._batches:
             batch.mark_all()
-
-
-# While an enforcer is detached.
-_NO_WEIGHTS: Final = DenseWeights([], (), Clock(), lambda: None)
 
 
 def settle_all(weights: Sequence[Tensor]) -> None:
