@@ -13,9 +13,11 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _ATTACHED: Final = (
     "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
@@ -55,10 +57,8 @@ class Hook:
         # work as before.
         raise AttributeError(f"TorchScript can't compile {_ATTACHED}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
-
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        # For copies too.
         return Hook, ()
 
 
@@ -97,23 +97,29 @@ class Wrapped:
         return getattr(type(copied), self._name).__get__(copied)
 
 
+class Hooks:
+    """The handles of hooks that are attached together."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle | Wrapped] = []
+
+    def add(self, *handles: RemovableHandle | Wrapped) -> None:
+        """Keep handles for :meth:`remove`."""
+        self._handles += handles
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+@dataclass
 class Clock:
     """Host seconds spent in :func:`timed` methods. Methods that call each other count once."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._depth = 0
-        self._started = 0.0
-
-    def __enter__(self) -> None:
-        if self._depth == 0:
-            self._started = time.perf_counter()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.seconds += time.perf_counter() - self._started
+    seconds: float = 0.0
+    running: bool = False
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +127,14 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.clock:
+        clock: Clock = self.clock
+        if clock.running:
             return method(self, *args, **kwargs)
+        clock.running, started = True, time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            clock.running = False
+            clock.seconds += time.perf_counter() - started
 
     return measured

@@ -14,9 +14,10 @@ ones.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -27,13 +28,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer import Clock, Hook, timed
+from dist_sparse.checks import refuse
+from dist_sparse.enforcer import Clock, Hook, Hooks, timed
 from dist_sparse.enforcer.rows import SampledLookups, zero_rows
-from dist_sparse.masking.masks import BlockMask
-from dist_sparse.sparsifiers.base import BaseDataSparsifier
+from dist_sparse.masking.masks import BlockMask, Held
+from dist_sparse.sparsifiers.dense_store import DenseStore
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import torchrec_port
-from dist_sparse.tables.shards import Rect, ShardedData, memory_of
+from dist_sparse.tables.shards import Rect, memory_of
 
 State = tuple[Tensor, float]
 """A live view, and the optimizer's initial value."""
@@ -46,21 +48,13 @@ class Place(NamedTuple):
     number: int
 
 
-class Masked(NamedTuple):
-    """A registered weight: its name, live storage and current mask (packed bits, or dense for plain
-    data)."""
-
-    name: str
-    weight: Tensor
-    mask: BlockMask | Tensor
-
-
-class Stepped(NamedTuple):
+class WeightState(NamedTuple):
     """A registered weight, and the state that an optimizer keeps of it.
 
     Args:
         name: under which it is registered.
         weight: its live storage.
+        mask: as it was then; of plain data of any shape a matrix with as many rows.
         states: for each weight, for each row, or step counts.
         sums: the squared gradients that Adagrad has summed; None of another optimizer.
         by_element: it has state for each element, which a first step may yet have to make.
@@ -68,9 +62,34 @@ class Stepped(NamedTuple):
 
     name: str
     weight: Tensor
+    mask: BlockMask
     states: list[State]
     sums: State | None
     by_element: bool
+
+    def reset_removed(self) -> None:
+        """Set the state of removed weights to its initial value.
+
+        State with an element for each weight is reset with its element. State with one for each row
+        of a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other
+        state (step counts) belongs to no weight.
+        """
+        if not self.mask.removes:
+            return
+        rows, by_row = self.mask.rect.rows, self.mask.dead_rows()
+        for state, initial in self.states:
+            if state.shape == self.weight.shape:
+                elements = state.data.view(self.mask.rect[2:])
+                for part, kept in self.mask.element_chunks():
+                    elements[part].masked_fill_(~kept, initial)
+            elif state.shape in {(rows,), (rows, 1)}:
+                state.data.view(-1).masked_fill_(by_row.to(state.device), initial)
+
+    def reset_elements(self) -> None:
+        """Set state with an element for each weight to its initial value."""
+        for state, initial in self.states:
+            if state.shape == self.weight.shape:
+                state.data.fill_(initial)
 
 
 def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -80,26 +99,25 @@ def leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     Raises:
         ValueError: something in there is no optimizer.
     """
-    torchrec = torchrec_port()
-    parts = torchrec.combined(optimizer) if torchrec else None
-    # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
-    if parts is None and hasattr(optimizer, "_optimizer"):
-        parts = [optimizer._optimizer]
-    if parts is not None:
-        for part in parts:
-            yield from leaves(part)
-    elif combines(optimizer):
-        return
-    elif isinstance(optimizer, torch.optim.Optimizer) and hasattr(
-        optimizer, "_optimizer_step_post_hooks"
-    ):
+    inside: Sequence[Any]
+    if combines(optimizer):
+        torchrec = torchrec_port()
+        assert torchrec is not None
+        # A fused one has none.
+        inside = torchrec.combined(optimizer) or ()
+    elif hasattr(optimizer, "_optimizer"):
+        # TorchRec's KeyedOptimizerWrapper and OptimizerWrapper, LightningOptimizer and others.
+        inside = [optimizer._optimizer]
+    elif hasattr(optimizer, "_optimizer_step_post_hooks"):
         yield optimizer
+        return
     else:
         raise ValueError(
             f"Invalid optimizer of type {type(optimizer).__name__}: must be a torch.optim.Optimizer"
             " whose constructor has run, or a wrapper of one in its attribute _optimizer: masks"
             " are applied by a hook on its step()."
         )
+    yield from chain.from_iterable(map(leaves, inside))
 
 
 def combines(optimizer: object) -> bool:
@@ -142,8 +160,8 @@ def step_rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
 def local(tensor: Tensor) -> Tensor:
     """Return the storage of this rank behind a parameter: of a DTensor its local tensor."""
     # Without to_local(), which would make another tensor, with an autograd node.
-    inner = getattr(tensor, "_local_tensor", None)
-    return inner if isinstance(inner, Tensor) else tensor
+    inner: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return inner
 
 
 def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
@@ -156,14 +174,11 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     # By storage: most hold one tensor.
     known: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(map(local, tensors)):
-        # Empty tensors share nothing.
-        if tensor.numel():
-            known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
+        known[tensor.untyped_storage().data_ptr()].append((i, *memory_of(tensor)))
 
     def find(tensor: Tensor) -> list[int]:
-        held = known.get(tensor.untyped_storage().data_ptr())
-        if not held or not tensor.numel():
-            return []
+        held = known.get(tensor.untyped_storage().data_ptr(), ())
+        # An empty tensor ends where it begins.
         first, end = memory_of(tensor)
         return [i for i, start, behind in held if max(first, start) < min(end, behind)]
 
@@ -175,34 +190,13 @@ _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 Adagrad, and in Rprop."""
 
 
-def reset_state(mask: BlockMask | Tensor, states: Iterable[State]) -> None:
-    """Set the state of weights removed by ``mask`` to its initial value.
-
-    State with an element for each weight is reset with its element. State with one for each row of
-    a shard (row-wise Adagrad) is reset when all of that row of that shard is removed. Other state
-    (step counts) belongs to no weight.
-
-    Args:
-        mask: packed, of one shard, or dense, of plain data.
-        states: those with neither the shape of the mask nor its number of rows are left alone.
-    """
-    if isinstance(mask, Tensor):
-        shape = mask.shape
-        # A vector, too, is masked row by row.
-        matrix = mask.unsqueeze(-1).flatten(1)
-        mask = BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
-    else:
-        shape = torch.Size(mask.rect[2:])
-    if not mask.removes:
-        return
-    for state, initial in states:
-        if state.shape == shape:
-            by_row = state.data.view(mask.rect[2:])
-            for rows, kept in mask.element_chunks():
-                by_row[rows].masked_fill_(~kept, initial)
-        # One number for each row: (rows,) or (rows, 1).
-        elif state.dim() in (1, 2) and shape[:1] == (state.numel(),) == state.shape[:1]:
-            state.data.view(-1).masked_fill_(mask.dead_rows().to(state.device), initial)
+def _packed(mask: BlockMask | Tensor) -> BlockMask:
+    """Return a mask as it is now: mask updates edit dense masks of plain data in place."""
+    if isinstance(mask, BlockMask):
+        return mask
+    # A vector, too, is masked row by row.
+    matrix = mask.unsqueeze(-1).flatten(1)
+    return BlockMask.of_elements(Rect(0, 0, *matrix.shape), matrix)
 
 
 def state_of(
@@ -214,18 +208,24 @@ def state_of(
     here = local(parameter)
     # A part of a parameter is contiguous elements of it, from the first one on.
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
-    last = first + weight.numel()
+    last, width = first + weight.numel(), math.prod(here.shape[1:])
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor):
             continue
         state, initial = local(value), initial_state(optimizer, parameter, name)
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial
-        elif here.dim() and here.numel() and state.numel() == here.shape[0]:
+        elif here.shape[:1] == (state.numel(),):
             # One number for each row: a part of whole rows has a part of them.
-            width = here.numel() // here.shape[0]
             found[name] = state.view(-1)[first // width : last // width], initial
     return found
+
+
+def sums_of(optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor) -> State | None:
+    """Return Adagrad's sums of squared gradients of ``weight``, a part of ``parameter``; None of
+    another optimizer."""
+    is_adagrad = "initial_accumulator_value" in optimizer.defaults
+    return state_of(optimizer, parameter, weight).get("sum") if is_adagrad else None
 
 
 def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> float:
@@ -237,20 +237,41 @@ def initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str
     return float(group.get(_INITIAL.get(name, ""), 0.0))
 
 
-def stepped(
-    name: str, optimizer: torch.optim.Optimizer, parameter: Tensor, weight: Tensor
-) -> Stepped:
-    """Return what an optimizer keeps of ``weight``, a part of ``parameter``."""
-    states = state_of(optimizer, parameter, weight)
-    is_adagrad = "initial_accumulator_value" in optimizer.defaults
-    sums = states.get("sum") if is_adagrad else None
-    return Stepped(name, weight, [*states.values()], sums, keeps_elements(optimizer))
-
-
 # Weights that plain optimizers step.
 
-Modules = Mapping[nn.Module, Mapping[str, nn.Module]]
-"""All modules by path, by model."""
+
+class Holder(NamedTuple):
+    """A tensor over registered memory, the module that holds it, and its name there."""
+
+    parameter: Tensor
+    module: nn.Module
+    attribute: str
+
+    @classmethod
+    def alone(cls, tensor: Tensor) -> Holder:
+        """Return a tensor that no module holds, in one of its own."""
+        return cls(tensor, _holding([tensor]), "0")
+
+
+def model_of(source: Any) -> nn.Module:
+    """Return the model of something registered, or a module that holds what was registered without
+    one."""
+    if hasattr(source, "model"):
+        model: nn.Module = source.model
+        return model
+    # Of a ShardedTensor, the tensors of its shards here.
+    is_sharded = hasattr(source.data, "local_shards")
+    return _holding(
+        [shard.tensor for shard in source.data.local_shards()] if is_sharded else [source.data]
+    )
+
+
+def _holding(tensors: Sequence[Tensor]) -> nn.Module:
+    """Return a module that holds tensors, and that nothing ever calls."""
+    module = nn.Module()
+    for number, tensor in enumerate(tensors):
+        module._parameters[str(number)] = tensor  # type: ignore[assignment]
+    return module
 
 
 @dataclass(eq=False)
@@ -260,36 +281,33 @@ class Target:
     Args:
         name: under which it is registered.
         weight: the live storage, in the shape of the mask.
-        mask: returns the current mask: packed bits, or dense for plain data.
-        parameter: the model's tensor over that storage, if there is one.
-        owner: the module that holds it, and its name there.
-        samples: returns the sums of sampled lookups of a table's shard, live; None for plain data.
+        holder: the model's tensor over that storage, or the weight itself.
+        writers_known: torch's optimizers alone can step it. A shard of an unknown model may be
+            written by anything; plain data that no optimizer steps is a constant.
 
     Attributes:
         aliases: tensors over that storage whose writes torch counts: the parameter, and the
-            optimizers' tensors.
+            optimizers' tensors, by identity, as == of tensors compares elements.
         stepping: an optimizer has begun to write it.
         clean_at: the count of writes at which it was last clean.
     """
 
     name: str
     weight: Tensor
-    mask: Callable[[], BlockMask | Tensor]
-    parameter: Tensor | None = None
-    owner: tuple[nn.Module, str] | None = None
-    samples: Callable[[], Tensor] | None = None
-    stepping: bool = False
-    clean_at: int = 0
+    holder: Holder
+    writers_known: bool
 
     def __post_init__(self) -> None:
-        # By identity: == of tensors compares elements.
-        self.aliases: dict[int, Tensor] = {}
-        if self.parameter is not None:
-            self.add_alias(self.parameter)
+        self.stepping, self.clean_at = False, 0
+        self.aliases = {id(self.holder.parameter): self.holder.parameter}
 
-    def add_alias(self, tensor: Tensor) -> None:
-        """Count the writes of another tensor over the same storage too."""
-        self.aliases[id(tensor)] = tensor
+    def mask(self) -> BlockMask | Tensor:
+        """Return the current mask: packed bits, or dense for plain data."""
+        raise NotImplementedError
+
+    def zero(self, rows: Tensor | None) -> None:
+        """Zero removed weights, of these rows at least, int64 ``(n,)``; None is all rows."""
+        raise NotImplementedError
 
     @property
     def writes(self) -> int:
@@ -304,30 +322,69 @@ class Target:
 
     @property
     def replaced(self) -> bool:
-        """Whether the model holds other memory under its name by now."""
-        if self.parameter is None:
-            return False
-        held: Tensor | None = self.parameter
-        if self.owner is not None:
-            module, name = self.owner
-            held = module._parameters.get(name)
-        # Either another parameter, or the same one with other storage: `parameter.data = ...`.
-        if held is not self.parameter:
-            return True
-        here = local(held).untyped_storage()
-        return here.data_ptr() != self.weight.untyped_storage().data_ptr()
+        """Whether the model holds other memory under its name by now: another parameter, or the
+        same one with other storage (``parameter.data = ...``)."""
+        parameter, module, attribute = self.holder
+        storage = local(parameter).untyped_storage()
+        is_held = module._parameters.get(attribute) is parameter
+        return not is_held or storage.data_ptr() != self.weight.untyped_storage().data_ptr()
 
     def clean(self, rows: Tensor | None = None) -> None:
-        """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written."""
-        mask = self.mask()
-        if isinstance(mask, Tensor):
-            self.weight.data.masked_fill_(mask == 0, 0)
-        elif mask.removes and rows is not None and rows.numel() < mask.rect.rows:
-            zero_rows(self.weight, mask, rows)
-        elif mask.removes:
-            mask.apply_(self.weight)
-        # Torch has not counted the write above, which went through .data.
+        """Zero removed weights: in ``rows``, int64 ``(n,)``, if nothing else was written. Autograd
+        does not see it."""
+        self.zero(rows)
+        # Torch has not counted that write, which went through .data.
         self.clean_at, self.stepping = self.writes, False
+
+
+@dataclass(eq=False)
+class ShardTarget(Target):
+    """A shard of a table.
+
+    Args:
+        tables: all that are registered.
+        place: of the mask.
+    """
+
+    tables: PackedStore
+    place: Place
+
+    def held(self) -> Held:
+        """Return what is stored with the shard now."""
+        return self.tables.table(self.place.name).shards[self.place.number]
+
+    def mask(self) -> BlockMask:
+        """Return the current mask."""
+        return self.held().mask
+
+    def zero(self, rows: Tensor | None) -> None:
+        """Zero removed weights, of these rows at least."""
+        mask = self.mask()
+        if not mask.removes:
+            return
+        if rows is None or rows.numel() >= mask.rect.rows:
+            mask.apply_(self.weight)
+        else:
+            zero_rows(self.weight, mask, rows)
+
+
+@dataclass(eq=False)
+class PlainTarget(Target):
+    """Plain data.
+
+    Args:
+        store: of plain data.
+    """
+
+    store: DenseStore
+
+    def mask(self) -> Tensor:
+        """Return the live mask."""
+        return self.store.mask(self.name)
+
+    def zero(self, rows: Tensor | None) -> None:
+        """Zero removed weights."""
+        self.weight.data.masked_fill_(self.mask() == 0, 0)
 
 
 # Targets, each with its parameter in an optimizer.
@@ -347,6 +404,7 @@ class DenseWeights:
         ValueError: something is no optimizer.
     """
 
+    # TorchRec reshards none of them.
     collection = None
 
     def __init__(
@@ -357,7 +415,7 @@ class DenseWeights:
         before_read: Callable[[], None],
     ) -> None:
         self.targets, self.clock, self._before_read = targets, clock, before_read
-        self._handles: list[RemovableHandle] = []
+        self._hooks = Hooks()
         self._optimizers = [*chain.from_iterable(map(leaves, given))]
         self._over = same_storage([target.weight for target in self.targets])
         # Of each optimizer the targets that it steps, each with its parameter there, and the number
@@ -376,27 +434,22 @@ class DenseWeights:
         for target in self.targets:
             if stepped(target.weight):
                 continue
-            if target.parameter is not None and target.parameter.requires_grad:
-                raise ValueError(
+            refuse(
+                {
                     f"No optimizer given steps {target.name!r}, which requires a gradient: its"
                     " removed weights would come back unseen. Pass all optimizers, or freeze it by"
-                    " requires_grad_(False)."
-                )
-            # Plain data (a dense mask) that no optimizer steps is a constant; so is a frozen
-            # parameter. A shard of an unknown model may be written by anything.
-            packed = isinstance(target.mask(), BlockMask)
-            if packed and not isinstance(target.parameter, nn.Parameter):
-                raise ValueError(
+                    " requires_grad_(False).": target.holder.parameter.requires_grad,
                     f"Can't tell what writes {target.name!r}: it is not a parameter, and none of"
                     " the given optimizers steps it, so removed weights might come back undetected."
                     " Register the model that contains it by add_model(), or call squash_mask()"
-                    " first."
-                )
+                    " first.": not target.writers_known,
+                }
+            )
 
     @property
     def owners(self) -> list[nn.Module]:
         """The modules that hold a target, each once."""
-        return list(dict.fromkeys(t.owner[0] for t in self.targets if t.owner is not None))
+        return list(dict.fromkeys(target.holder.module for target in self.targets))
 
     @property
     def replaced(self) -> bool:
@@ -410,8 +463,7 @@ class DenseWeights:
         _meet_new_optimizers()
         _hooked.add(self)
         for target in self.targets:
-            if target.owner is not None:
-                self._hook_owner(target.owner[0], target)
+            self._hook_owner(target.holder.module, target)
 
     def _hook_owner(self, module: nn.Module, target: Target) -> None:
         def before(*_: Any) -> None:
@@ -419,20 +471,19 @@ class DenseWeights:
             self._clean(target)
 
         # By exact class: ids of a subclass may be others than row numbers, as in compact tables.
-        if type(module) in (nn.Embedding, nn.EmbeddingBag) and target.samples is not None:
-            look = Hook(partial(_sample, SampledLookups([0]), target.mask, target.samples))
-            self._handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
-        self._handles += [
+        if type(module) in (nn.Embedding, nn.EmbeddingBag):
+            assert isinstance(target, ShardTarget)
+            look = Hook(partial(_sample, SampledLookups([0]), target.held))
+            self._hooks.add(module.register_forward_pre_hook(look, with_kwargs=True))
+        self._hooks.add(
             module.register_forward_pre_hook(Hook(before)),
             module.register_state_dict_pre_hook(Hook(before)),  # type: ignore[no-untyped-call]
-        ]
+        )
 
     def unhook(self) -> None:
         """Remove all hooks."""
         _hooked.discard(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
 
     def clean(self) -> None:
         """Mask what was written other than by an optimizer's step."""
@@ -444,17 +495,24 @@ class DenseWeights:
         for target in self.targets:
             target.clean()
 
-    def masked(self) -> Iterator[Masked]:
-        """Yield the targets and their masks. A mask update edits dense masks in place, and replaces
-        packed ones."""
-        for target in self.targets:
-            yield Masked(target.name, target.weight, target.mask())
+    def masks_updated(self) -> None:
+        """Zero newly removed weights: a mask update has done so in sharded tables, not in plain
+        data."""
+        self.clean_all()
 
-    def states(self) -> Iterator[Stepped]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the targets by name."""
+        for target in self.targets:
+            yield target.name, target.weight
+
+    def states(self) -> Iterator[WeightState]:
         """Yield the targets, each with the state of an optimizer that steps it."""
         for leaf, (pairs, _) in self._stepped.items():
             for target, parameter in pairs:
-                yield stepped(target.name, leaf, parameter, target.weight)
+                states = [*state_of(leaf, parameter, target.weight).values()]
+                sums, mask = sums_of(leaf, parameter, target.weight), _packed(target.mask())
+                by_element = keeps_elements(leaf)
+                yield WeightState(target.name, target.weight, mask, states, sums, by_element)
 
     def meet(self, optimizer: torch.optim.Optimizer) -> _Pairs:
         """Return the targets that an optimizer steps, each with its parameter there. A new one gets
@@ -467,21 +525,20 @@ class DenseWeights:
         pairs: _Pairs = []
         for parameter in parameters:
             for i in self._over(local(parameter)):
-                self.targets[i].add_alias(parameter)
+                self.targets[i].aliases[id(parameter)] = parameter
                 pairs.append((self.targets[i], parameter))
         if pairs and not known:
-            self._handles += [
+            self._hooks.add(
                 optimizer.register_step_pre_hook(Hook(self._before_step)),
                 optimizer.register_step_post_hook(Hook(self._after_step)),
-            ]
+            )
         self._stepped[optimizer] = pairs, len(parameters)
         return pairs
 
     @timed
     def _clean(self, target: Target) -> None:
         if target.dirty:
-            with torch.no_grad():
-                target.clean()
+            target.clean()
 
     @timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -493,11 +550,10 @@ class DenseWeights:
 
     @timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with torch.no_grad():
-            for target, parameter in self.meet(optimizer):
-                # Without a gradient, torch's optimizers leave a parameter alone.
-                if target.dirty or parameter.grad is not None:
-                    target.clean(step_rows(optimizer, parameter))
+        for target, parameter in self.meet(optimizer):
+            # Without a gradient, torch's optimizers leave a parameter alone.
+            if target.dirty or parameter.grad is not None:
+                target.clean(step_rows(optimizer, parameter))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -524,66 +580,47 @@ def _meet_new_optimizers() -> RemovableHandle:
 
 
 def _sample(
-    lookups: SampledLookups,
-    mask: Callable[[], Any],
-    samples: Callable[[], Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    lookups: SampledLookups, held: Callable[[], Held], module: Any, args: Any, kwargs: Any
 ) -> None:
     """Count the lookups of one forward of an embedding, if it is one of the sample."""
-    ids = args[0] if args else kwargs.get("input")
-    # Lookups of an evaluation are no traffic.
-    if not torch.is_grad_enabled() or not isinstance(ids, Tensor):
-        return
-    lookups.use({0: mask()}, {0: samples()})
+    lookups.use({0: held()})
     if lookups.due():
-        with torch.no_grad():
-            lookups.add(ids.reshape(-1), [0, ids.numel()])
+        ids = args[0] if args else kwargs["input"]
+        lookups.add(ids.reshape(-1), [0, ids.numel()])
 
 
 def packed_targets(
-    tables: PackedStore, modules: Modules, located: Mapping[str, ShardedData], fused: Set[Place]
+    tables: PackedStore,
+    modules: Iterable[nn.Module],
+    shards: Mapping[Place, Tensor],
 ) -> Iterator[Target]:
-    """Yield the shards that no fused optimizer writes."""
-    held = [each for source in tables.sources for each in _parameters(source, modules)]
-    holding = same_storage([parameter for parameter, _ in held])
-    for name, data in located.items():
-        for number, shard in enumerate(data.shards):
-            if Place(name, number) in fused:
-                continue
-            found = holding(shard.tensor)
-            parameter, owner = held[found[0]] if found else (None, None)
-            mask = partial(_numbered, tables.masks, name, number)
-            samples = partial(_numbered, tables.samples, name, number)
-            yield Target(name, shard.tensor, mask, parameter, owner, samples)
+    """Yield shards that no fused optimizer writes.
+
+    Args:
+        tables: all that are registered.
+        modules: of their models, as :func:`model_of` has them.
+        shards: by the place of the mask.
+    """
+    held = [*_in_modules(modules)]
+    holding = same_storage([holder.parameter for holder in held])
+    for place, weight in shards.items():
+        found = holding(weight)
+        holder = held[found[0]] if found else Holder.alone(weight)
+        is_parameter = isinstance(holder.parameter, nn.Parameter)
+        yield ShardTarget(place.name, weight, holder, is_parameter, tables, place)
 
 
-def _numbered(of_shards: Callable[[str], Sequence[Any]], name: str, number: int) -> Any:
-    return of_shards(name)[number]
-
-
-def plain_targets(sparsifier: BaseDataSparsifier) -> Iterator[Target]:
+def plain_targets(plain: DenseStore) -> Iterator[Target]:
     """Yield plain data that is not squashed."""
-    dense = sparsifier.masks.plain
-    for name in filter(dense.is_masked, dense.names):
-        weight, mask = dense.weight(name), partial(dense.mask, name)
-        parameter = weight if weight.is_leaf else None
-        yield Target(name, weight.data, mask, parameter)
+    for name in filter(plain.is_masked, plain.names):
+        weight = plain.weight(name)
+        # Of a view, as of a constant, no gradient is kept.
+        holder = Holder.alone(weight if weight.is_leaf else weight.detach())
+        yield PlainTarget(name, weight.data, holder, True, plain)
 
 
-def _parameters(
-    source: Any, modules: Modules
-) -> Iterator[tuple[Tensor, tuple[nn.Module, str] | None]]:
-    """Yield the tensors of a source that may be trained, each with its module and its name there,
-    where it has one."""
-    if hasattr(source, "model"):
-        for module in modules[source.model].values():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield parameter, (module, name)
-        return
-    tensors = [source.data]
-    if hasattr(source.data, "local_shards"):  # a ShardedTensor
-        tensors = [piece.tensor for piece in source.data.local_shards()]
-    yield from ((tensor, None) for tensor in tensors if tensor.is_leaf)
+def _in_modules(modules: Iterable[nn.Module]) -> Iterator[Holder]:
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield Holder(parameter, module, name)

@@ -11,40 +11,39 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
-from dist_sparse.enforcer import Clock, Hook, Wrapped, timed
+from dist_sparse.checks import choice, refuse
+from dist_sparse.enforcer import Clock, Hook, Hooks, Wrapped, timed
 from dist_sparse.enforcer.dense import (
     DenseWeights,
-    Masked,
-    Modules,
     Place,
     State,
-    Stepped,
+    WeightState,
+    model_of,
     packed_targets,
     plain_targets,
-    reset_state,
     same_storage,
 )
 from dist_sparse.enforcer.fused import (
     TableBatchHooks,
+    batches_of,
     collections_of,
     lookups_of,
 )
 from dist_sparse.groups import cut
 from dist_sparse.masking.kept_scores import Written
-from dist_sparse.masking.masks import BlockMask
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Enforcer
-from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.modules import collection_of, torchrec_port
+from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
@@ -62,14 +61,21 @@ class Walked:
     """
 
     located: Mapping[str, ShardedData]
-    modules: Modules
+    modules: Mapping[nn.Module, Mapping[str, nn.Module]]
 
-    @classmethod
-    def of(cls, tables: PackedStore) -> Walked:
-        """Walk the models of registered tables."""
-        models = [source.model for source in tables.sources if hasattr(source, "model")]
-        modules = {model: dict(model.named_modules()) for model in models}
-        return cls(tables.locate() if tables else {}, modules)
+    @cached_property
+    def paths(self) -> list[tuple[str, nn.Module]]:
+        """The modules of all models, each with its path."""
+        return [*chain.from_iterable(by_path.items() for by_path in self.modules.values())]
+
+    @cached_property
+    def shards(self) -> dict[Place, Tensor]:
+        """This rank's shards by the places of their masks."""
+        found: dict[Place, Tensor] = {}
+        for name, data in self.located.items():
+            for number, shard in enumerate(data.shards):
+                found[Place(name, number)] = shard.tensor
+        return found
 
 
 class MaskEnforcer(Enforcer):
@@ -92,6 +98,7 @@ class MaskEnforcer(Enforcer):
             a block that comes back starts with fresh state.
 
     Attributes:
+        optimizers: those that :meth:`attach` was called with; empty when detached.
         seconds: host time spent so far, without ``sparsifier.step()``. On a device, this includes
             only launching the kernels.
 
@@ -112,31 +119,24 @@ class MaskEnforcer(Enforcer):
         20
     """
 
-    def __init__(
-        self,
-        sparsifier: BaseDataSparsifier,
-        optimizer_state: str = "keep",
-    ) -> None:
+    def __init__(self, sparsifier: BaseDataSparsifier, optimizer_state: str = "keep") -> None:
         if not isinstance(sparsifier, BaseDataSparsifier):
             raise ValueError(
                 f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a data"
                 " sparsifier."
             )
-        if optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"Invalid {optimizer_state=}: must be one of ('keep', 'reset').")
         self.clock = Clock()
         self._sparsifier = sparsifier
-        self._reset = optimizer_state == "reset"
-        self._optimizers: tuple[Any, ...] | None = None
+        self._reset = choice("optimizer_state", optimizer_state, ("keep", "reset")) == "reset"
+        self.optimizers: tuple[Any, ...] = ()
         self._batches: list[TableBatchHooks] = []
         # The lookups of sharded collections, which a reshard replaces.
         self._known_lookups: dict[nn.Module, list[nn.Module]] = {}
         # Weights that plain optimizers step, if there are any.
         self._dense: list[DenseWeights] = []
-        self._handles: list[RemovableHandle | Wrapped] = []
-        # Masks before the last update, by the address of the weights, where it resets optimizer
-        # state.
-        self._before: dict[int, BlockMask | Tensor] = {}
+        self._hooks = Hooks()
+        # What a mask update resets, with the masks before it.
+        self._before: list[WeightState] = []
         self._loaded = False
 
     def __repr__(self) -> str:
@@ -146,12 +146,7 @@ class MaskEnforcer(Enforcer):
     @property
     def attached(self) -> bool:
         """Whether the hooks are attached."""
-        return self._optimizers is not None
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        """What :meth:`attach` was called with; empty when detached."""
-        return self._optimizers or ()
+        return self._sparsifier.masks.enforcer is self
 
     @property
     def seconds(self) -> float:
@@ -180,30 +175,27 @@ class MaskEnforcer(Enforcer):
                 registered weight that requires a gradient; or a module that holds registered
                 weights is compiled. Nothing was changed.
         """
-        return self.attach_to(None, optimizers)
+        return self.attach_to(self._walk(), optimizers)
 
-    def attach_to(self, walked: Walked | None, optimizers: Sequence[Any]) -> MaskEnforcer:
-        """:meth:`attach` for a caller that has walked the models just now; None walks them."""
+    def attach_to(self, walked: Walked, optimizers: Sequence[Any]) -> MaskEnforcer:
+        """:meth:`attach` for a caller that has walked the models just now."""
         masks = self._sparsifier.masks
-        if masks.enforcer is not None:
-            which = "The" if self.attached else "Another"
-            raise ValueError(
-                f"{which} enforcer is attached to this sparsifier: call its detach() first."
-            )
-        if not self._sparsifier.data_groups:
-            raise ValueError(
-                "Nothing is registered yet: call add_model() or add_data() before attach()."
-            )
-        flat: list[Any] = []
-        for each in optimizers:
-            flat += each if isinstance(each, (list, tuple)) else [each]
+        refuse(
+            {
+                "An enforcer is attached to this sparsifier: call its detach() first.": (
+                    masks.enforcer is not None
+                ),
+                "Nothing is registered yet: call add_model() or add_data() before attach().": (
+                    not self._sparsifier.data_groups
+                ),
+            }
+        )
         try:
             # _look_up() reads them; on an error the enforcer is as detached as before.
-            self._optimizers = tuple(flat)
-            self._look_up(check=True, walked=walked)
+            self.optimizers = tuple(tree_leaves(optimizers))
+            self._look_up(walked)
         except BaseException:
-            self._remove_hooks(())
-            self._optimizers = None
+            self._forget_weights()
             raise
         masks.enforcer = self
         _attached.add(self)
@@ -217,10 +209,14 @@ class MaskEnforcer(Enforcer):
                 self._clean()
             finally:
                 # Even on an error: a detach() that always fails would leave the hooks forever.
-                self._remove_hooks(())
-                self._optimizers = None
+                self._forget_weights()
                 self._sparsifier.masks.enforcer = None
                 _attached.discard(self)
+
+    def _forget_weights(self) -> None:
+        # A detached enforcer keeps no model alive.
+        self._remove_hooks()
+        self.optimizers, self._batches, self._dense, self._known_lookups = (), [], [], {}
 
     def __enter__(self) -> MaskEnforcer:
         self._check_attached()
@@ -273,21 +269,16 @@ class MaskEnforcer(Enforcer):
         self._renew_if_stale()
         self._clean()
         self.clock.seconds = spent
-        if self._reset:
-            self._before = self._masks()
+        self._before = self._to_reset()
 
     def end_step(self) -> None:
         """Called by the sparsifier after a mask update."""
-        # The update has zeroed newly removed weights in sharded tables, not in plain data.
-        with torch.no_grad():
-            for dense in self._dense:
-                dense.clean_all()
-        if self._reset:
-            # Of blocks that were removed before: those that come back start with fresh state.
-            self._reset_states(self._before)
-            self._reset_states(self._masks())
-        for batch in self._batches:
-            batch.masks_updated()
+        # Of blocks that were removed before too: those that come back start with fresh state.
+        for each in [*self._before, *self._to_reset()]:
+            each.reset_removed()
+        self._before = []
+        for part in self._parts():
+            part.masks_updated()
 
     def check_rotation(self, names: Collection[str]) -> None:
         """Refuse to rotate weights whose optimizer keeps state for each element, unless it is to be
@@ -296,27 +287,31 @@ class MaskEnforcer(Enforcer):
         Raises:
             ValueError: names them.
         """
-        kept = sorted({each.name for each in self._states() if each.by_element} & {*names})
+        kept = {*names}.intersection(each.name for each in self._states() if each.by_element)
         if kept and not self._reset:
             raise ValueError(
-                f"Tables {kept} can't be rotated: their optimizer keeps element-wise state in the"
-                ' old basis. Pass optimizer_state="reset", or use SGD or a row-wise optimizer,'
-                " whose state stays valid."
+                f"Tables {sorted(kept)} can't be rotated: their optimizer keeps element-wise state"
+                ' in the old basis. Pass optimizer_state="reset", or use SGD or a row-wise'
+                " optimizer, whose state stays valid."
             )
 
     def after_rotation(self, names: Collection[str]) -> None:
         """Set the optimizer state for each element of rotated weights to its initial value."""
-        rotated = (each for each in self._states() if each.by_element and each.name in names)
-        for each in rotated:
-            for state, initial in each.states:
-                if state.shape == each.weight.shape:
-                    state.data.fill_(initial)
+        for each in self._states():
+            if each.name in names:
+                each.reset_elements()
 
     def renew(self) -> None:
         """Look everything up again and zero what is removed, after masks or weights were replaced.
         Collective if shards have moved since the last step."""
         self._check_attached()
-        self._look_up()
+        self._look_up(self._walk(), check=False)
+
+    def _walk(self) -> Walked:
+        """Walk the models of registered tables."""
+        tables = self._sparsifier.masks.tables
+        models = map(model_of, tables.sources)
+        return Walked(tables.locate(), {model: dict(model.named_modules()) for model in models})
 
     def _check_attached(self) -> None:
         if not self.attached:
@@ -325,10 +320,7 @@ class MaskEnforcer(Enforcer):
     def _clean(self) -> None:
         """Clean dirty rows, except in collections that TorchRec has resharded: it calls their
         ``state_dict`` before it does, so that they were cleaned then."""
-        if self._loaded:
-            # A load may have written any row of any table.
-            self._clean_all()
-            return
+        self._before_read()
         # Kernels of a collection that was resharded are not those that its forward will use.
         resharded = self._resharded()
         with torch.no_grad():
@@ -337,20 +329,31 @@ class MaskEnforcer(Enforcer):
                     part.clean()
 
     def _clean_all(self) -> None:
-        """Clean everything, and warn if a load has revived removed weights."""
-        loaded, self._loaded = self._loaded, False
-        before = self._nonzero() if loaded else Counter()
+        """Zero removed weights wherever they are, dirty or not."""
         with torch.no_grad():
             for part in self._parts():
                 part.clean_all()
-        if loaded and (revived := before - self._nonzero()):
-            _warn_of_revived(revived)
+
+    def _clean_loaded(self) -> None:
+        """Clean what a load has written, any row of any table; warn if it has revived removed
+        weights."""
+        self._loaded = False
+        before = self._nonzero()
+        self._clean_all()
+        if revived := before - self._nonzero():
+            warnings.warn(
+                f"The model was loaded with {revived.total()} non-zero weights that the masks"
+                f" remove, in {cut(', '.join(map(repr, revived)), 100)}; they are 0 now, so this is"
+                " not the model that was saved. Load the state of the sparsifier that was saved"
+                " with it too, before the next forward.",
+                stacklevel=2,
+            )
 
     def _nonzero(self) -> Counter[str]:
         """Count non-zero weights by name, over all shards here."""
         counts: Counter[str] = Counter()
-        for each in self.masked():
-            counts[each.name] += int(each.weight.count_nonzero())
+        for name, weight in self.weights():
+            counts[name] += int(weight.count_nonzero())
         return counts
 
     def _renew_if_stale(self) -> None:
@@ -369,7 +372,7 @@ class MaskEnforcer(Enforcer):
                 f"The shards of the tables {moved} have moved since their masks were last used: run"
                 " a forward, step() or apply_masks() on every rank first."
             )
-        self._look_up(check=True)
+        self._look_up(self._walk())
 
     def _resharded(self) -> list[nn.Module]:
         """The collections that TorchRec has resharded since the last look."""
@@ -383,141 +386,123 @@ class MaskEnforcer(Enforcer):
     def _parts(self) -> Sequence[DenseWeights | TableBatchHooks]:
         return [*self._batches, *self._dense]
 
-    def masked(self) -> Iterator[Masked]:
-        """Yield the registered weights and their masks."""
-        return chain.from_iterable(part.masked() for part in self._parts())
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the registered weights by name, live."""
+        return chain.from_iterable(part.weights() for part in self._parts())
 
-    def _states(self) -> Iterator[Stepped]:
+    def _states(self) -> Iterator[WeightState]:
         return chain.from_iterable(part.states() for part in self._parts())
 
-    def _masks(self) -> dict[int, BlockMask | Tensor]:
-        """The current masks by the address of the weights, to be kept over an update, which edits
-        dense ones."""
-        found = {}
-        for _, weight, mask in self.masked():
-            found[weight.data_ptr()] = mask.clone() if isinstance(mask, Tensor) else mask
-        return found
+    def _to_reset(self) -> list[WeightState]:
+        """Return the optimizer state that a mask update resets, with the current masks."""
+        return list(self._states()) if self._reset else []
 
-    def _reset_states(self, masks: Mapping[int, BlockMask | Tensor]) -> None:
-        with torch.no_grad():
-            for each in self._states():
-                mask = masks.get(each.weight.data_ptr())
-                if mask is not None:
-                    reset_state(mask, each.states)
-
-    def _look_up(self, check: bool = False, walked: Walked | None = None) -> None:
+    def _look_up(self, walked: Walked, check: bool = True) -> None:
         """Find the registered weights, hook and clean them. On an error, hooks are as they were.
 
         With ``check``, refuse what :meth:`attach` refuses: weights may have been replaced, also for
         a single forward.
         """
         tables = self._sparsifier.masks.tables
-        if walked is None:
-            walked = Walked.of(tables)
         # First: the other ranks may be waiting in it, whatever is refused below on this one.
         tables.reshard(walked.located)
-        modules = chain.from_iterable(each.values() for each in walked.modules.values())
+        modules = [module for _, module in walked.paths]
         collections = list(collections_of(modules))
-        fused = self._fused_tables(collections, walked.located)
-        known = set(chain.from_iterable(places.values() for _, places in fused))
-        packed = packed_targets(tables, walked.modules, walked.located, known)
-        targets = [*packed, *plain_targets(self._sparsifier)]
+        fused = self._fused_tables(collections, walked.shards)
+        # Plain optimizers step what no fused one writes.
+        stepped = dict(walked.shards)
+        for place in chain.from_iterable(map(dict.values, fused.values())):
+            stepped.pop(place, None)
+        targets = [
+            *packed_targets(tables, modules, stepped),
+            *plain_targets(self._sparsifier.masks.plain),
+        ]
         dense = DenseWeights(targets, self.optimizers, self.clock, self._before_read)
         if check:
-            _check_not_compiled(walked.modules, [*collections, *dense.owners])
+            _check_not_compiled(walked.paths, [*collections, *dense.owners])
             dense.check_stepped()
-            weights = [(target.name, target.weight) for target in targets]
-            for name, data in walked.located.items():
-                weights += [(name, shard.tensor) for shard in data.shards]
-            refuse_masked(weights, but=self)
+            shards = [(place.name, weight) for place, weight in walked.shards.items()]
+            refuse_masked([*shards, *dense.weights()], but=self)
         # Last: nothing of the old hooks is lost if something above is refused.
-        for hooks, places in fused:
+        for hooks, places in fused.items():
             hooks.moved_to(places)
-        batches = [hooks for hooks, _ in fused]
-        self._remove_hooks(batches)
-        self._batches, self._dense = batches, [dense] if targets else []
+        self._remove_hooks()
+        # Without targets, it would look at every step of every optimizer.
+        self._batches, self._dense = list(fused), [dense] if targets else []
         self._known_lookups = {module: lookups_of(module) for module in collections}
-        self._hook(list(walked.modules))
+        self._hook(list(walked.modules), dense.owners)
+        self._before_read()
         self._clean_all()
-        if self._reset:
-            # As a mask update does: what is removed has no history.
-            self._reset_states(self._masks())
+        # As a mask update does: what is removed has no history.
+        for each in self._to_reset():
+            each.reset_removed()
 
     def _fused_tables(
-        self, collections: Sequence[nn.Module], located: Mapping[str, ShardedData]
-    ) -> list[tuple[TableBatchHooks, dict[int, Place]]]:
-        """Return the hooks of batches with registered tables, and the places of their masks. All
-        other batches get no hooks, and cost nothing."""
-        # A batch that stays keeps its hooks, since a backward may be on its way to them.
-        attached = {hooks.module: hooks for hooks in self._batches}
-        places: dict[tuple[int, torch.Size], Place] = {}
-        for name, data in located.items():
-            for number, (_, weight) in enumerate(data.shards):
-                places[weight.data_ptr(), weight.shape] = Place(name, number)
-        found = []
-        for collection in collections:
-            for batch in collection_of(collection).batches():
-                # By the number of the table in the batch.
-                registered: dict[int, Place] = {}
-                for table, weight in enumerate(batch.weights()):
-                    if place := places.get((weight.data_ptr(), weight.shape)):
-                        registered[table] = place
-                if registered:
-                    hooks = attached.get(batch.module)
-                    if hooks is None:
-                        hooks = TableBatchHooks(batch, collection, self._sparsifier, self.clock)
-                    found.append((hooks, registered))
+        self, collections: Iterable[nn.Module], shards: Mapping[Place, Tensor]
+    ) -> dict[TableBatchHooks, dict[int, Place]]:
+        """Return the hooks of batches with registered tables, and the places of their masks by the
+        number of the table in the batch. All other batches get no hooks, and cost nothing."""
+        # A batch that stays keeps its dirty rows, and its backwards on the way.
+        known = {hooks.module: hooks for hooks in self._batches}
+        # An empty table begins where the next one does.
+        by_memory = {(weight.data_ptr(), weight.shape): place for place, weight in shards.items()}
+        found: dict[TableBatchHooks, dict[int, Place]] = {}
+        for collection, batch in batches_of(collections):
+            registered: dict[int, Place] = {}
+            for table, weight in enumerate(batch.weights()):
+                if place := by_memory.get((weight.data_ptr(), weight.shape)):
+                    registered[table] = place
+            if registered:
+                hooks = known.get(batch.module) or TableBatchHooks(
+                    batch, collection, self._sparsifier, self.clock
+                )
+                found[hooks] = registered
         return found
 
-    def _hook(self, models: list[nn.Module]) -> None:
+    def _hook(self, models: list[nn.Module], owners: list[nn.Module]) -> None:
         # Before a forward: collections look whether they were resharded, models whether weights
         # were replaced, batches clean the rows that they read.
         for part in self._parts():
             part.hook()
         for module in self._known_lookups:
-            self._handles += [
+            self._hooks.add(
                 module.register_forward_pre_hook(Hook(self._before_forward)),
                 module.register_state_dict_pre_hook(Hook(self._before_state_dict)),  # type: ignore[no-untyped-call]
-            ]
+            )
         torchrec = torchrec_port()
         for model in models:
-            self._handles.append(model.register_forward_pre_hook(Hook(self._before_model)))
+            self._hooks.add(model.register_forward_pre_hook(Hook(self._before_model)))
             if torchrec is not None and torchrec.averages(model):
-                self._handles.append(Wrapped(model, "sync", self._before_average))
+                self._hooks.add(Wrapped(model, "sync", self._before_average))
         # Parts of a model are loaded by themselves too, TorchRec's collections always, and then its
         # own hook is silent.
-        owners = chain.from_iterable(dense.owners for dense in self._dense)
         for module in dict.fromkeys([*models, *self._known_lookups, *owners]):
             handle = module.register_load_state_dict_post_hook(Hook(self._after_load))  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+            self._hooks.add(handle)
 
-    def _remove_hooks(self, staying: Sequence[TableBatchHooks]) -> None:
-        """Remove all hooks except those on the batches that stay."""
-        for handle in self._handles:
-            handle.remove()
+    def _remove_hooks(self) -> None:
         for part in self._parts():
-            if part not in staying:
-                part.unhook()
-        self._handles, self._batches, self._dense, self._known_lookups = [], [], [], {}
+            part.unhook()
+        self._hooks.remove()
 
     def _before_read(self) -> None:
         """Weights are about to be read: those that were loaded since are cleaned now, so that masks
         can be loaded before or after them."""
         if self._loaded:
-            self._clean_all()
+            self._clean_loaded()
 
     @timed
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         # On all ranks alike, with or without shards.
         if lookups_of(module) != self._known_lookups[module]:
-            self._look_up(check=True)
+            self._look_up(self._walk())
         self._before_read()
 
     @timed
     def _before_model(self, module: nn.Module, args: Any) -> None:
         # Here, not in the owners' hooks: those hold the weights that were replaced.
         if self._replaced():
-            self._look_up(check=True)
+            self._look_up(self._walk())
         self._before_read()
         for dense in self._dense:
             dense.clean()
@@ -549,26 +534,21 @@ class MaskEnforcer(Enforcer):
 def settle_all(weights: Sequence[Tensor]) -> None:
     """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
     Local."""
+    for enforcer in dict(_masking(weights)):
+        enforcer.settle()
+
+
+def _masking(
+    weights: Sequence[Tensor], but: MaskEnforcer | None = None
+) -> Iterator[tuple[MaskEnforcer, int]]:
+    """Yield the attached enforcers, other than ``but``, that mask one of these weights, and its
+    number."""
+    find = same_storage(weights)
     # A copy: weak references may die during the loop.
-    for enforcer in list(_attached):
-        masked = _masked_by(enforcer)
-        if any(map(masked, weights)):
-            enforcer.settle()
-
-
-def _masked_by(enforcer: MaskEnforcer) -> Callable[[Tensor], list[int]]:
-    """Return a function that lists the weights of an enforcer that share memory with a tensor."""
-    return same_storage([each.weight for each in enforcer.masked()])
-
-
-def _warn_of_revived(revived: Counter[str]) -> None:
-    warnings.warn(
-        f"The model was loaded with {revived.total()} non-zero weights that the masks remove, in"
-        f" {cut(', '.join(map(repr, revived)), 100)}; they are 0 now, so this is not the model that"
-        " was saved. Load the state of the sparsifier that was saved with it too, before the next"
-        " forward.",
-        stacklevel=3,
-    )
+    for enforcer in {*_attached} - {but}:
+        for _, weight in enforcer.weights():
+            for number in find(weight):
+                yield enforcer, number
 
 
 def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | None = None) -> None:
@@ -577,34 +557,29 @@ def refuse_masked(weights: Sequence[tuple[str, Tensor]], but: MaskEnforcer | Non
     Raises:
         ValueError: some are.
     """
-    for other in _attached:
-        if other is but:
-            continue
-        theirs = _masked_by(other)
-        for name, weight in weights:
-            if theirs(weight):
-                raise ValueError(
-                    f"The weights of {name!r} are already sparsified: call detach() first, on"
-                    " the earlier result of sparsify() or on the MaskEnforcer attached to"
-                    " them."
-                )
+    found = next(_masking([weight for _, weight in weights], but), None)
+    if found is not None:
+        raise ValueError(
+            f"The weights of {weights[found[1]][0]!r} are already sparsified: call detach() first,"
+            " on the earlier result of sparsify() or on the MaskEnforcer attached to them."
+        )
 
 
-def _check_not_compiled(modules: Modules, registered: Sequence[nn.Module]) -> None:
+def _check_not_compiled(
+    paths: Iterable[tuple[str, nn.Module]], registered: Iterable[nn.Module]
+) -> None:
     """Refuse modules in which hooks do not run.
 
     Raises:
         ValueError: a module that holds registered weights is compiled, or one that it is a part of.
     """
     holding = set(registered)
-    for by_path in modules.values():
-        for path, module in by_path.items():
-            # torch.compile(module) wraps it; module.compile() replaces its call in place.
-            wrapped = hasattr(module, "_orig_mod")
-            compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
-            if compiled and not holding.isdisjoint(module.modules()):
-                raise ValueError(
-                    f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run"
-                    " inside torch.compile, so removed weights would come back unseen. Attach to"
-                    " the model as it was before torch.compile."
-                )
+    for path, module in paths:
+        # torch.compile(module) wraps it; module.compile() replaces its call in place.
+        compiled = getattr(module, "_orig_mod", module._compiled_call_impl)
+        if compiled is not None and not holding.isdisjoint(module.modules()):
+            raise ValueError(
+                f"The model is compiled{f' at {path!r}' if path else ''}: hooks do not run inside"
+                " torch.compile, so removed weights would come back unseen. Attach to the model as"
+                " it was before torch.compile."
+            )

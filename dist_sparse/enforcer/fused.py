@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from dist_sparse.enforcer import Clock, Hook, timed
-from dist_sparse.enforcer.dense import Masked, Place, State, Stepped
+from dist_sparse.enforcer import Clock, Hook, Hooks, timed
+from dist_sparse.enforcer.dense import Place, State, WeightState
 from dist_sparse.enforcer.rows import (
+    CountedLookups,
     Ends,
     KeptIds,
-    LookupCounts,
     RowFlags,
     SampledLookups,
     Slot,
@@ -37,6 +36,7 @@ from dist_sparse.enforcer.rows import (
     flag,
 )
 from dist_sparse.masking.kept_scores import Written, worth_keeping
+from dist_sparse.masking.masks import Held
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
@@ -47,19 +47,18 @@ Ids = tuple[Tensor, Ends]
 
 
 @dataclass(frozen=True, eq=False)
-class _Lookup:
+class _PendingLookup:
     """A lookup whose backward is still to come.
 
     Attributes:
         every: all ids, dropped ones too.
         written: the ids whose rows the backward writes.
-        masked: ids of removed rows, in tables masked by their ids, were dropped or weigh nothing.
-        masks_key: identifies the masks that the lookup used.
+        masks_key: identifies the masks by which ids of removed rows were dropped or weigh nothing;
+            empty if another hook has replaced the ids since.
     """
 
     every: Ids
     written: Ids
-    masked: bool
     masks_key: tuple[int, ...]
 
 
@@ -73,39 +72,34 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # torch.cuda, or torch.cpu, whose streams do nothing.
+        self._streams = torch.get_device_module(device)
         self._readers: set[Any] = set()
-        # The stream of the last write, and an event after it.
-        self._last_write: tuple[Any, Any] | None = None
+        # Sets the stream of the last write, and an event after it.
+        self.after_write()
 
     def before_read(self) -> None:
         """Have the current stream wait for the last write."""
-        if (stream := self._current()) is not None:
-            self._wait_for_last_write(stream)
-            self._readers.add(stream)
+        self._readers.add(self._after_last_write())
 
     def before_write(self) -> None:
         """Have the current stream wait for all lookups, their backwards, and the last write."""
-        if (stream := self._current()) is not None:
-            self._wait_for_last_write(stream)
-            for reader in self._readers - {stream}:
-                stream.wait_stream(reader)
+        stream = self._after_last_write()
+        for reader in self._readers - {stream}:
+            stream.wait_stream(reader)
 
     def after_write(self) -> None:
         """Have later lookups on other streams wait for the current one, up to here."""
-        if (stream := self._current()) is not None:
-            self._last_write = stream, stream.record_event()
+        self._writer = self._streams.current_stream(self._device)
+        self._written = self._writer.record_event()
 
-    def _wait_for_last_write(self, stream: Any) -> None:
+    def _after_last_write(self) -> Any:
+        """Return the current stream once it waits for the last write."""
+        stream = self._streams.current_stream(self._device)
         # An event: waiting for all work of the other stream would end the overlap of the two.
-        if self._last_write is not None and self._last_write[0] != stream:
-            stream.wait_event(self._last_write[1])
-
-    def _current(self) -> Any:
-        """The current stream; None of a CPU, and before CUDA is initialized, which asking for the
-        stream would do."""
-        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        has_streams = started and self._device.type == "cuda"
-        return torch.cuda.current_stream(self._device) if has_streams else None
+        if stream != self._writer:
+            stream.wait_event(self._written)
+        return stream
 
 
 class TableBatchHooks:
@@ -135,23 +129,25 @@ class TableBatchHooks:
         self._slots: dict[int, Slot] = {}
         views = self._batch.weights()
         device = views[0].device
-        self._on_cpu = device.type == "cpu"
+        on_cpu = device.type == "cpu"
         # FBGEMM's CPU backward writes wrong rows if a table is empty and widths differ.
         has_empty = min(map(len, views)) == 0
         widths = {view.shape[1] for view in views}
-        self._strays = self._on_cpu and has_empty and len(widths) > 1
+        self._strays = on_cpu and has_empty and len(widths) > 1
+        # On a device the host does not know the ids; it never knows the rows of stray writes.
+        self._knows_writes = on_cpu and not self._strays
+        self._pooled = self._batch.pooling != "none"
         # Only a sum can do without rows of zeros. On a device the host would wait for the number of
         # remaining ids.
-        self._drops = self._on_cpu and self._batch.pooling == "sum"
+        self._drops = on_cpu and self._batch.pooling == "sum"
         self._features = list(batch.features)
         self._order = StreamOrder(device)
         # Of tables that are masked by their ids, if they have removed rows.
-        self._kept: KeptIds | None = None
-        # Whether ids of removed rows were dropped, or weighed nothing, in the last lookup, and
-        # whether those of the kernel's next call are to weigh nothing.
-        self._masked = self._to_weigh = False
+        self._kept = KeptIds({}, self._features)
+        # Whether ids of removed rows are to weigh nothing in the kernel's next call.
+        self._to_weigh = False
         self._rows = ZeroedRows(self._features, device)
-        self._counts = LookupCounts(self._features)
+        self._counts = CountedLookups(self._features)
         self._sampled = SampledLookups(self._features)
         # Rows written since they were read, by what reads and clears the record.
         self._written: dict[str, dict[int, RowFlags]] = {}
@@ -159,33 +155,30 @@ class TableBatchHooks:
         self._caches = False
         # All ids of the last forward, and those that were passed on to the kernel.
         self._last: tuple[Any, Any] = (None, None)
-        self._handles: list[RemovableHandle] = []
+        self._hooks = Hooks()
 
     def hook(self) -> None:
-        """Attach the hooks on lookups and on their backwards, unless they are attached."""
-        if self._handles:
-            return
-        self._handles = [
+        """Attach the hooks on lookups and on their backwards."""
+        self._hooks.add(
             self.module.register_forward_pre_hook(Hook(self._before_lookup)),
             self.module.register_forward_hook(Hook(self._after_lookup)),
-        ]
-        if self._batch.pooling != "none":
+        )
+        if self._pooled:
             weigh, restore = Hook(self._weigh), Hook(lambda *_: self._batch.restore_pooling())
-            self._handles += [
+            self._hooks.add(
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
-            ]
+            )
 
     def unhook(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hooks. Backwards of lookups before are still recorded."""
+        self._hooks.remove()
 
     def moved_to(self, places: Mapping[int, Place]) -> None:
         """Use the masks at other places; dirty rows stay dirty."""
         self._places = places
         self._key = ()
+        self._written.clear()
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
@@ -198,7 +191,7 @@ class TableBatchHooks:
         self._begin_write()
         self._rows.clean_all()
         self._order.after_write()
-        self._add_all_written()
+        self._written.clear()
 
     def masks_updated(self) -> None:
         """Have lookups on other streams wait for the mask update that ends here."""
@@ -213,49 +206,42 @@ class TableBatchHooks:
         """Mark the current storage as in sync with the dirty rows, after a write that revived none:
         it may have been in any row."""
         self._in_sync = self._storage()
-        self._add_all_written()
+        # Readers begin again, with all rows.
+        self._written.clear()
 
     def written(self, reader: str) -> Iterator[tuple[int, Written]]:
         """Yield the address of the weights and the possibly written rows (live) of each registered
         CPU table; for ``"scores"`` of those whose scores are worth keeping. The first call of a
-        reader starts its record, with all rows in it."""
-        # On a device the host does not know the ids; it never knows the rows of stray writes.
-        if not self._on_cpu or self._strays:
+        reader starts its record, with all rows in it, and so does the first one after a write of
+        unknown rows."""
+        if not self._knows_writes:
             return
         slots = self._current()
-        if reader == "scores":
-            slots = {
-                table: slot
-                for table, slot in slots.items()
-                if worth_keeping(slot.mask.rect, slot.mask.block)
-            }
+        tracked = {
+            table
+            for table, slot in slots.items()
+            if reader != "scores" or worth_keeping(slot.mask.rect, slot.mask.block)
+        }
         record = self._written.get(reader, {})
-        if record.keys() != slots.keys():
-            record = {table: RowFlags(len(slot.weight)) for table, slot in slots.items()}
+        if record.keys() != tracked:
+            record = {table: RowFlags(len(slots[table].weight)).add_all() for table in tracked}
             self._written[reader] = record
-            for rows in record.values():
-                rows.add_all()
         for table, rows in record.items():
             yield slots[table].weight.data_ptr(), rows
 
-    def masked(self) -> Iterator[Masked]:
-        """Yield the registered shards and their masks, which a mask update replaces."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the registered shards by name."""
         for table, slot in self._current().items():
-            yield Masked(self._places[table].name, slot.weight, slot.mask)
+            yield self._places[table].name, slot.weight
 
-    def states(self) -> Iterator[Stepped]:
+    def states(self) -> Iterator[WeightState]:
         """Yield the registered shards and their optimizer state; FBGEMM starts all of it at 0."""
-        states = self._batch.states()
+        by_table = self._batch.states()
         for table, slot in self._current().items():
-            found: list[State] = [(state, 0.0) for state in states[table]]
-            sums = found[0] if self._batch.is_adagrad else None
-            by_element = slot.weight.shape in (state.shape for state in states[table])
-            yield Stepped(self._places[table].name, slot.weight, found, sums, by_element)
-
-    def _add_all_written(self) -> None:
-        for record in self._written.values():
-            for rows in record.values():
-                rows.add_all()
+            states: list[State] = [(state, 0.0) for state in by_table[table]]
+            sums = states[0] if self._batch.is_adagrad else None
+            by_element = any(state.shape == slot.weight.shape for state, _ in states)
+            yield WeightState(self._places[table].name, *slot, states, sums, by_element)
 
     def _begin_write(self) -> None:
         """Wait for lookups on other streams, and have the weights of this moment in place."""
@@ -264,10 +250,10 @@ class TableBatchHooks:
         if self._caches:
             self._batch.write_back()
 
-    def _storage(self) -> list[tuple[int, int]]:
-        """Return the addresses of the weights, and torch's counts of writes. It counts all but
-        writes through ``.data`` and by FBGEMM's backward, before which a hook runs."""
-        return [(each.data_ptr(), each._version) for each in self._batch.storage()]
+    def _storage(self) -> dict[int, int]:
+        """Return torch's counts of writes by the address of the weights. It counts all but writes
+        through ``.data`` and by FBGEMM's backward, before which a hook runs."""
+        return {each.data_ptr(): each._version for each in self._batch.storage()}
 
     def _masks_key(self) -> tuple[int, bool]:
         """Return a key that changes with the masks and with their use."""
@@ -277,7 +263,7 @@ class TableBatchHooks:
         """Return the live weights and masks of registered tables, read again after either was
         replaced."""
         storage = self._storage()
-        key = *self._masks_key(), *(address for address, _ in storage)
+        key = *self._masks_key(), *storage
         if key != self._key:
             with torch.no_grad():
                 self._refresh()
@@ -291,38 +277,31 @@ class TableBatchHooks:
         """Read masks, counts and weights again, and decide how to mask each table."""
         views = self._batch.weights()
         before, self._slots = self._slots, {}
-        counted: dict[int, Tensor] = {}
-        samples: dict[int, Tensor] = {}
+        held: dict[int, Held] = {}
         for table, (name, number) in self._places.items():
-            held = self._store.table(name).shards[number]
-            self._slots[table] = Slot(views[table].data, held.mask)
-            samples[table] = held.samples
-            if held.counts.numel():
-                counted[table] = held.counts
+            held[table] = self._store.table(name).shards[number]
+            self._slots[table] = Slot(views[table].data, held[table].mask)
         # The mask update has zeroed newly removed rows: their scores have changed.
         for record in self._written.values():
             add_pruned(record, before, self._slots)
-        self._counts.use(counted)
-        self._sampled.use({table: slot.mask for table, slot in self._slots.items()}, samples)
+        self._counts.use(held)
+        self._sampled.use(held)
         self._choose()
 
     def _choose(self) -> None:
         """Choose the tables that are masked by their ids, and those that are zeroed."""
-        whole: set[int] = set()
-        # Removed rows that are to be trained, or that the backward of another table writes, are
-        # read.
-        if not self._sparsifier.trains_removed and not self._strays:
-            whole = {table for table, slot in self._slots.items() if slot.whole_rows}
+        whole = {table for table, slot in self._slots.items() if slot.whole_rows}
+        if self._sparsifier.trains_removed or self._strays:
+            # Removed rows that are to be trained, or that the backward of another table writes, are
+            # read.
+            whole = set()
         stay_zero = whole if self._batch.keeps_zeros else set()
         self._refuse_cached(stay_zero)
         self._rows.use(self._slots, self._slots.keys() - stay_zero)
-        kept: dict[int, Tensor] = {}
-        for table in whole if self._drops else stay_zero:
-            mask = self._slots[table].mask
-            # Otherwise its ids pass unchanged.
-            if mask.removes:
-                kept[table] = mask.dead_rows().logical_not_()
-        self._kept = KeptIds(kept, self._features) if kept else None
+        # The ids of all others pass unchanged.
+        by_ids = self._rows.removing.keys() & (whole if self._drops else stay_zero)
+        kept = {table: ~self._slots[table].mask.dead_rows() for table in by_ids}
+        self._kept = KeptIds(kept, self._features)
 
     def _refuse_cached(self, stay_zero: set[int]) -> None:
         """Refuse cached tables whose removed rows do not stay zero by themselves.
@@ -345,18 +324,17 @@ class TableBatchHooks:
         self._order.before_read()
         self._current()
         requested = passed = args[0]
-        if self._drops and self._kept is not None:
+        if self._drops and self._kept:
             passed = self._kept.among(requested)
-        self._masked = passed is not requested
         # Weight 0 keeps gradients from removed rows. A forward alone may read their zeros.
-        self._to_weigh = not self._masked and torch.is_grad_enabled()
+        self._to_weigh = passed is requested and torch.is_grad_enabled()
         sampled = self._sampled.due()
         with torch.no_grad():
             if sampled:
                 self._sampled.add(*_local_ids(requested))
             if self._rows.revived:
                 self.clean()
-            if self._rows.cleans_lookups:
+            if self._rows.any_dirty:
                 self._rows.clean_read(*_local_ids(passed))
         self._last = requested, passed
         return passed, *args[1:]
@@ -364,39 +342,32 @@ class TableBatchHooks:
     def _weigh(self, kernel: Any, args: Any, call: dict[str, Any]) -> Any:
         """Forward pre-hook of FBGEMM's module: let ids of removed rows weigh nothing, unless they
         were dropped."""
-        if not self._to_weigh:
-            return None
-        self._masked = True
-        changed = None if self._kept is None else self._batch.weighed(call, self._kept.flags)
-        return None if changed is None else (args, changed)
+        if self._to_weigh and self._kept:
+            return args, self._batch.weighed(call, self._kept.flags) or call
+        return None
 
-    def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+    def _after_lookup(self, module: Any, args: tuple[Any, ...], output: Tensor) -> None:
         requested, passed = self._last
         # Free the ids now, not at the next lookup.
         self._last = None, None
-        if not isinstance(output, Tensor) or not output.requires_grad:
+        if not output.requires_grad:
             return
-        # The kernel was called with args[0]: another hook may have replaced the ids.
-        is_ours = passed is args[0]
         written = _copied_ids(args[0])
-        lookup = _Lookup(
-            every=_copied_ids(requested) if is_ours and self._counts else written,
+        lookup = _PendingLookup(
+            every=_copied_ids(requested) if self._counts else written,
             written=written,
-            masked=is_ours and self._masked,
-            # The key begins with _masks_key().
-            masks_key=self._key[:2],
+            # The key begins with _masks_key(). Another hook may have replaced the ids.
+            masks_key=self._key[:2] if passed is args[0] else (),
         )
-        if self._caches:
-            self._batch.pending.add(lookup)
+        self._batch.pending.add(lookup)
         before_update = partial(self._before_update, lookup)
         output.register_hook(before_update)  # type: ignore[no-untyped-call]
 
     @timed
-    def _before_update(self, lookup: _Lookup, grad: Tensor) -> Tensor | None:
+    def _before_update(self, lookup: _PendingLookup, grad: Tensor) -> Tensor | None:
         """Record a lookup in its backward, just before the fused optimizer writes the rows; return
         the gradient of the output, or None for no change."""
-        if self._caches:
-            self._batch.pending.discard(lookup)
+        self._batch.pending.discard(lookup)
         # Not in the forward: until the backward, all rows may be cleaned, and other lookups read.
         with torch.no_grad():
             self._current()  # masks may have been updated since the lookup
@@ -410,7 +381,7 @@ class TableBatchHooks:
 
     def _without_removed(self, grad: Tensor, ids: Tensor, ends: Ends) -> Tensor | None:
         """Return the gradient of a sequence with zeros for removed rows; None for no change."""
-        if self._kept is None or self._batch.pooling != "none":
+        if self._pooled or not self._kept:
             return None
         removed = self._kept.flags(ids, ends).logical_not_()
         if not grad.is_cpu:
@@ -419,30 +390,25 @@ class TableBatchHooks:
         copied = grad.clone(memory_format=torch.contiguous_format)
         return copied.index_fill_(0, removed.nonzero().view(-1), 0)
 
-    def _record_writes(self, lookup: _Lookup) -> None:
+    def _record_writes(self, lookup: _PendingLookup) -> None:
         """Record the rows that a backward is about to write."""
-        ids, ends = lookup.written
-        self._rows.add(ids, ends)
-        # Only kept on a CPU, where ends are a list.
-        if not isinstance(ends, Tensor):
-            for record in self._written.values():
-                flag(record, self._features, ids, ends)
+        self._rows.add(*lookup.written)
+        for record in self._written.values():
+            flag(record, self._features, *lookup.written)
         # Sequences are masked now, by _without_removed(). Bags were masked in the forward: rows
         # that they kept may have been removed since.
-        pooled = self._batch.pooling != "none"
-        if pooled and (not lookup.masked or lookup.masks_key != self._masks_key()):
-            self._rows.revived |= self._kept is not None
+        if self._pooled and lookup.masks_key != self._masks_key():
+            self._rows.revived |= bool(self._kept)
 
 
-def fused_sums(models: Iterable[nn.Module]) -> dict[int, State]:
-    """Return the sums of fused Adagrad optimizers and their initial value, by the address of the
-    shard; nothing for other optimizers."""
+def fused_sums(model: nn.Module) -> dict[int, State]:
+    """Return the sums of a model's fused Adagrad optimizers and their initial value, by the address
+    of the shard; nothing for other optimizers."""
     found: dict[int, State] = {}
-    for collection in collections_of(module for model in models for module in model.modules()):
-        for batch in collection_of(collection).batches():
-            if batch.is_adagrad:
-                for weight, states in zip(batch.weights(), batch.states(), strict=True):
-                    found[weight.data_ptr()] = states[0], 0.0
+    for _, batch in batches_of(collections_of(model.modules())):
+        if batch.is_adagrad:
+            for weight, states in zip(batch.weights(), batch.states(), strict=True):
+                found[weight.data_ptr()] = states[0], 0.0
     return found
 
 
@@ -453,20 +419,30 @@ def collections_of(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         yield from filter(torchrec.is_sharded, dict.fromkeys(modules))
 
 
+def batches_of(collections: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, TableBatch]]:
+    """Yield this rank's table batches with a fused optimizer, each with its collection."""
+    for collection in collections:
+        for batch in collection_of(collection).batches():
+            yield collection, batch
+
+
 def lookups_of(collection: nn.Module) -> list[nn.Module]:
     """Return the lookups of a sharded collection. A reshard makes new ones on every rank, with or
     without shards."""
     torchrec = torchrec_port()
-    return torchrec.lookups(collection) if torchrec is not None else []
+    # It has made the collection.
+    assert torchrec is not None
+    return torchrec.lookups(collection)
 
 
 def _local_ids(features: Any) -> Ids:
     """Return the ids of a KeyedJaggedTensor, and where those of each feature begin and end."""
     ids = features.values()
-    if ids.is_cpu or features.variable_stride_per_key() or not features.stride():
+    if ids.is_cpu or features.variable_stride_per_key():
         return ids, features.offset_per_key()
-    # With one batch size for all features, the host need not wait for the device.
-    return ids, features.offsets()[:: features.stride()]
+    # With one batch size for all features, the host need not wait for the device. An empty batch
+    # has no ids to find.
+    return ids, features.offsets()[:: max(1, features.stride())]
 
 
 def _copied_ids(features: Any) -> Ids:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dist_sparse.masking.device import kernels_on
-from dist_sparse.masking.masks import WORDS, BlockMask, positions, prune, wide
+from dist_sparse.masking.masks import WORDS, BlockMask, Held, positions, prune, wide
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import sent
@@ -38,20 +38,24 @@ EVERY: Final = 16
 """One forward in so many is sampled, beginning with the first after a mask update."""
 
 
-def in_table(ids: Tensor, rows: int | Tensor) -> Tensor:
-    """Return ``ids`` as int64, with 0 for those outside ``[0, rows)``: of one table, or of the
-    table of each id."""
+def in_table(ids: Tensor, rows: int) -> Tensor:
+    """Return ``ids``, at least one, as int64, with 0 for those outside ``[0, rows)``."""
     ids = ids.long()
     # Reading two numbers is quicker than three more passes, where that does not wait for a device.
-    if isinstance(rows, int) and ids.is_cpu:
-        least, most = ids.aminmax()
-        if int(least) >= 0 and int(most) < rows:
+    if ids.is_cpu:
+        least, most = map(int, ids.aminmax())
+        if 0 <= least <= most < rows:
             return ids
+    return _outside_as_0(ids, rows)
+
+
+def _outside_as_0(ids: Tensor, rows: int | Tensor) -> Tensor:
+    """Return int64 ids with 0 for those outside ``[0, rows)``: of one table, or of each id's."""
     return torch.where((ids < 0) | (ids >= rows), 0, ids)
 
 
 def rows_by_feature(
-    rows: Mapping[int, int], features: Sequence[int], ids: Tensor, ends: Ends
+    tables: Mapping[int, Tensor], features: Sequence[int], ids: Tensor, ends: Ends
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the table of each feature, the rows that its ids name, int64 ``(n,)``, and which of
     them count, bool ``(n,)``.
@@ -60,23 +64,24 @@ def rows_by_feature(
     none in row 0 if they belong to another one.
 
     Args:
-        rows: of each table, by its number; ids of other tables are left out.
+        tables: something with an element for each row, by the number of the table; ids of other
+            tables are left out.
         features: for each feature the number of its table.
     """
     if isinstance(ends, Tensor):
         feature_of_each = _feature_of_each(ids, ends)
         for feature, table in enumerate(features):
-            if table in rows:
+            if table in tables:
                 mine = feature_of_each == feature
-                yield table, in_table(ids, rows[table]).masked_fill(~mine, 0), mine
+                yield table, in_table(ids, len(tables[table])).masked_fill(~mine, 0), mine
         return
-    for table, at in ids_of_tables(rows, features, ends):
-        found = in_table(ids[at], rows[table])
+    for table, at in ids_of_tables(tables, features, ends):
+        found = in_table(ids[at], len(tables[table]))
         yield table, found, torch.ones((), dtype=torch.bool).expand(found.shape)
 
 
 def ids_of_tables(
-    tables: Container[int], features: Sequence[int], ends: Sequence[int]
+    tables: Container[int], features: Sequence[int], ends: Ends
 ) -> Iterator[tuple[int, slice]]:
     """Yield the table of each feature that has ids, if it is one of ``tables``, and where the ids
     of the feature are."""
@@ -103,6 +108,10 @@ class KeptIds:
     def __init__(self, kept: Mapping[int, Tensor], features: Sequence[int]) -> None:
         self._kept = kept
         self._features = features
+
+    def __bool__(self) -> bool:
+        """Whether the rows of any table are known."""
+        return bool(self._kept)
 
     def flags(self, ids: Tensor, ends: Ends, strict: bool = False) -> Tensor:
         """Return which ids are kept, bool ``(n,)``.
@@ -140,25 +149,27 @@ class KeptIds:
         flags, starts, rows = self._flat
         # Ids before the first feature and behind the last one are of no table.
         feature = _feature_of_each(ids, ends) + 1
-        return flags.index_select(0, starts[feature] + in_table(ids, rows[feature]))
+        places = starts[feature] + _outside_as_0(ids.long(), rows[feature])
+        return flags.index_select(0, places)
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
         """The flags of all tables in one tensor, as on a device each read is a launch; and where
         the table of each feature begins in it, and how many rows it has."""
-        device = next(iter(self._kept.values())).device
-        # The last flag is for the ids of all other tables, which so have one row.
-        kept = [*self._kept.values(), torch.ones(1, dtype=torch.bool, device=device)]
-        number = {table: i for i, table in enumerate(self._kept)}
+        kept = [*self._kept.values()]
         lengths = [*map(len, kept)]
-        starts = [0, *accumulate(lengths)]
+        *starts, end = accumulate(lengths, initial=0)
+        spans = dict(zip(self._kept, zip(starts, lengths, strict=True), strict=True))
+        # The last flag is for the ids of all other tables, which so have one row.
+        kept.append(kept[0].new_ones(1))
+        other = end, 1
         # Of each feature, and of the ids before the first one and behind the last one.
-        of = [number.get(table, len(kept) - 1) for table in (-1, *self._features, -1)]
-        first, rows = [starts[i] for i in of], [lengths[i] for i in of]
-        return torch.cat(kept), sent(first, device), sent(rows, device)
+        of = [other, *(spans.get(table, other) for table in self._features), other]
+        first, rows = zip(*of, strict=True)
+        return torch.cat(kept), sent(first, kept[0].device), sent(rows, kept[0].device)
 
 
-class LookupCounts:
+class CountedLookups:
     """Counts the lookups of each row, for scores that ask for them.
 
     Args:
@@ -175,12 +186,11 @@ class LookupCounts:
         """Whether any table is counted."""
         return bool(self._counts)
 
-    def use(self, counts: Mapping[int, Tensor]) -> None:
-        """Take the counts to add to, live, int32 or float64 ``(rows,)``, by the number of the
-        table."""
+    def use(self, held: Mapping[int, Held]) -> None:
+        """Take the counts to add to, by the number of the table."""
         # New tensors, loaded or moved, may hold the largest count already.
         self._room = 0
-        self._counts = counts
+        self._counts = {table: one.counts for table, one in held.items() if one.counts.numel()}
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count the lookups of one forward."""
@@ -188,11 +198,9 @@ class LookupCounts:
         # counts are clamped once in 2**30 lookups, not checked each time.
         self._room -= ids.numel()
         if self._room < 0:
-            for count in self._counts.values():
-                count.clamp_(max=MOST_COUNTED)
+            torch._foreach_clamp_max_([*self._counts.values()], MOST_COUNTED)
             self._room = MOST_COUNTED - 1 - ids.numel()
-        sizes = {table: count.numel() for table, count in self._counts.items()}
-        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
+        for table, rows, mine in rows_by_feature(self._counts, self._features, ids, ends):
             count = self._counts[table]
             count.index_add_(0, rows, mine.to(count.dtype))
 
@@ -210,21 +218,14 @@ class SampledLookups:
 
     def __init__(self, features: Sequence[int]) -> None:
         self._features = features
-        self._masks: Mapping[int, BlockMask] = {}
-        self._sums: Mapping[int, Tensor] = {}
+        self._held: Mapping[int, Held] = {}
         self._removed: dict[int, Tensor] = {}
         self._forwards = 0
 
-    def use(self, masks: Mapping[int, BlockMask], sums: Mapping[int, Tensor]) -> None:
-        """Take new masks; both by the number of the table.
-
-        Args:
-            sums: int64 ``(2,)`` each, all lookups and those of removed rows, added to in place.
-        """
-        self._sums = sums
-        if [*map(id, masks.values())] != [*map(id, self._masks.values())]:
-            self._removed, self._forwards = {}, 0
-        self._masks = masks
+    def use(self, held: Mapping[int, Held]) -> None:
+        """Take masks and sums, by the number of the table."""
+        if held != self._held:
+            self._held, self._removed, self._forwards = held, {}, 0
 
     def due(self) -> bool:
         """Whether this forward is counted."""
@@ -237,15 +238,12 @@ class SampledLookups:
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Count one forward."""
-        sizes = {table: mask.rect.rows for table, mask in self._masks.items()}
-        for table, rows, mine in rows_by_feature(sizes, self._features, ids, ends):
-            sums, mask = self._sums[table], self._masks[table]
-            sums[0] += mine.sum()
-            if mask.removes:
-                # Made once for each mask.
-                if table not in self._removed:
-                    self._removed[table] = mask.dead_rows()
-                sums[1] += (self._removed[table].index_select(0, rows) & mine).sum()
+        # Made once for each mask; an evaluation needs none.
+        if not self._removed:
+            self._removed = {table: one.mask.dead_rows() for table, one in self._held.items()}
+        for table, rows, mine in rows_by_feature(self._removed, self._features, ids, ends):
+            removed = self._removed[table].index_select(0, rows) & mine
+            self._held[table].samples.add_(torch.stack([mine.sum(), removed.sum()]))
 
 
 # Dirty rows.
@@ -271,6 +269,10 @@ class Slot(NamedTuple):
     def whole_rows(self) -> bool:
         """Whether a block spans all columns of the shard: a row is kept or removed as a whole."""
         return self.mask.grid.cols == 1
+
+
+Slots = Mapping[int, Slot]
+"""The registered tables of a batch, by their number in it."""
 
 
 def many(mask: BlockMask, rows: int) -> bool:
@@ -329,9 +331,10 @@ class RowFlags:
         """Add these rows, int64 ``(n,)``."""
         self.flags.index_fill_(0, rows, 1)
 
-    def add_all(self) -> None:
-        """Add every row."""
+    def add_all(self) -> RowFlags:
+        """Add every row; return the set itself."""
         self.flags.fill_(1)
+        return self
 
     def add_ids(self, ids: Tensor) -> None:
         """Add the rows that ids of a lookup name."""
@@ -370,9 +373,7 @@ class RowFlags:
         self._words.zero_()
 
 
-def flag(
-    flags: Mapping[int, RowFlags], features: Sequence[int], ids: Tensor, ends: Sequence[int]
-) -> None:
+def flag(flags: Mapping[int, RowFlags], features: Sequence[int], ids: Tensor, ends: Ends) -> None:
     """Add the rows that a lookup names to the sets of their tables.
 
     Args:
@@ -388,22 +389,52 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
     the masks after remove."""
     # Nothing to add for blocks that come back: their weights are still 0, and scored as 0.
     for table, rows in flags.items():
-        old, new = before.get(table), after.get(table)
-        if old is None or new is None or not _comparable(old, new):
+        old, new = before[table], after[table]
+        was = old.weight.data_ptr(), old.mask.block
+        now = new.weight.data_ptr(), new.mask.block
+        # Bits are compared of the same blocks of the same shard, each within a row.
+        if was != now or new.mask.block[0] != 1:
             rows.add_all()
         elif old.mask is not new.mask:
             blocks = positions(old.mask.bits & ~new.mask.bits)
             rows.add(blocks // new.mask.grid.cols)
 
 
-def _comparable(old: Slot, new: Slot) -> bool:
-    """Whether the bits of two masks mean the same blocks of the same shard, each within a row."""
-    same_shard = old.weight.data_ptr() == new.weight.data_ptr()
-    return same_shard and old.mask.block == new.mask.block and new.mask.block[0] == 1
+class HostRowCleaner:
+    """Flags and cleans rows as :class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` does, where
+    there is no such kernel: on a CPU. On a device without Triton, which CUDA builds of torch bring,
+    the host waits for the ends.
 
+    Args:
+        slots: the tables that lose weights.
+        flags: of their rows.
+        features: for each feature the number of its table.
+    """
 
-Slots = Mapping[int, Slot]
-"""The registered tables of a batch, by their number in it."""
+    def __init__(
+        self, slots: Slots, flags: Mapping[int, RowFlags], features: Sequence[int]
+    ) -> None:
+        self._slots, self._flags, self._features = slots, flags, features
+
+    def flag(self, ids: Tensor, ends: Ends) -> None:
+        """Flag the rows that a lookup names."""
+        flag(self._flags, self._features, ids, ends)
+
+    def clean_read(self, ids: Tensor, ends: Ends) -> None:
+        """Clean the flagged rows among those that a lookup names."""
+        for table, at in ids_of_tables(self._slots, self._features, ends):
+            weight, mask = self._slots[table]
+            if many(mask, ids[at].numel()):
+                mask.apply_(weight)
+            else:
+                # They stay flagged: the rows that a training step reads are about to be written.
+                zero_rows(weight, mask, self._flags[table].among(ids[at]))
+
+    def clean(self) -> None:
+        """Clean all flagged rows. They stay flagged."""
+        for table, (weight, mask) in self._slots.items():
+            for rows in self._flags[table].parts():
+                zero_rows(weight, mask, rows)
 
 
 class ZeroedRows:
@@ -415,115 +446,71 @@ class ZeroedRows:
         device: of the tables.
 
     Attributes:
+        removing: the registered tables that lose weights.
+        any_dirty: rows were flagged since all were last cleaned.
         revived: removed weights of any row may be nonzero, after a write of unknown rows. Tables
-            that are not watched have no other way to say so.
+            whose rows are not flagged have no other way to say so.
     """
 
     def __init__(self, features: Sequence[int], device: torch.device) -> None:
         self._features = features
         self._device = device
-        self._on_cpu = device.type == "cpu"
-        self._slots: Slots = {}
-        self._watched: Set[int] = frozenset()
-        self._removing: Slots = {}
-        # Dirty rows.
+        self.removing: Slots = {}
         self._flags: dict[int, RowFlags] = {}
-        self._any_dirty = False
-        self._kernel: Any = None
-        self.revived = False
+        self._cleaner: Any = None
+        self.any_dirty = self.revived = False
 
     def use(self, slots: Slots, watched: Set[int]) -> None:
         """Take new masks.
 
         Args:
             slots: of all registered tables.
-            watched: the tables whose rows are flagged and cleaned. In all others removed rows stay
-                zero by themselves.
+            watched: the tables whose rows are flagged and cleaned, if their masks remove anything.
+                In all others removed rows stay zero by themselves.
         """
-        self._slots = slots
-        if self._watched != watched:
+        self.removing = {table: slot for table, slot in slots.items() if slot.mask.removes}
+        cleaned = {table: self.removing[table] for table in self.removing.keys() & watched}
+        if self._flags.keys() != cleaned.keys():
             # The old flags are lost: any row may be dirty.
-            self.revived |= self._any_dirty
-            self._any_dirty = False
-            self._watched = watched
-            counts = {table: len(slots[table].weight) for table in watched}
-            self._flags = {table: RowFlags(rows, self._device) for table, rows in counts.items()}
-        self._removing = {table: slots[table] for table in watched if slots[table].mask.removes}
-        if not self._on_cpu:
-            self._kernel = self._new_kernel()
+            self.revived |= self.any_dirty
+            self.any_dirty = False
+            self._flags = {
+                table: RowFlags(len(slot.weight), self._device) for table, slot in cleaned.items()
+            }
+        if kernels_on(self._device) is None:
+            self._cleaner = HostRowCleaner(cleaned, self._flags, self._features)
+        else:
+            # It imports Triton.
+            from dist_sparse.enforcer.row_kernels import TritonRowCleaner
 
-    @property
-    def cleans_lookups(self) -> bool:
-        """Whether :meth:`clean_read` has anything to do."""
-        return bool(self._removing)
+            found = {table: (*slot, self._flags[table].flags) for table, slot in cleaned.items()}
+            self._cleaner = TritonRowCleaner([*map(found.get, self._features)])
 
     def clean_read(self, ids: Tensor, ends: Ends) -> None:
         """Clean the rows that a lookup is about to read."""
-        # Most evaluations, and the first forward after a clean-up, end here.
-        if not self._any_dirty:
-            return
-        if isinstance(ends, Tensor) or self._kernel is not None:
-            self._kernel.clean_read(ids, ends)
-            return
-        for table, at in ids_of_tables(self._removing, self._features, ends):
-            slot = self._removing[table]
-            if many(slot.mask, ids[at].numel()):
-                slot.mask.apply_(slot.weight)
-            else:
-                # They stay flagged: the rows that a training step reads are about to be written.
-                zero_rows(slot.weight, slot.mask, self._flags[table].among(ids[at]))
+        self._cleaner.clean_read(ids, ends)
 
     def add(self, ids: Tensor, ends: Ends) -> None:
         """Flag the rows that a backward is about to write."""
-        if not ids.numel() or not self._watched:
-            return
-        self._any_dirty = True
-        if self._kernel is not None:
-            self._kernel.flag(ids, ends)
-        elif not isinstance(ends, Tensor):
-            flag(self._flags, self._features, ids, ends)
-        else:
-            # A device without Triton: the next lookup cleans every row.
-            self.revived = True
+        if self._flags:
+            self.any_dirty = True
+            self._cleaner.flag(ids, ends)
 
     def clean(self) -> None:
         """Zero removed weights in the dirty rows."""
         if self.revived:
             self.clean_all()
-        elif self._any_dirty:
-            if self._kernel is not None:
-                self._kernel.clean()
-            else:
-                self._clean_flagged()
+        elif self.any_dirty:
+            self._cleaner.clean()
             self._forget()
-
-    def _clean_flagged(self) -> None:
-        for table, slot in self._removing.items():
-            for rows in self._flags[table].parts():
-                zero_rows(slot.weight, slot.mask, rows)
 
     def clean_all(self) -> None:
         """Zero removed weights in every row, dirty or not."""
-        slots = self._slots.values()
-        prune((slot.mask, slot.weight, None) for slot in slots if slot.mask.removes)
+        prune((slot.mask, slot.weight, None) for slot in self.removing.values())
         self._forget()
         self.revived = False
 
     def _forget(self) -> None:
-        if self._any_dirty:
+        if self.any_dirty:
             torch._foreach_zero_([rows.flags for rows in self._flags.values()])
-        self._any_dirty = False
-
-    def _new_kernel(self) -> Any:
-        """Return the kernel that flags and cleans rows on CUDA, if Triton is installed (CUDA builds
-        of torch bring it); None elsewhere."""
-        if kernels_on(self._device) is None:
-            return None
-        # It imports Triton.
-        from dist_sparse.enforcer.row_kernels import TritonRowCleaner
-
-        slots: list[Any] = [None] * len(self._features)
-        for i, table in enumerate(self._features):
-            if table in self._removing:
-                slots[i] = *self._removing[table], self._flags[table].flags
-        return TritonRowCleaner(slots)
+        self.any_dirty = False

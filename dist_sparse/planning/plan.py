@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dist_sparse import checks
 from dist_sparse.compaction.moving import gather_rows
-from dist_sparse.enforcer.dense import leaves, same_storage, stepped
+from dist_sparse.enforcer.dense import leaves, same_storage, sums_of
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import group_over, rank_in, world_ranks
 from dist_sparse.planning.candidates import (
@@ -474,7 +474,7 @@ def untouched_rows(
     world, here = group_over(world_ranks()), rank_in(world_ranks())
     with world.agreeing("plan()"):
         # An optimizer may list fused tables that it never steps.
-        sums = _stepped_sums(located, optimizer) | fused_sums([model])
+        sums = _stepped_sums(located, optimizer) | fused_sums(model)
     # Every rank must have the sums of all its shards.
     unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
     by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
@@ -498,14 +498,14 @@ def untouched_rows(
 def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     """Return the sums that the given optimizers have for this rank's shards."""
     found: Sums = {}
-    shards = [(data.name, shard.tensor) for data in located for shard in data.shards]
+    weights = [shard.tensor for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     for leaf in chain.from_iterable(map(leaves, filter(None, optimizers))):
         parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
         stepping = same_storage(parameters)
-        for name, weight in shards:
+        for weight in weights:
             for place in stepping(weight):
-                state = stepped(name, leaf, parameters[place], weight).sums
+                state = sums_of(leaf, parameters[place], weight)
                 if state is not None:
                     found[weight.data_ptr()] = state
     return found

@@ -217,7 +217,7 @@ class _Trained(ImportanceSparsifier):
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__(sparsity_level=0.0, sparse_block_shape=(1, ROW), score="norm_accumulator")
-        self._fused = fused_sums([model])
+        self._fused = fused_sums(model)
         self.add_model(model, include=[glob.escape(name) for name in names])
 
     def sums(self) -> Mapping[int, tuple[Tensor, float]]:

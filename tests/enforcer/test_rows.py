@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_sparse.enforcer import rows as rows_module
-from dist_sparse.enforcer.dense import reset_state
+from dist_sparse.enforcer.dense import State, WeightState
 from dist_sparse.enforcer.rows import (
-    LookupCounts,
+    CountedLookups,
     RowFlags,
     Slot,
     ZeroedRows,
@@ -31,7 +31,7 @@ from dist_sparse.enforcer.rows import (
     zero_rows,
 )
 from dist_sparse.masking import device
-from dist_sparse.masking.masks import BlockMask, pack
+from dist_sparse.masking.masks import BlockMask, Held, pack
 from dist_sparse.tables.shards import Rect, grid_of
 
 CPU = torch.device("cpu")
@@ -263,17 +263,18 @@ class TestReads:
 
         zeroed = ZeroedRows(features, CPU)
         zeroed.use(masked, set(masked))
-        assert zeroed.cleans_lookups == any(
-            not bool(kept_by(slot.mask).all()) for slot in masked.values()
-        )
+        removing = {t for t, slot in masked.items() if not bool(kept_by(slot.mask).all())}
+        assert zeroed.removing.keys() == removing and not zeroed.any_dirty
         for table, rows in noted.items():
             # The lookup that wrote them: ids of this table alone.
             first = features.index(table)
             some = [0] * (first + 1) + [len(rows)] * (len(features) - first)
-            zeroed.add(torch.tensor(sorted(rows), dtype=torch.int64), some)
+            if rows:
+                zeroed.add(torch.tensor(sorted(rows), dtype=torch.int64), some)
             if len(rows) == masked[table].mask.rect.rows:
                 noted[table] = set(range(len(rows)))
-        zeroed.clean_read(ids, ends)
+        if zeroed.any_dirty:
+            zeroed.clean_read(ids, ends)
         for table, slot in masked.items():
             assert torch.equal(words(slot.weight), want[table])
         # They stay dirty.
@@ -299,7 +300,7 @@ class TestReads:
         zeroed.use({0: slot}, {0})
         zeroed.add(torch.tensor([1]), [0, 1])
         zeroed.use({0: slot}, set())
-        assert zeroed.revived and not zeroed.cleans_lookups
+        assert zeroed.revived and not zeroed.any_dirty
         zeroed.clean()
         assert not slot.weight.any() and not zeroed.revived
 
@@ -372,6 +373,14 @@ class TestRowFlags:
         assert flags[0].rows().tolist() == [1] and flags[1].rows().tolist() == [2, 3]
 
 
+def of_elements(mask: Tensor) -> BlockMask:
+    return BlockMask.of_elements(Rect(0, 0, *mask.shape), mask)
+
+
+def reset(mask: BlockMask, weight: Tensor, states: list[State]) -> None:
+    WeightState("name", weight, mask, states, None, True).reset_removed()
+
+
 class TestResetState:
     @settings(max_examples=100, deadline=None)
     @given(shards(), st.sampled_from([0.0, 0.5]))
@@ -381,8 +390,9 @@ class TestResetState:
         by_row, by_column_of_rows = torch.rand(rect.rows) + 1, torch.rand(rect.rows, 1) + 1
         step, others = torch.tensor(5.0), torch.ones(rect.rows + 1)
         was = by_element.clone(), by_row.clone(), by_column_of_rows.clone()
-        reset_state(
+        reset(
             slot.mask,
+            slot.weight,
             [(state, initial) for state in (by_element, step, by_row, others, by_column_of_rows)],
         )
 
@@ -397,14 +407,15 @@ class TestResetState:
     def test_plain_data(self) -> None:
         mask = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
         by_element, others = torch.full((2, 3), torch.nan), torch.ones(3)
-        reset_state(mask, [(by_element, 0.0), (others, 0.0), (torch.tensor(3.0), 0.0)])
+        states = [(by_element, 0.0), (others, 0.0), (torch.tensor(3.0), 0.0)]
+        reset(of_elements(mask), by_element, states)
         assert torch.equal(by_element == 0, mask == 0) and others.eq(1).all()
 
     def test_plain_data_by_rows(self) -> None:
         """Row-wise Adagrad's state belongs to rows of plain data as well."""
         mask = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
         by_row = torch.ones(2, 1)
-        reset_state(mask, [(by_row, 0.0)])
+        reset(of_elements(mask), torch.ones(2, 3), [(by_row, 0.0)])
         assert by_row.flatten().tolist() == [1, 0]
 
 
@@ -416,7 +427,7 @@ def test_lookups_are_counted_alike_with_and_without_waiting() -> None:
     want = torch.bincount(torch.tensor([3, 3, 0, 0, 3, 1]), minlength=5).int()
     for form in (ends, torch.tensor(ends)):
         counts = torch.zeros(5, dtype=torch.int32)
-        lookups = LookupCounts(features)
-        lookups.use({0: counts})
+        lookups = CountedLookups(features)
+        lookups.use({0: Held(BlockMask.full(Rect(0, 0, 5, 4), (1, 4), CPU), counts)})
         lookups.add(ids, form)
         assert torch.equal(counts, want)

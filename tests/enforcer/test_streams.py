@@ -36,10 +36,8 @@ LOOKUPS, MAIN = "lookups", "main"
 @pytest.fixture
 def streams() -> Iterator[dict[str, Stream]]:
     made = {LOOKUPS: Stream(LOOKUPS), MAIN: Stream(MAIN)}
-    with (
-        mock.patch.object(torch.cuda, "is_initialized", lambda: True),
-        mock.patch.object(torch.cuda, "current_stream", lambda device: made["now"]),
-    ):
+    with mock.patch.object(torch.cuda, "current_stream", lambda device: made["now"]):
+        made["now"] = made[MAIN]
         yield made
 
 
@@ -49,7 +47,8 @@ def test_on_two_streams(streams: dict[str, Stream]) -> None:
 
     streams["now"] = lookups
     order.before_read()
-    assert lookups.waits == []  # nothing was written
+    assert lookups.waits == ["write on main"]  # whatever came before
+    lookups.waits.clear()
 
     streams["now"] = main
     order.before_write()
@@ -70,7 +69,6 @@ def test_on_two_streams(streams: dict[str, Stream]) -> None:
 
 def test_on_one_stream(streams: dict[str, Stream]) -> None:
     order = StreamOrder(torch.device("cuda", 0))
-    streams["now"] = streams[MAIN]
     for _ in range(2):
         order.before_read()
         order.before_write()
@@ -79,8 +77,8 @@ def test_on_one_stream(streams: dict[str, Stream]) -> None:
 
 
 def test_without_streams() -> None:
-    order = StreamOrder(torch.device("cpu"))
     with mock.patch.object(torch.cuda, "current_stream", side_effect=AssertionError):
+        order = StreamOrder(torch.device("cpu"))
         order.before_read()
         order.before_write()
         order.after_write()
