@@ -13,12 +13,16 @@ import importlib.util
 import math
 import shutil
 import textwrap
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Final
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_LARGEST: Final = [999.5 * 1024**power for power in range(6)]
+"""Bytes from which on the next unit is shorter: "1,010 KiB" has a digit too many."""
+
 _SHORT: Final = 16
 """Cells up to here do not wrap."""
 
@@ -56,10 +60,10 @@ def table_lines(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[int] = (),
-    total: Sequence[str] | None = None,
+    totals: Sequence[Sequence[str]] = (),
 ) -> list[str]:
     """Return the lines of a table that fits the terminal: head, rule, rows and, below another rule,
-    the total.
+    the totals.
 
     Where it is too wide, heads and long texts wrap at blanks. If that is not enough, a row takes
     several lines: its first cell, and indented as many others as fit. No cell is cut.
@@ -68,93 +72,86 @@ def table_lines(
         head: names of the columns.
         rows: cells, as many as ``head`` has; made :func:`printable`.
         right: columns to align right.
-        total: last row.
+        totals: last rows.
     """
-    cells = [list(map(printable, row)) for row in (*rows, *([total] if total else []))]
-    columns = [*zip(head, *cells, strict=True)]
-    first, *others = _parts(columns, right, _terminal())
+    texts = zip(head, *(map(printable, row) for row in (*rows, *totals)), strict=True)
+    # The first column names its row, and numbers have a blank before their unit.
+    whole = {0, *right}
+    columns = [_Column(each, place in right, place in whole) for place, each in enumerate(texts)]
+    parts = _parts(columns, _terminal())
     blocks = []
-    for place in range(1 + len(cells)):
-        below = chain(*(part.lines(place) for part in others))
-        blocks.append([*first.lines(place), *(f"  {line}" for line in below)])
-    rule = "  ".join("-" * width for width in first.widths)
-    if others:
+    for place in range(1 + len(rows) + len(totals)):
+        blocks.append([*chain.from_iterable(part.lines(place) for part in parts)])
+    rule = "  ".join("-" * column.width for column in parts[0].columns)
+    if len(parts) > 1:
         rule = "-" * max(map(len, chain(*blocks)))
     blocks.insert(1, [rule])
-    if total:
-        blocks.insert(-1, [rule])
+    if totals:
+        blocks.insert(-len(totals), [rule])
     return [*chain(*blocks)]
 
 
-class _Part:
-    """Columns side by side, as narrow as they must be.
+class _Column:
+    """A column of a table, as wide as its longest cell at first.
 
     Args:
-        columns: all columns of a table, heads first.
-        places: of the ones that are taken.
-        right: places of those to align right.
-        room: for all of them.
+        cells: its head and its cells.
+        right: align them right.
+        whole: no cell wraps.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[Sequence[str]],
-        places: Sequence[int],
-        right: Collection[int],
-        room: int,
-    ) -> None:
-        self.columns = [columns[place] for place in places]
-        self.sides = [">" if place in right else "<" for place in places]
-        self.widths = [max(map(len, column)) for column in self.columns]
-        # The first column names its row, and numbers have a blank before their unit.
-        whole = [place == 0 or place in right for place in places]
-        least = [*map(_narrowest, self.columns, whole)]
-        while self.width > room and self.widths != least:
-            spare = [place for place, width in enumerate(self.widths) if width > least[place]]
-            self.widths[max(spare, key=self.widths.__getitem__)] -= 1
+    def __init__(self, cells: Sequence[str], right: bool, whole: bool) -> None:
+        self.cells, self.form = cells, "{:>{}}" if right else "{:<{}}"
+        self.width = max(1, *map(len, cells))
+        longest = self.width if whole else _SHORT
+        pieces = cells[0].split()
+        for cell in cells[1:]:
+            pieces += [cell] if len(cell) <= longest else cell.split()
+        # Narrower, a head would break inside a word, or a cell that stays whole.
+        self.least = max(1, *map(len, pieces))
 
-    @property
-    def width(self) -> int:
-        return sum(self.widths) + 2 * len(self.widths) - 2
+    def lines(self, row: int) -> list[str]:
+        """Return the lines of one cell; row 0 is the head."""
+        return textwrap.wrap(self.cells[row], self.width, break_on_hyphens=False)
+
+
+class _Part:
+    """Columns side by side, as narrow as ``room`` wants, after an ``indent``."""
+
+    def __init__(self, columns: Sequence[_Column], room: int, indent: str = "") -> None:
+        self.columns, self.form = columns, indent + "  ".join(each.form for each in columns)
+        spare = sum(each.width - each.least for each in columns)
+        excess = _least_width(columns) + spare - room
+        for _ in range(min(excess, spare)):
+            widest = max(columns, key=lambda each: (each.width > each.least, each.width))
+            widest.width -= 1
 
     def lines(self, row: int) -> list[str]:
         """Return the lines of one row; row 0 is the head."""
-        cells = []
-        for column, width in zip(self.columns, self.widths, strict=True):
-            # A cell that fits is not wrapped: that would collapse its blanks.
-            lines = [column[row]]
-            if len(column[row]) > width:
-                lines = textwrap.wrap(column[row], width, break_on_hyphens=False)
-            cells.append(lines)
-        form = "  ".join(map("{{:{}{}}}".format, self.sides, self.widths))
-        return [form.format(*line).rstrip() for line in zip_longest(*cells, fillvalue="")]
+        cells = [column.lines(row) for column in self.columns]
+        widths = [column.width for column in self.columns]
+        found = []
+        for line in zip_longest(*cells, fillvalue=""):
+            found.append(self.form.format(*chain(*zip(line, widths, strict=True))).rstrip())
+        return found
 
 
-def _narrowest(column: Sequence[str], whole: bool) -> int:
-    """Return the width below which a head would break inside a word, or a cell that stays whole."""
-    head, *cells = column
-    words = head.split()
-    for cell in cells:
-        words += [cell] if whole or len(cell) <= _SHORT else cell.split()
-    return max(map(len, words), default=0)
+def _least_width(columns: Sequence[_Column]) -> int:
+    return sum(each.least + 2 for each in columns) - 2
 
 
-def _parts(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[_Part]:
+def _parts(columns: Sequence[_Column], room: int) -> list[_Part]:
     """Return all columns in one part if it fits; otherwise the first alone, and the others,
     indented, in parts that are each as large as possible."""
-    whole = _Part(columns, range(len(columns)), right, room)
-    if whole.width <= room:
-        return [whole]
-    groups: list[list[int]] = [[1]]
-    for place in range(2, len(columns)):
-        if _Part(columns, [*groups[-1], place], right, room - 2).width <= room - 2:
-            groups[-1].append(place)
+    if _least_width(columns) <= room:
+        return [_Part(columns, room)]
+    groups = [[columns[1]]]
+    for column in columns[2:]:
+        if _least_width([*groups[-1], column]) <= room - 2:
+            groups[-1].append(column)
         else:
-            groups.append([place])
-    return [
-        _Part(columns, [0], right, room),
-        *(_Part(columns, places, right, room - 2) for places in groups),
-    ]
+            groups.append([column])
+    return [_Part(columns[:1], room), *(_Part(group, room - 2, "  ") for group in groups)]
 
 
 def _terminal() -> int:
@@ -231,13 +228,9 @@ def percent(share: float | None) -> str:
 
 def size(value: float) -> str:
     """Return bytes as ``1.30 MiB`` or ``160 B``."""
-    units = list(_UNITS)
-    # Not 1024: "1,010 KiB" has a digit too many.
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    exact = units[0] == "B" or abs(value) >= 99.95
-    return f"{value:{'.0f' if exact else '#.3g'}} {units[0]}"
+    power = bisect_right(_LARGEST, abs(value))
+    number = f"{value / 1024**power:#.3g}".removesuffix(".")
+    return f"{number} {_UNITS[power]}" if power else f"{value:.0f} B"
 
 
 def duration(seconds: float) -> str:

@@ -173,10 +173,12 @@ class Frontier:
         """The smallest budget within which a method loses no more than ``tolerance``, and the
         simplest method there that is as good as the best but for half of it, in the fewest bytes;
         None if all lose more."""
-        good = [point for point in self.points if self.loss(point) <= self.tolerance]
+        good = defaultdict(list)
+        for point in self.points:
+            if self.loss(point) <= self.tolerance:
+                good[point.budget].append(point)
         # Bytes count first: the quality is within tolerance in all of them.
-        smallest = min((point.budget for point in good), default=0.0)
-        near = self._near_best([point for point in good if point.budget == smallest])
+        near = self._near_best(good[min(good, default=0.0)])
         # Methods are listed from the simplest on.
         simplest = [*METHODS]
         return min(near, key=lambda t: (simplest.index(t.method), t.bytes), default=None)
@@ -219,7 +221,7 @@ class Frontier:
         # One of each, of the methods that are shown.
         notes = dict.fromkeys(_NOTES[p.method] for p in self.points if p.method in _NOTES)
         texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
-        return "\n\n".join(["\n".join(lines), *(textwrap.fill(text, 79) for text in texts)])
+        return "\n\n".join(["\n".join(lines), *map(partial(textwrap.fill, width=79), texts)])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -317,7 +319,7 @@ def frontier(
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
     untouched = untouched_rows(model, [*located.values()])
-    measurements = _Measurements(model, evaluate, None if out is None else Path(out))
+    measurements = _Measurements(model, evaluate, out)
     full, tables = measurements.full, tuple(map(shape_of, located.values()))
     # By default the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
@@ -427,11 +429,12 @@ class _Measurements:
             file can't be read; on every rank.
     """
 
-    def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Path | None) -> None:
+    def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Any) -> None:
         self._world = group_over(world_ranks())
         self._whole = model, evaluate
         # Rank 0 alone reads and writes.
-        self._folder = folder if self._world.rank == 0 else None
+        writes = self._world.rank == 0 and folder is not None
+        self._folder = Path(folder) if writes else None
         with self._world.agreeing("measuring a model") as facts:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -460,12 +463,12 @@ class _Measurements:
         self,
         trained: float,
         trials: Iterable[Trial],
-        train: Train | None,
+        train: Any,
         bar: Callable[[float], object],
     ) -> None:
         """Measure the trials of one model."""
         # Without train() there is no trial of a narrower model.
-        model, evaluate = self._whole if trained == 1 or train is None else train(trained)
+        model, evaluate = self._whole if trained == 1 else train(trained)
         tables = tuple(map(shape_of, model_source(model).locate()))
         for trial in trials:
             # The weights are restored on leaving, also after an error of evaluate().
@@ -519,15 +522,15 @@ class _Measurements:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Return the measurements of this model in the file, by key."""
-        found: dict[str, Any] = {}
-        with self._world.agreeing(f"reading {_FILE}"):
-            if self._folder is not None and (self._folder / _FILE).exists():
+        found = {}
+        with self._world.agreeing(f"reading {_FILE}"), suppress(FileNotFoundError):
+            if self._folder is not None:
                 for text in (self._folder / _FILE).read_text().splitlines():
                     # A line that was cut off when the run was interrupted is measured again.
                     with suppress(json.JSONDecodeError):
                         line = json.loads(text)
                         if line["model"] == self._fingerprint:
-                            found[_key(line)] = {name: line[name] for name in ("bytes", "metrics")}
+                            found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
         # All ranks must skip the same trials.
         of_rank_0: Any = self._world.all_gather_json(found)[0]
         return dict(of_rank_0)

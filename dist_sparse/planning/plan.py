@@ -479,20 +479,19 @@ def untouched_rows(
     unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
     by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
     for data in located:
-        ranks = data.ranks or ()
+        ranks = data.ranks or (here,)
         # Only ranks of a table's group take part in its gather.
-        if data.name not in unknown and here in (ranks or [here]):
+        if here in ranks and data.name not in unknown:
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
     # In one order on all ranks, or groups that overlap would wait for each other.
     for _, tables in sorted(by_ranks.items(), key=itemgetter(0)):
         touched = gather_rows(tables, partial(_touched, sums), _reported_rects)
-        counts |= {name: int((~flags).sum()) for name, flags in touched.items()}
-    over_ranks = ChainMap(*world.all_gather_json(counts))
-    rows = {data.name: data.shape[0] for data in located}
-    return {
-        name: over_ranks[name] for name in rows if over_ranks.get(name, rows[name]) < rows[name]
-    }
+        for name, flags in touched.items():
+            # Without a row that was touched, the sums say nothing.
+            if flags.any():
+                counts[name] = int((~flags).sum())
+    return dict(ChainMap(*world.all_gather_json(counts)))
 
 
 def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:

@@ -13,9 +13,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -242,10 +244,16 @@ class Run:
         return {change.name: change for _, record in self.due for change in record.tables}
 
     @property
+    def states(self) -> tuple[MaskChange | TableStats, ...]:
+        """The registered tables at the end, in the order of the model; before it, as the last mask
+        updates left them."""
+        return self.tables or tuple(self.last_changes.values())
+
+    @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
         # `tables` is empty before the end of a run: until then its mask updates name them.
-        registered = {*self.last_changes, *(table.name for table in self.tables)}
+        registered = {*self.last_changes, *map(attrgetter("name"), self.tables)}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
     @property
@@ -367,20 +375,17 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss"), list(run.compared)
         (True, 2, 0.3333333333333333, ['columns'])
     """
+    # One level: runs inside those runs are their own comparison.
+    others = others or tuple(file.parent for file in sorted(Path(folder).glob(f"*/{RUN}")))
     different: dict[str, Path] = {}
     for each in (folder, *others):
         # runs/latest is one of runs/*, under another name.
         different.setdefault(os.path.realpath(each), Path(each))
     first, *compared = map(_read, different.values())
-    if compared:
-        return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
-    # One level: runs inside those runs are their own comparison.
-    inside = sorted(Path(folder).glob(f"*/{RUN}"))
-    compared = [_read(file.parent) for file in inside]
-    return dataclasses.replace(first, compared=_by_name(compared))
+    return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
 
 
-def _by_name(runs: Sequence[Run], taken: str | None = None) -> dict[str, Run]:
+def _by_name(runs: Sequence[Run], taken: str) -> dict[str, Run]:
     """Return runs by name and in order; a name that occurs again gets its folder."""
     named: dict[str, Run] = {}
     numbers: dict[str, int] = {}
@@ -442,7 +447,7 @@ class _Reader:
         self._last: int | None = None
         self._series: dict[str, list[tuple[int, float | None]]] = {}
         # By kind, each with its step.
-        self._events: dict[str, list[tuple[int, Any]]] = {kind: [] for kind in _EVENTS}
+        self._events: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         # Kinds of which the next line is the first in a resumed session.
         self._repeats: set[str] = set()
         # Seconds of each session by cause; but for the total they are logged at its end.
@@ -462,9 +467,7 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         """Return the arguments of a Run that the log holds."""
-        whole: Counter[str] = Counter()
-        for seconds in self._seconds:
-            whole.update(seconds)
+        whole = sum(map(Counter, self._seconds), Counter[str]())
         # Of a session that crashed it is unknown: the sum would be too small.
         known = all("enforcement" in seconds for seconds in self._seconds)
         spent = Spent(
@@ -532,15 +535,19 @@ def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _drop_from(step: int, events: list[tuple[int, Any]]) -> None:
     """Drop what a resumed run repeats."""
-    while events and events[-1][0] >= step:
-        events.pop()
+    del events[bisect_left(events, step, key=itemgetter(0)) :]
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     # A long run has millions of them: one string per name.
     tables = [MaskChange(**table | {"name": sys.intern(table["name"])}) for table in line["tables"]]
-    costs = {name: line[name] for name in ("number", "seconds", "collectives", "bytes")}
-    return StepRecord(tables=tuple(tables), **costs)
+    return StepRecord(
+        number=line["number"],
+        seconds=line["seconds"],
+        collectives=line["collectives"],
+        bytes=line["bytes"],
+        tables=tuple(tables),
+    )
 
 
 def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
