@@ -16,7 +16,8 @@ import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
+from operator import attrgetter
 from typing import Final
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -46,14 +47,13 @@ def shortened(value: object, most: int = 80) -> str:
 def wrapped(text: str, indent: str = "") -> list[str]:
     """Return a text in lines that fit the terminal, the later ones indented. It is broken at
     blanks only: a longer word, such as a URL, stays whole."""
-    lines = textwrap.wrap(
+    return textwrap.wrap(
         text,
         _terminal(),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return lines or [""]
 
 
 def table_lines(
@@ -66,7 +66,7 @@ def table_lines(
     the totals.
 
     Where it is too wide, heads and long texts wrap at blanks. If that is not enough, a row takes
-    several lines: its first cell, and indented as many others as fit. No cell is cut.
+    several lines: as many cells as fit, and the others indented below. No cell is cut.
 
     Args:
         head: names of the columns.
@@ -74,20 +74,15 @@ def table_lines(
         right: columns to align right.
         totals: last rows.
     """
-    texts = zip(head, *(map(printable, row) for row in (*rows, *totals)), strict=True)
+    cells = [[*map(printable, row)] for row in (*rows, *totals)]
     # The first column names its row, and numbers have a blank before their unit.
     whole = {0, *right}
-    columns = [_Column(each, place in right, place in whole) for place, each in enumerate(texts)]
-    parts = _parts(columns, _terminal())
-    blocks = []
-    for place in range(1 + len(rows) + len(totals)):
-        blocks.append([*chain.from_iterable(part.lines(place) for part in parts)])
-    rule = "  ".join("-" * column.width for column in parts[0].columns)
-    if len(parts) > 1:
-        rule = "-" * max(map(len, chain(*blocks)))
-    blocks.insert(1, [rule])
+    columns = []
+    for place, texts in enumerate(zip(head, *cells, strict=True)):
+        columns.append(_Column(texts, place in right, place in whole))
+    blocks = _blocks(columns, _terminal())
     if totals:
-        blocks.insert(-len(totals), [rule])
+        blocks.insert(-len(totals), blocks[1])
     return [*chain(*blocks)]
 
 
@@ -108,50 +103,37 @@ class _Column:
         for cell in cells[1:]:
             pieces += [cell] if len(cell) <= longest else cell.split()
         # Narrower, a head would break inside a word, or a cell that stays whole.
-        self.least = max(1, *map(len, pieces))
-
-    def lines(self, row: int) -> list[str]:
-        """Return the lines of one cell; row 0 is the head."""
-        return textwrap.wrap(self.cells[row], self.width, break_on_hyphens=False)
+        self.least = max(map(len, pieces), default=1)
 
 
-class _Part:
-    """Columns side by side, as narrow as ``room`` wants, after an ``indent``."""
-
-    def __init__(self, columns: Sequence[_Column], room: int, indent: str = "") -> None:
-        self.columns, self.form = columns, indent + "  ".join(each.form for each in columns)
-        spare = sum(each.width - each.least for each in columns)
-        excess = _least_width(columns) + spare - room
-        for _ in range(min(excess, spare)):
-            widest = max(columns, key=lambda each: (each.width > each.least, each.width))
-            widest.width -= 1
-
-    def lines(self, row: int) -> list[str]:
-        """Return the lines of one row; row 0 is the head."""
-        cells = [column.lines(row) for column in self.columns]
-        widths = [column.width for column in self.columns]
-        found = []
-        for line in zip_longest(*cells, fillvalue=""):
-            found.append(self.form.format(*chain(*zip(line, widths, strict=True))).rstrip())
-        return found
+def _blocks(columns: Sequence[_Column], room: int) -> list[list[str]]:
+    """Return the lines of the head, of a rule, and of each row."""
+    # Two blanks between columns.
+    ends = [*accumulate(column.least + 2 for column in columns)]
+    fit = max(1, bisect_right(ends, room + 2))
+    shown, below = columns[:fit], columns[fit:]
+    narrowest, widest = ends[fit - 1] - 2, sum(column.width + 2 for column in shown) - 2
+    for _ in range(widest - max(room, narrowest)):
+        wide = max(shown, key=lambda column: (column.width > column.least, column.width))
+        wide.width -= 1
+    blocks = [_row_lines(shown, row) for row in range(len(columns[0].cells))]
+    blocks.insert(1, ["  ".join("-" * column.width for column in shown)])
+    if below:
+        for block, more in zip(blocks, _blocks(below, room - 2), strict=True):
+            block += map("  {}".format, more)
+    return blocks
 
 
-def _least_width(columns: Sequence[_Column]) -> int:
-    return sum(each.least + 2 for each in columns) - 2
-
-
-def _parts(columns: Sequence[_Column], room: int) -> list[_Part]:
-    """Return all columns in one part if it fits; otherwise the first alone, and the others,
-    indented, in parts that are each as large as possible."""
-    if _least_width(columns) <= room:
-        return [_Part(columns, room)]
-    groups = [[columns[1]]]
-    for column in columns[2:]:
-        if _least_width([*groups[-1], column]) <= room - 2:
-            groups[-1].append(column)
-        else:
-            groups.append([column])
-    return [_Part(columns[:1], room), *(_Part(group, room - 2, "  ") for group in groups)]
+def _row_lines(columns: Sequence[_Column], row: int) -> list[str]:
+    cells = []
+    for column in columns:
+        cells.append(textwrap.wrap(column.cells[row], column.width, break_on_hyphens=False))
+    form = "  ".join(map(attrgetter("form"), columns))
+    widths = [*map(attrgetter("width"), columns)]
+    lines = []
+    for line in zip_longest(*cells, fillvalue=""):
+        lines.append(form.format(*chain(*zip(line, widths, strict=True))).rstrip())
+    return lines
 
 
 def _terminal() -> int:

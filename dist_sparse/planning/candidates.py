@@ -284,7 +284,7 @@ class Choices:
             narrow = replace(candidate, groups=self.groups)
             light = _saving(self.tables, narrow, replace(candidate, columns=1.0))
             # Alone, a table is turned back, and its basis may take more than the table loses.
-            worth = tuple(group for group in self.groups if len(group) > 1 or group[0] in light)
+            worth = tuple(group for group in self.groups if group[0] in light)
             # If no rotation saves bytes, the candidate shows that it does not fit.
             candidate = replace(narrow, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
@@ -292,10 +292,9 @@ class Choices:
     def widths(self, kind: str, dtype: str) -> tuple[list[float], int]:
         """Return the fractions of columns that a kind may keep, but not all of them, ascending, and
         how many of them fit. Columns are removed only of tables that may be rotated."""
-        narrowed = self.tables
-        if kind == "columns":
-            narrowed = [table for table in narrowed if table.name in chain(*self.groups)]
-        widest = max((table.shape[1] for table in narrowed), default=0)
+        columns = {table.name: table.shape[1] for table in self.tables}
+        names = columns if kind == "small" else chain(*self.groups)
+        widest = max((columns[name] for name in names), default=0)
         step = CODED.get(dtype, 4)
         fractions = [width / widest for width in range(step, widest, step)]
         # Bytes grow with the width: all that fit come first.

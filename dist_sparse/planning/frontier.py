@@ -300,12 +300,12 @@ def frontier(
     with world.agreeing("frontier()") as facts:
         # Small dense tables have to be trained.
         known = METHODS.keys() - ({"small"} if train is None else set())
-        chosen = sorted(checks.choice("methods", each, known) for each in methods or known)
+        chosen = sorted(map(partial(checks.choice, "methods", known=known), methods or known))
         # A set: equal budgets have the same points.
         shares = sorted({*map(partial(checks.level, "budgets"), budgets)}, reverse=True)
         if not shares:
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
-        kinds = [checks.choice("dtypes", each, BITS) for each in dtypes]
+        kinds = [*map(partial(checks.choice, "dtypes", known=BITS), dtypes)]
         checks.number("tolerance", tolerance, least=0)
         located = {data.name: data for data in model_source(model).locate()}
         guarded = protected([*located.values()], checks.name_list("protect", protect))
@@ -370,13 +370,12 @@ def trials_of(
     tried += [("untouched", choice) for choice in choices.all() if choice.kind == "full"]
     # It costs nothing to try fp16.
     dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
-    kinds = ("full", "columns", "rows", "small") if trains else ("full", "columns", "rows")
     found = []
     for method, choice in tried:
         candidate = choice.candidate
         rules = (
             choice.fits,
-            choice.kind in kinds,
+            trains or choice.kind != "small",
             method in methods,
             candidate.dtype in dtypes_of.get(method, dtypes),
             # The model as it is has been measured.
@@ -432,11 +431,11 @@ class _Measurements:
     def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Any) -> None:
         self._world = group_over(world_ranks())
         self._whole = model, evaluate
-        # Rank 0 alone reads and writes.
-        writes = self._world.rank == 0 and folder is not None
-        self._folder = Path(folder) if writes else None
+        self._folder: Path | None = None
         with self._world.agreeing("measuring a model") as facts:
-            if self._folder is not None:
+            # Rank 0 alone reads and writes.
+            if self._world.rank == 0 and folder is not None:
+                self._folder = Path(folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
             located = model_source(model).locate()
             # A metric would not name the weights that are not finite.
@@ -511,10 +510,9 @@ class _Measurements:
         mine = []
         for data in located:
             # Replicas count once, so that the hash is the same for any number of them.
-            owned = data.owned(rank_in(data.ranks))
-            for shard in data.shards:
-                if shard.rect in owned:
-                    mine.append(f"{data.name} {shard.rect} {hash_tensor(shard.tensor)}")
+            held = dict(data.shards)
+            for rect in data.owned(rank_in(data.ranks)):
+                mine.append(f"{data.name} {rect} {hash_tensor(held[rect])}")
         # Metrics rounded: the order of sums may differ from run to run.
         metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
         known = [self._world.all_gather_json(mine), metrics]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import torch
@@ -46,7 +46,13 @@ from dist_sparse.training.arguments import parse_budget
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
 # What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
+# The bytes are those of the chunks that large tables are scored in.
 UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
+
+_SMALL_TABLES: Final = 4
+"""Small tables are one chunk: an update takes at most so many copies of them."""
+
+_NOT_KNOWN: Final = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +88,9 @@ class Plan:
     def update_memory(self) -> dict[str, int]:
         """Most bytes that a mask update takes on a rank beside the tables, by the blocks of the
         masks."""
+        most = _SMALL_TABLES * self.rank_bytes
         return {
-            blocks: math.ceil(share * self.rank_bytes) + constant
+            blocks: min(math.ceil(share * self.rank_bytes) + constant, most)
             for blocks, (share, constant) in UPDATE_MEMORY.items()
         }
 
@@ -112,7 +119,7 @@ class Plan:
             *table_lines(head, rows, right=range(3, len(head))),
             "",
             *self._never_touched(),
-            textwrap.fill(self.why, 79),
+            *textwrap.wrap(self.why, 79),
             "",
             f"A mask update needs up to {' or '.join(memory)} more per rank.",
         ]
@@ -145,6 +152,8 @@ class Plan:
         return "touched rows" if without_untouched else _LABELS[choice.kind]
 
     def _never_touched(self) -> list[str]:
+        if not self.untouched:
+            return [_NOT_KNOWN, ""]
         tables = []
         for table in self.tables:
             if untouched := self.untouched.get(table.name):
@@ -152,7 +161,7 @@ class Plan:
                 tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
         names = f"Never looked up in training: {', '.join(tables)}."
         text = f"{names} Removing them is lossless on the training data."
-        return [textwrap.fill(text, 79), ""] if tables else []
+        return [*textwrap.wrap(text, 79), ""] if tables else []
 
 
 def plan(
@@ -295,7 +304,8 @@ def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice,
     # Each once: both may be the small ones.
     both = tuple(dict.fromkeys(narrow + small))
     more = _without_headers(choices.tables, fitting, kind)
-    why = " ".join(text for text, some in ((_NARROW[rotated], both), (_HEADERS, more)) if some)
+    reasons = {_NARROW[rotated]: both, _HEADERS: more}
+    why = " ".join(filter(reasons.get, reasons))
     return both + more, why or "Nothing fits: even the narrowest tables take more."
 
 
@@ -318,13 +328,15 @@ def _without_headers(
     def width(choice: Choice) -> int:
         return choice.candidate.shape(widest)[1]
 
+    def widest_form(dtype: str) -> tuple[Choice, ...]:
+        return fitting("full", dtype) or fitting(kind, dtype)
+
     if max(map(width, fitting(kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
-    by_column = fitting("full", BY_COLUMN) or fitting(kind, BY_COLUMN)
-    coded = chain.from_iterable(fitting("full", size) or fitting(kind, size) for size in CODED)
     # The finest codes that leave half of the columns.
+    coded = chain.from_iterable(map(widest_form, CODED))
     wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
-    return (*by_column, *wide[:1])
+    return (*widest_form(BY_COLUMN), *wide[:1])
 
 
 def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
@@ -347,7 +359,7 @@ def _most_on_a_rank(located: Sequence[ShardedData]) -> int:
     held: Counter[int] = Counter()
     for data in located:
         for rank, rects in zip(data.ranks or (0,), data.tiling, strict=True):
-            held[rank] += sum(rect.numel for rect in rects) * data.dtype.itemsize
+            held[rank] += sum(map(attrgetter("numel"), rects)) * data.dtype.itemsize
     return max(held.values())
 
 
@@ -396,9 +408,8 @@ _EXPORTS: Final = {
 
 def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
-    names = {*candidate.alone, *candidate.levels}
     # sparsify() leaves tables of fewer than 16 rows dense by default.
-    small = any(table.shape[0] < 16 for table in tables if table.name in names)
+    small = min(table.shape[0] for table in tables) < 16
     ending = ["end=0", "min_rows=0"] if small else ["end=0"]
     lines, sparse = [], "None"
     if candidate.groups:
@@ -500,7 +511,7 @@ def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     shards = [(data.name, shard.tensor) for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     for leaf in chain.from_iterable(map(leaves, filter(None, optimizers))):
-        parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
+        parameters = list(chain.from_iterable(map(itemgetter("params"), leaf.param_groups)))
         stepping = same_storage(parameters)
         for name, weight in shards:
             for place in stepping(weight):
@@ -514,9 +525,9 @@ def _without_sums(located: Sequence[ShardedData], sums: Sums) -> list[str]:
     """Return the tables of which this rank has a shard without sums, by name."""
     found = set()
     for data in located:
-        # An empty shard has no row that could be untouched.
-        held = [shard.tensor.data_ptr() for shard in data.shards if shard.tensor.numel()]
-        if not sums.keys() >= {*held}:
+        # The address of an empty shard is 0: it has no row that could be untouched.
+        held = {shard.tensor.data_ptr() for shard in data.shards}
+        if held - sums.keys() - {0}:
             found.add(data.name)
     return sorted(found)
 
@@ -532,6 +543,6 @@ def _touched(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
     ``(rect.rows,)`` on the CPU."""
     if not rect.numel:
         return torch.zeros(rect.rows, dtype=torch.bool)
-    weight = next(shard.tensor for shard in data.shards if shard.rect == rect)
+    weight = dict(data.shards)[rect]
     total, initial = sums[weight.data_ptr()]
     return (total.reshape(rect.rows, -1) != initial).any(1).cpu()

@@ -288,8 +288,11 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
         return tuple(points)
     kept: dict[Point, None] = {}
     for part in _stretches(points, _MOST_POINTS // 2 - 1):
-        ends = finite(part) or part[:1]
-        kept |= dict.fromkeys((min(ends, key=_height), max(ends, key=_height)))
+        known = finite(part)
+        ends = part[:1]
+        if known:
+            ends = [min(known, key=itemgetter(1)), max(known, key=itemgetter(1))]
+        kept |= dict.fromkeys(ends)
     return tuple(sorted(kept | {points[-1]: None}, key=itemgetter(0)))
 
 
@@ -299,14 +302,10 @@ def _stretches(points: Sequence[T], most: int) -> list[Sequence[T]]:
     return [points[start : start + length] for start in range(0, len(points), length)]
 
 
-def _height(point: Point) -> float:
-    return point[1] or 0.0
-
-
 def _bytes_kept(run: Run) -> Chart:
     """Return bytes kept per table; known at the end of a run that prunes."""
     tables = [(table.name, table.kept_bytes, table.table_bytes) for table in run.tables]
-    if run.finished or tables:
+    if run.bytes_kept is not None:
         # Tables without a sparsifier are kept whole.
         tables += [(name, taken, taken) for name, taken in run.other_tables.items()]
     # Bars are on the scale of the largest.

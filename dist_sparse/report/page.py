@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,7 +91,7 @@ class Plot:
     @property
     def widest(self) -> str:
         """The longest number beside the plot, which decides how much room there is."""
-        return max((text for _, text in self.marks), key=len, default="")
+        return max(map(itemgetter(1), self.marks), key=len, default="")
 
 
 class _Axes:
@@ -116,13 +116,13 @@ class _Axes:
 
     def numbers(self, below: Mapping[float, str]) -> dict[str, Any]:
         """Return what a plot has beside its shapes: the numbers of both axes, and its grid."""
-        levels = ticks(self.low, self.high, 4)
-        marks = [(100 * self.y_of(level) / HEIGHT, self.mark_of(level)) for level in levels]
-        return {
-            "marks": marks,
-            "below": [(100 * self.x_of(x) / WIDTH, text) for x, text in below.items()],
-            "grid": [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks],
-        }
+        marks, grid = [], []
+        for level in ticks(self.low, self.high, 4):
+            top = self.y_of(level)
+            marks.append((100 * top / HEIGHT, self.mark_of(level)))
+            grid.append(("grid", f"M0 {top:.1f}H{WIDTH}"))
+        places = [(100 * self.x_of(x) / WIDTH, text) for x, text in below.items()]
+        return {"marks": marks, "below": places, "grid": grid}
 
 
 def plot_of(chart: Chart) -> Plot | None:
@@ -228,7 +228,7 @@ def _every(values: list[Any], most: int) -> list[Any]:
 def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
     """Return the values at each step: one strip per point, halfway to its neighbors on both
     sides."""
-    steps = set[float]().union(*(line.places for line in lines))
+    steps = set[float]().union(*map(attrgetter("places"), lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
     # Halfway to the neighbors: the strip under a pointer is the one of the nearest point.
@@ -267,13 +267,13 @@ def _look(one: Line) -> str:
 
 def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     """Return the ends of a vertical axis: with room around the values, from 0 for shares."""
-    low, high = (0.0 if share else min(values)), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
-        room = 0.05 * (abs(low) or 1.0)
-        low, high = low - room, high + room
-    # An axis from exactly 0 begins at its line.
+    low, high = min(values), max(values)
+    if share:
+        return 0.0, 1.05 * high
     room = 0.05 * (high - low)
-    return (low if low == 0 else low - room), high + room
+    if room <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
+        room = 0.05 * (abs(low) or 1.0)
+    return low - room, high + room
 
 
 def _percent_tick(value: float) -> str:

@@ -99,8 +99,8 @@ def add_artifact(
         auc=checks.number("auc", auc, least=0, most=1),
     )
     # A run is exported again after more training: the newest counts.
-    others = [old for old in read_artifacts(run) if old.name != new.name]
-    text = json.dumps([*map(asdict, (*others, new))], indent=2, allow_nan=False)
+    named = {old.name: old for old in read_artifacts(run)} | {new.name: new}
+    text = json.dumps([*map(asdict, named.values())], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
@@ -231,7 +231,8 @@ class Run:
     @property
     def end(self) -> int:
         """The last step: a mask update may be logged after the last one with values."""
-        return max([self.last_step or 0, *(step for step, _ in self.due[-1:])])
+        steps: list[int] = [self.last_step or 0, *map(itemgetter(0), self.due[-1:])]
+        return max(steps)
 
     @property
     def undone(self) -> tuple[int, GuardCheck] | None:
@@ -270,8 +271,8 @@ class Run:
         """Bytes of the kept weights of those tables, masks not counted; None before the end of a
         run that prunes."""
         dense = self.bytes_dense
-        # Bytes of tables are logged at the end.
-        if dense is None or (self.due and not self.tables):
+        # Bytes of tables are logged at the end; mask updates have none.
+        if dense is None or self.states != self.tables:
             return None
         return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
@@ -309,8 +310,8 @@ class Run:
 
 
 def total(tables: Iterable[object], field: str) -> int:
-    """Return the sum of a field over tables, without those where it is unknown."""
-    return sum(getattr(table, field) or 0 for table in tables)
+    """Return the sum of a field over tables."""
+    return sum(map(attrgetter(field), tables))
 
 
 def target_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
@@ -423,7 +424,11 @@ def _read(folder: Path) -> Run:
             name=about["name"] or folder.resolve().name,
             model_tables=about["tables"],
             artifacts=read_artifacts(folder),
-            **{name: about[name] for name in ("command", "started", "world", "versions", "config")},
+            command=about["command"],
+            started=about["started"],
+            world=about["world"],
+            versions=about["versions"],
+            config=about["config"],
             **reader.read(),
         )
     except KeyError as error:

@@ -208,10 +208,12 @@ class RunLog:
             raise ValueError(f"The log in {self.folder} is closed: it takes no step {step!r}.")
         # A reader takes a step that is not larger for one of a resumed run.
         step = integer("step", step, least=self._last + 1)
-        given = {name: value for name, value in values.items() if value is not None}
-        # On every rank: after an error on rank 0 alone the others would wait for it.
-        for name, value in given.items():
-            _refuse_non_number(name, value)
+        given = {}
+        for name, value in values.items():
+            if value is not None:
+                # On every rank: after an error on rank 0 alone the others would wait for it.
+                _refuse_non_number(name, value)
+                given[name] = value
         self._last = step
         self._write_events()
         if self._writes and given:

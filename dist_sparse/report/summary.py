@@ -14,7 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -291,7 +291,7 @@ def numbers(run: Run) -> dict[str, Any]:
     """
     # Public: keys are only added.
     tables = _tables(run)
-    records = [record for _, record in run.due]
+    records = [*map(itemgetter(1), run.due)]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
         **dict(zip(_SHOWN, attrgetter(*_SHOWN)(run), strict=True)),
@@ -356,8 +356,7 @@ def summary(run: Run, report: Path) -> str:
 
 
 def _wrapped(texts: Sequence[str], indent: str = "  ") -> list[str]:
-    """Return the lines of texts, without empty ones."""
-    return [*chain.from_iterable(wrapped(printable(text), indent) for text in texts if text)]
+    return [*chain.from_iterable(wrapped(printable(text), indent) for text in texts)]
 
 
 def inspect_text(run: Run) -> str:
