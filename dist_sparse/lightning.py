@@ -17,6 +17,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import torch
@@ -132,8 +133,8 @@ class SparsifyCallback(Callback):
     def state_key(self) -> str:
         """Key of the state in checkpoints: callbacks for different tables of one model have their
         own."""
-        selecting = {key: self._plan.get(key) for key in ("include", "exclude", "dense")}
-        chosen = {key: value for key, value in selecting.items() if value is not None}
+        selecting = ("include", "exclude", "dense")
+        chosen = {key: self._plan[key] for key in selecting if self._plan.get(key) is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -249,7 +250,7 @@ class SparsifyCallback(Callback):
         """
         if trainer.state.fn != "fit":
             return
-        here = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        here = [*map(attrgetter("state_key"), trainer.callbacks)]  # type: ignore[attr-defined]
         lost = sorted(checkpoint.get("callbacks", {}).keys() - {*here})
         # A key is the class, and in braces the arguments that select tables.
         lost = [key for key in lost if key.partition("{")[0] == type(self).__qualname__]
@@ -267,7 +268,7 @@ class SparsifyCallback(Callback):
         # The level "untouched" is no number.
         if None not in levels.values():
             scheduled = sum(levels[table.name] * table.blocks for table in stats)
-            metrics["sparsity/level"] = scheduled / max(sum(table.blocks for table in stats), 1)
+            metrics["sparsity/level"] = scheduled / max(sum(map(attrgetter("blocks"), stats)), 1)
         # Not through log(): log_every_n_steps would drop most of the few mask updates.
         values = map(torch.tensor, metrics.values())
         trainer.callback_metrics.update(zip(metrics, values, strict=True))

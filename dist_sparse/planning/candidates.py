@@ -30,6 +30,8 @@ BY_COLUMN: Final = "int4 by column"
 CODED: Final = {"codes of 4": 4, "codes of 8": 8}
 """Columns of a code, by the name of these rows. Tables that can't have codes are in int4."""
 
+_WITHOUT_CODES: Final = dict.fromkeys(CODED, "int4")
+
 DTYPES: Final = (*BITS, BY_COLUMN, *CODED)
 """How rows are stored: as of :func:`~dist_sparse.export`, or as above."""
 
@@ -175,9 +177,7 @@ class Candidate:
 
     def dtype_of(self, table: TableShape) -> str:
         """Return the dtype of a table: ``"codes"``, or as of :data:`DTYPES`."""
-        if self.dtype not in CODED:
-            return self.dtype
-        return "codes" if self.codes(table) else "int4"
+        return "codes" if self.codes(table) else _WITHOUT_CODES.get(self.dtype, self.dtype)
 
     def served_bytes(self, tables: Iterable[TableShape]) -> ServedBytes:
         """Return the bytes of tables in the memory of a server, exactly."""
@@ -294,7 +294,7 @@ class Choices:
         how many of them fit. Columns are removed only of tables that may be rotated."""
         columns = {table.name: table.shape[1] for table in self.tables}
         names = columns if kind == "small" else chain(*self.groups)
-        widest = max((columns[name] for name in names), default=0)
+        widest = max(map(columns.__getitem__, names), default=0)
         step = CODED.get(dtype, 4)
         fractions = [width / widest for width in range(step, widest, step)]
         # Bytes grow with the width: all that fit come first.

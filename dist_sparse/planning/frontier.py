@@ -219,9 +219,10 @@ class Frontier:
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
         # One of each, of the methods that are shown.
-        notes = dict.fromkeys(_NOTES[p.method] for p in self.points if p.method in _NOTES)
+        notes = dict.fromkeys(_NOTES.get(point.method, "") for point in self.points)
         texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
-        return "\n\n".join(["\n".join(lines), *map(partial(textwrap.fill, width=79), texts)])
+        filled = map(partial(textwrap.fill, width=79), filter(None, texts))
+        return "\n\n".join(["\n".join(lines), *filled])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -367,7 +368,7 @@ def trials_of(
         tried.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
         if choice.kind == "full" and not choice.fits:
             tried += _with_fewer_rows(all_rows, dtype)
-    tried += [("untouched", choice) for choice in choices.all() if choice.kind == "full"]
+    tried += [("untouched", choices.choice("full", dtype, 1.0)) for dtype in dtypes]
     # It costs nothing to try fp16.
     dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
     found = []

@@ -1,5 +1,10 @@
 """`plan()`: smaller versions of a model's tables within a byte budget, and which one to use.
 
+From the top: :class:`Plan`, the answer, which prints itself; :func:`plan`, which asks
+:class:`~dist_sparse.planning.candidates.Choices` what fits; the rules that recommend one of it; the
+checks of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, the count
+of rows that can go at no loss.
+
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
 disagree there is no rule: several candidates are recommended, to be measured.
@@ -231,7 +236,7 @@ def plan(
         # Ranks that planned for other tables would recommend something else.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
-    # Outside of the block above, because it communicates.
+    # Outside of the block above, because it communicates. Shapes alone are of one rank.
     untouched, rank_bytes = dict[str, int](), dense_bytes(tables)
     if isinstance(model, nn.Module):
         untouched, rank_bytes = untouched_rows(model, located, optimizer), _most_on_a_rank(located)
@@ -250,6 +255,9 @@ def plan(
         why=why,
     )
 
+
+# ------------------------------------------------------------------------------
+# The rules: which of the candidates to use, and why.
 
 _NARROW: Final = {
     True: (
@@ -284,7 +292,12 @@ _OTHER: Final = {True: "fewer, rotated columns", False: "a smaller dense table"}
 
 def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
     """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
-    measured; none means that the tables fit as they are, or that nothing fits."""
+    measured; none means that the tables fit as they are, or that nothing fits.
+
+    In this order, by the first form with all columns that fits: the tables as they are; int8;
+    int4, or narrower tables in int8; otherwise narrower tables, and forms whose rows have neither
+    scale nor bias.
+    """
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
     # Of each kind and dtype the first: with untouched rows, if these fit too.
@@ -321,8 +334,9 @@ def _without_untouched(choice: Choice) -> str:
 def _without_headers(
     tables: Sequence[TableShape], fitting: Callable[..., tuple[Choice, ...]], kind: str
 ) -> tuple[Choice, ...]:
-    """Return the candidates by column and of codes that are worth a measurement beside int4 rows:
-    none where these have at least 24 bytes, which were as good."""
+    """Return the candidates whose rows have no scale and bias, by column and of codes, that are
+    worth a measurement beside int4 rows: none where these have at least 24 bytes, which were as
+    good."""
     widest = max(tables, key=lambda table: table.shape[1])
 
     def width(choice: Choice) -> int:
@@ -337,6 +351,10 @@ def _without_headers(
     coded = chain.from_iterable(map(widest_form, CODED))
     wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
     return (*widest_form(BY_COLUMN), *wide[:1])
+
+
+# ------------------------------------------------------------------------------
+# Arguments, and what is known of a model without its weights.
 
 
 def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
@@ -356,6 +374,7 @@ def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
 
 
 def _most_on_a_rank(located: Sequence[ShardedData]) -> int:
+    """Return the bytes of the rank that holds most."""
     held: Counter[int] = Counter()
     for data in located:
         for rank, rects in zip(data.ranks or (0,), data.tiling, strict=True):
@@ -390,6 +409,10 @@ def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...],
         if len({*widths}) > 1:
             raise ValueError(f"Invalid {rotate=}: {list(group)} have {widths} columns.")
     return groups
+
+
+# ------------------------------------------------------------------------------
+# A candidate as JSON, and as code to paste.
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:

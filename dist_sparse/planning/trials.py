@@ -78,10 +78,11 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         check_candidate(model, candidate, located)
         check_range(tables, "fp32")
         facts["candidate"] = asdict(candidate)
+        weights: list[Tensor] = []
         for data in tables:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
-        weights = [shard.tensor.detach() for data in tables for shard in data.shards]
+            weights += [shard.tensor.detach() for shard in data.shards]
         # Rows that an attached enforcer has not masked yet are neither scored nor restored.
         settle_all(weights)
         saved = [weight.clone() for weight in weights]

@@ -162,11 +162,11 @@ def _line(one: Run, run: Run, **options: Any) -> Line:
 def _fates(run: Run) -> Chart:
     """Return what became of the lookups of following tables before each update."""
     lines = []
+    # Lookups that found a row have the color of the run.
+    roles = dict.fromkeys(FATES, "other") | {"kept": "main"}
     for number, (fate, name) in enumerate(FATES.items()):
         points = thinned([(step, fate_share(update, fate)) for step, update in run.slots])
-        # The first are lookups that found a row: they have the color of the run.
-        role = "other" if number else "main"
-        lines.append(Line(name=name, role=role, number=number, points=points))
+        lines.append(Line(name=name, role=roles[fate], number=number, points=points))
     return _line_chart(run, "fates", "Lookups by fate", fates_text(run), lines, share=True)
 
 
@@ -327,8 +327,8 @@ def _traffic_charts(run: Run) -> list[Chart]:
     found: list[Chart] = []
     # Large tables decide what serving takes.
     for name, of in sorted(run.traffic.items(), key=lambda each: (-sizes[each[0]], each[0])):
-        # A table without a lookup, or that keeps all rows, has nothing to show.
-        if of.share and any(of.removed):
+        # A table that keeps all rows has nothing to show.
+        if any(of.removed):
             found.append(_traffic_chart(1 + len(found), name, of))
     return found[:_MOST_TRAFFIC]
 

@@ -63,8 +63,8 @@ class LogFile:
     def __init__(self, folder: Path) -> None:
         self._file, self._place = folder / LINES, os.path.realpath(folder)
         # Before anything is opened: a pipe would block, a link would lead elsewhere.
-        for file in (self._file, folder / LOCK):
-            _refuse_special(file, stat.S_IFREG)
+        _refuse_special(self._file, stat.S_IFREG)
+        _refuse_special(folder / LOCK, stat.S_IFREG)
         # A process's locks don't exclude itself, and they end when it closes the locked file
         # anywhere: hence both the table of open logs and a file of its own to lock, which nothing
         # else opens.
@@ -261,7 +261,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 line = _decode(text.decode())
             except (ValueError, RecursionError) as error:
-                broken = broken or ValueError(f"{file}, line {number}: {error}.")
+                broken = ValueError(f"{file}, line {number}: {error}.")
                 continue
             # A crash cuts the last line short; after it, only another session can have gone on.
             if broken is not None and line.get("kind") != _RESUMED:
@@ -300,10 +300,9 @@ def _about() -> dict[str, Any]:
     import shlex  # which names of dist_sparse need not load
 
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
-    for name in ("torch", "torchrec"):
-        # Importing torchrec for its version would take seconds.
-        if name in sys.modules:
-            versions[name] = str(sys.modules[name].__version__)
+    # Importing torchrec for its version would take seconds.
+    for name in sorted({"torch", "torchrec"} & sys.modules.keys()):
+        versions[name] = str(sys.modules[name].__version__)
     return {
         "format": FORMAT,
         "started": _now(),

@@ -298,19 +298,6 @@ _SECTIONS: Final = {
 }
 """The heading above a chart, by the first word of its key."""
 
-_WIDE: Final = ("auc_bytes", "bytes")
-"""Charts as wide as the page."""
-
-_TABLE_HEAD: Final = (
-    *("table", "shape", "sharding", "block", "target", "sparsity", "blocks", "pruned"),
-    *("bytes kept", "bytes dense", "mask bytes", "threshold", "dead rows"),
-)
-_COUNTS: Final = (
-    *("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks"),
-    *("threshold", "dead_rows"),
-)
-"""The last columns of the table of all tables."""
-
 
 def write_report(
     run: Run | str | Path, out: str | Path | None = None, *, svg: str | Path | None = None
@@ -371,7 +358,7 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
     sections = defaultdict(list)
     for chart in figures:
         section = _SECTIONS[chart.key.partition("_")[0]]
-        sections[section].append((chart, plot_of(chart), chart.key in _WIDE))
+        sections[section].append((chart, plot_of(chart)))
     # Names of all runs, in the order of the first that has them.
     series = dict.fromkeys(chain.from_iterable(map(attrgetter("values"), run.all_runs)))
     config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
@@ -383,8 +370,6 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         sections=sections,
         series=[*series],
         tables=_all_tables(found),
-        table_head=_TABLE_HEAD,
-        counts=_COUNTS,
         most_tables=MOST_TABLES,
         config=config,
         style=part("page.css"),
@@ -453,7 +438,8 @@ def environment() -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Return text from a run without control characters; the project's own markup has line ends."""
-    if isinstance(value, str) and not hasattr(value, "__html__"):
+    """Return text from a run without control characters."""
+    # Not of a subclass of str: that is the project's own markup, and has line ends.
+    if type(value) is str:
         return printable(value)
     return value

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, mul
 from pathlib import Path
 from typing import Any, Final
 
@@ -289,7 +289,7 @@ class Run:
         logged = self.last("ms_per_step")
         if logged is not None or not self.trained:
             return logged
-        return self.ms_of(self.spent.total) or None
+        return self.ms_of(self.spent.total)
 
     @property
     def sparsity_share(self) -> float | None:
@@ -314,21 +314,18 @@ def total(tables: Iterable[object], field: str) -> int:
     return sum(map(attrgetter(field), tables))
 
 
-def target_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+def target_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
     """Return the configured level of all blocks; None where a table has no level."""
-    weighted, whole = 0.0, 0
-    for table in tables:
-        if table.target is None:
-            return None
-        # Weighted by blocks, so that it compares with the sparsity of all blocks.
-        weighted += table.target * table.blocks
-        whole += table.blocks
-    return share_of(weighted, whole)
+    targets: list[Any] = [*map(attrgetter("target"), tables)]
+    if None in targets:
+        return None
+    # Weighted by blocks, so that it compares with the sparsity of all blocks.
+    weighted = sum(map(mul, targets, map(attrgetter("blocks"), tables)))
+    return share_of(weighted, total(tables, "blocks"))
 
 
-def sparsity_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+def sparsity_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
     """Return the share of removed blocks; None without a block."""
-    tables = [*tables]
     return share_of(total(tables, "removed_blocks"), total(tables, "blocks"))
 
 

@@ -380,11 +380,15 @@ _UNKNOWN = object()
 
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     """Refuse arguments of another type, and what another log records."""
-    kinds = {BaseDataSparsifier: sparsifier, MaskEnforcer: enforcer}
-    for kind, given in kinds.items():
-        if not isinstance(given, (kind, NoneType)):
-            found = type(given).__name__
-            raise ValueError(f"Invalid argument of type {found}: must be a {kind.__name__}.")
+    refuse(
+        {
+            f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a"
+            " BaseDataSparsifier.": not isinstance(sparsifier, (BaseDataSparsifier, NoneType)),
+            f"Invalid enforcer of type {type(enforcer).__name__}: must be a MaskEnforcer.": (
+                not isinstance(enforcer, (MaskEnforcer, NoneType))
+            ),
+        }
+    )
     # Not by class: it needs torchrec.
     updates = getattr(slots, "updates", _UNKNOWN)
     refuse(

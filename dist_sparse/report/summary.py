@@ -321,10 +321,9 @@ def numbers(run: Run) -> dict[str, Any]:
 def table_json(stats: TableStats) -> dict[str, Any]:
     """Return the fields of a table's statistics and its ``sparsity`` as JSON-able values."""
     dtype = str(stats.dtype).removeprefix("torch.")
-    # Lists, as JSON has them.
-    block = stats.sparse_block_shape and list(stats.sparse_block_shape)
-    known = dataclasses.asdict(stats) | {"shape": list(stats.shape), "sparse_block_shape": block}
-    return known | {"dtype": dtype, "sparsity": stats.sparsity}
+    known = dataclasses.asdict(stats) | {"dtype": dtype, "sparsity": stats.sparsity}
+    # There and back: tuples become lists.
+    return dict(json.loads(json.dumps(known)))
 
 
 def status(run: Run) -> str:
