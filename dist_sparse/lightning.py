@@ -12,10 +12,12 @@ the same code under two names, and a Trainer of the one refuses callbacks of the
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import logging
 import weakref
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import torch
@@ -34,12 +36,10 @@ if TYPE_CHECKING:
 else:
 
     def _installed() -> Any:
-        for package in ("lightning.pytorch", "pytorch_lightning"):
-            try:
-                return importlib.import_module(package)
-            except ModuleNotFoundError as missing:
-                if missing.name not in (package, package.partition(".")[0]):
-                    raise  # it is installed, and lacks a dependency
+        modules = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+        for package in filter(importlib.util.find_spec, modules):
+            # Outside of any try: a package that lacks a dependency of its own says so.
+            return importlib.import_module(modules[package])
         raise ImportError(
             "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is"
             " installed: pip install lightning."
@@ -133,8 +133,8 @@ class SparsifyCallback(Callback):
     def state_key(self) -> str:
         """Key of the state in checkpoints: callbacks for different tables of one model have their
         own."""
-        selecting = {key: self._plan.get(key) for key in ("include", "exclude", "dense")}
-        chosen = {key: value for key, value in selecting.items() if value is not None}
+        selecting = ("include", "exclude", "dense")
+        chosen = {key: self._plan[key] for key in selecting if self._plan.get(key) is not None}
         return self._generate_state_key(**chosen) if chosen else super().state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -152,23 +152,12 @@ class SparsifyCallback(Callback):
         """Start, or resume. Collective."""
         assert trainer.model is not None
         fit = weakref.ref(trainer), weakref.ref(pl_module)
-        state = self._loaded
-        if state is None and self._fit == fit and trainer.global_step > 0:
-            # A second fit of the same model by the same Trainer continues with the masks it has.
-            state = self.state_dict()
-        if state is None and trainer.global_step > 0:
-            _log.warning(
-                "No masks were loaded: sparsification starts again at global step %d",
-                trainer.global_step,
-            )
+        state = self._state_to_resume(trainer, fit)
         self._detach()
-        training = sparsify(trainer.model, trainer.optimizers, **self._plan)
-        try:
-            if state is not None:
-                training.load_state_dict(state)
-        except BaseException:
-            training.detach()
-            raise
+        # Kept before the state is loaded: on_exception() detaches it if that fails.
+        self.training = training = sparsify(trainer.model, trainer.optimizers, **self._plan)
+        if state is not None:
+            training.load_state_dict(state)
         if trainer.is_global_zero and (sharded := training.partial_tables):
             _log.warning(
                 "The tables %s are sharded: Lightning's checkpoints hold the weights and masks of"
@@ -176,11 +165,22 @@ class SparsifyCallback(Callback):
                 " callback by dcp.save().",
                 sharded,
             )
-        self.training, self._steps = training, trainer.global_step
-        self._loaded, self._fit = None, fit
+        self._loaded, self._fit, self._steps = None, fit, trainer.global_step
         # A checkpoint has zeros in the place of rows that are not masked yet.
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]
+
+    def _state_to_resume(self, trainer: Trainer, fit: tuple[Any, Any]) -> Mapping[str, Any] | None:
+        if self._loaded is not None or trainer.global_step == 0:
+            return self._loaded
+        if self._fit == fit:
+            # A second fit of the same model by the same Trainer continues with the masks it has.
+            return self.state_dict()
+        _log.warning(
+            "No masks were loaded: sparsification starts again at global step %d",
+            trainer.global_step,
+        )
+        return None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -250,29 +250,28 @@ class SparsifyCallback(Callback):
         """
         if trainer.state.fn != "fit":
             return
-        here = [callback.state_key for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        here = [*map(attrgetter("state_key"), trainer.callbacks)]  # type: ignore[attr-defined]
+        lost = sorted(checkpoint.get("callbacks", {}).keys() - {*here})
         # A key is the class, and in braces the arguments that select tables.
-        kind = type(self).__qualname__
-        saved = [k for k in checkpoint.get("callbacks", {}) if str(k).partition("{")[0] == kind]
-        if lost := [key for key in saved if key not in here]:
+        lost = [key for key in lost if key.partition("{")[0] == type(self).__qualname__]
+        if lost:
             raise ValueError(
                 f"The checkpoint has the masks of {lost}, which no callback loads: include, exclude"
                 f" and dense must be those of that training. The callbacks here are {here}."
             )
 
     def _report(
-        self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, float | None]
+        self, trainer: Trainer, training: SparseTraining, levels: Mapping[str, Any]
     ) -> None:
         stats = training.sparsifier.table_stats()
         metrics = {f"sparsity/{table.name}": table.sparsity for table in stats}
         # The level "untouched" is no number.
         if None not in levels.values():
-            blocks = sum(table.blocks for table in stats)
-            scheduled = sum((levels[table.name] or 0.0) * table.blocks for table in stats)
-            metrics["sparsity/level"] = scheduled / max(blocks, 1)
+            scheduled = sum(levels[table.name] * table.blocks for table in stats)
+            metrics["sparsity/level"] = scheduled / max(sum(map(attrgetter("blocks"), stats)), 1)
         # Not through log(): log_every_n_steps would drop most of the few mask updates.
-        for name, value in metrics.items():
-            trainer.callback_metrics[name] = torch.tensor(value)
+        values = map(torch.tensor, metrics.values())
+        trainer.callback_metrics.update(zip(metrics, values, strict=True))
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

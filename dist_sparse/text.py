@@ -13,12 +13,17 @@ import importlib.util
 import math
 import shutil
 import textwrap
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
+from operator import attrgetter
 from typing import Final
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_LARGEST: Final = [999.5 * 1024**power for power in range(6)]
+"""Bytes from which on the next unit is shorter: "1,010 KiB" has a digit too many."""
+
 _SHORT: Final = 16
 """Cells up to here do not wrap."""
 
@@ -42,119 +47,93 @@ def shortened(value: object, most: int = 80) -> str:
 def wrapped(text: str, indent: str = "") -> list[str]:
     """Return a text in lines that fit the terminal, the later ones indented. It is broken at
     blanks only: a longer word, such as a URL, stays whole."""
-    lines = textwrap.wrap(
+    return textwrap.wrap(
         text,
         _terminal(),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return lines or [""]
 
 
 def table_lines(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[int] = (),
-    total: Sequence[str] | None = None,
+    totals: Sequence[Sequence[str]] = (),
 ) -> list[str]:
     """Return the lines of a table that fits the terminal: head, rule, rows and, below another rule,
-    the total.
+    the totals.
 
     Where it is too wide, heads and long texts wrap at blanks. If that is not enough, a row takes
-    several lines: its first cell, and indented as many others as fit. No cell is cut.
+    several lines: as many cells as fit, and the others indented below. No cell is cut.
 
     Args:
         head: names of the columns.
         rows: cells, as many as ``head`` has; made :func:`printable`.
         right: columns to align right.
-        total: last row.
+        totals: last rows.
     """
-    cells = [list(map(printable, row)) for row in (*rows, *([total] if total else []))]
-    columns = [*zip(head, *cells, strict=True)]
-    first, *others = _parts(columns, right, _terminal())
-    blocks = []
-    for place in range(1 + len(cells)):
-        below = chain(*(part.lines(place) for part in others))
-        blocks.append([*first.lines(place), *(f"  {line}" for line in below)])
-    rule = "  ".join("-" * width for width in first.widths)
-    if others:
-        rule = "-" * max(map(len, chain(*blocks)))
-    blocks.insert(1, [rule])
-    if total:
-        blocks.insert(-1, [rule])
+    cells = [[*map(printable, row)] for row in (*rows, *totals)]
+    # The first column names its row, and numbers have a blank before their unit.
+    whole = {0, *right}
+    columns = []
+    for place, texts in enumerate(zip(head, *cells, strict=True)):
+        columns.append(_Column(texts, place in right, place in whole))
+    blocks = _blocks(columns, _terminal())
+    if totals:
+        blocks.insert(-len(totals), blocks[1])
     return [*chain(*blocks)]
 
 
-class _Part:
-    """Columns side by side, as narrow as they must be.
+class _Column:
+    """A column of a table, as wide as its longest cell at first.
 
     Args:
-        columns: all columns of a table, heads first.
-        places: of the ones that are taken.
-        right: places of those to align right.
-        room: for all of them.
+        cells: its head and its cells.
+        right: align them right.
+        whole: no cell wraps.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[Sequence[str]],
-        places: Sequence[int],
-        right: Collection[int],
-        room: int,
-    ) -> None:
-        self.columns = [columns[place] for place in places]
-        self.sides = [">" if place in right else "<" for place in places]
-        self.widths = [max(map(len, column)) for column in self.columns]
-        # The first column names its row, and numbers have a blank before their unit.
-        whole = [place == 0 or place in right for place in places]
-        least = [*map(_narrowest, self.columns, whole)]
-        while self.width > room and self.widths != least:
-            spare = [place for place, width in enumerate(self.widths) if width > least[place]]
-            self.widths[max(spare, key=self.widths.__getitem__)] -= 1
-
-    @property
-    def width(self) -> int:
-        return sum(self.widths) + 2 * len(self.widths) - 2
-
-    def lines(self, row: int) -> list[str]:
-        """Return the lines of one row; row 0 is the head."""
-        cells = []
-        for column, width in zip(self.columns, self.widths, strict=True):
-            # A cell that fits is not wrapped: that would collapse its blanks.
-            lines = [column[row]]
-            if len(column[row]) > width:
-                lines = textwrap.wrap(column[row], width, break_on_hyphens=False)
-            cells.append(lines)
-        form = "  ".join(map("{{:{}{}}}".format, self.sides, self.widths))
-        return [form.format(*line).rstrip() for line in zip_longest(*cells, fillvalue="")]
+    def __init__(self, cells: Sequence[str], right: bool, whole: bool) -> None:
+        self.cells, self.form = cells, "{:>{}}" if right else "{:<{}}"
+        self.width = max(1, *map(len, cells))
+        longest = self.width if whole else _SHORT
+        pieces = cells[0].split()
+        for cell in cells[1:]:
+            pieces += [cell] if len(cell) <= longest else cell.split()
+        # Narrower, a head would break inside a word, or a cell that stays whole.
+        self.least = max(map(len, pieces), default=1)
 
 
-def _narrowest(column: Sequence[str], whole: bool) -> int:
-    """Return the width below which a head would break inside a word, or a cell that stays whole."""
-    head, *cells = column
-    words = head.split()
-    for cell in cells:
-        words += [cell] if whole or len(cell) <= _SHORT else cell.split()
-    return max(map(len, words), default=0)
+def _blocks(columns: Sequence[_Column], room: int) -> list[list[str]]:
+    """Return the lines of the head, of a rule, and of each row."""
+    # Two blanks between columns.
+    ends = [*accumulate(column.least + 2 for column in columns)]
+    fit = max(1, bisect_right(ends, room + 2))
+    shown, below = columns[:fit], columns[fit:]
+    narrowest, widest = ends[fit - 1] - 2, sum(column.width + 2 for column in shown) - 2
+    for _ in range(widest - max(room, narrowest)):
+        wide = max(shown, key=lambda column: (column.width > column.least, column.width))
+        wide.width -= 1
+    blocks = [_row_lines(shown, row) for row in range(len(columns[0].cells))]
+    blocks.insert(1, ["  ".join("-" * column.width for column in shown)])
+    if below:
+        for block, more in zip(blocks, _blocks(below, room - 2), strict=True):
+            block += map("  {}".format, more)
+    return blocks
 
 
-def _parts(columns: Sequence[Sequence[str]], right: Collection[int], room: int) -> list[_Part]:
-    """Return all columns in one part if it fits; otherwise the first alone, and the others,
-    indented, in parts that are each as large as possible."""
-    whole = _Part(columns, range(len(columns)), right, room)
-    if whole.width <= room:
-        return [whole]
-    groups: list[list[int]] = [[1]]
-    for place in range(2, len(columns)):
-        if _Part(columns, [*groups[-1], place], right, room - 2).width <= room - 2:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return [
-        _Part(columns, [0], right, room),
-        *(_Part(columns, places, right, room - 2) for places in groups),
-    ]
+def _row_lines(columns: Sequence[_Column], row: int) -> list[str]:
+    cells = []
+    for column in columns:
+        cells.append(textwrap.wrap(column.cells[row], column.width, break_on_hyphens=False))
+    form = "  ".join(map(attrgetter("form"), columns))
+    widths = [*map(attrgetter("width"), columns)]
+    lines = []
+    for line in zip_longest(*cells, fillvalue=""):
+        lines.append(form.format(*chain(*zip(line, widths, strict=True))).rstrip())
+    return lines
 
 
 def _terminal() -> int:
@@ -231,13 +210,9 @@ def percent(share: float | None) -> str:
 
 def size(value: float) -> str:
     """Return bytes as ``1.30 MiB`` or ``160 B``."""
-    units = list(_UNITS)
-    # Not 1024: "1,010 KiB" has a digit too many.
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    exact = units[0] == "B" or abs(value) >= 99.95
-    return f"{value:{'.0f' if exact else '#.3g'}} {units[0]}"
+    power = bisect_right(_LARGEST, abs(value))
+    number = f"{value / 1024**power:#.3g}".removesuffix(".")
+    return f"{number} {_UNITS[power]}" if power else f"{value:.0f} B"
 
 
 def duration(seconds: float) -> str:

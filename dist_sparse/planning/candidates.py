@@ -30,13 +30,29 @@ BY_COLUMN: Final = "int4 by column"
 CODED: Final = {"codes of 4": 4, "codes of 8": 8}
 """Columns of a code, by the name of these rows. Tables that can't have codes are in int4."""
 
+_WITHOUT_CODES: Final = dict.fromkeys(CODED, "int4")
+
 DTYPES: Final = (*BITS, BY_COLUMN, *CODED)
 """How rows are stored: as of :func:`~dist_sparse.export`, or as above."""
 
-_BITS: Final = {str(name): bits for name, bits in BITS.items()} | {BY_COLUMN: 4}
 
-_PER_ROW: Final = {"int8": 4, "int4": 4}
-"""Bytes of a row's scale and bias, two numbers of 16 bits."""
+@dataclass(frozen=True)
+class _Form:
+    """Bytes that a dtype takes: ``bits`` of an element, and more for each row and each column."""
+
+    bits: int
+    row: int = 0
+    column: int = 0
+
+
+# Scale and bias of a row, the scale of a column and entries of a book are numbers of 16 bits.
+_FORMS: Final = {str(name): _Form(bits) for name, bits in BITS.items()} | {
+    "int8": _Form(8, row=4),
+    "int4": _Form(4, row=4),
+    BY_COLUMN: _Form(4, column=2),
+    # A code takes a byte, whatever the number of its columns.
+    "codes": _Form(0),
+}
 
 
 @dataclass(frozen=True)
@@ -161,9 +177,7 @@ class Candidate:
 
     def dtype_of(self, table: TableShape) -> str:
         """Return the dtype of a table: ``"codes"``, or as of :data:`DTYPES`."""
-        if self.dtype not in CODED:
-            return self.dtype
-        return "codes" if self.codes(table) else "int4"
+        return "codes" if self.codes(table) else _WITHOUT_CODES.get(self.dtype, self.dtype)
 
     def served_bytes(self, tables: Iterable[TableShape]) -> ServedBytes:
         """Return the bytes of tables in the memory of a server, exactly."""
@@ -174,14 +188,14 @@ class Candidate:
 
     def table_bytes(self, table: TableShape) -> ServedBytes:
         """Return the served bytes of one table."""
-        (kept, width), dtype, codes = self.shape(table), self.dtype_of(table), self.codes(table)
+        kept, width = self.shape(table)
+        form, codes = _FORMS[self.dtype_of(table)], self.codes(table)
         # The outputs of tables that are rotated together meet in dot products only.
         turned_back = self.columns < 1 and self.alone.get(table.name, False)
         return ServedBytes(
             # Two codes of 4 bits share a byte, within a row.
-            weights=kept * (codes or -(-width * _BITS[dtype] // 8)),
-            # Numbers of 16 bits, as are the entries of books.
-            scales=2 * width if dtype == BY_COLUMN else kept * _PER_ROW.get(dtype, 0),
+            weights=kept * (codes + math.ceil(width * form.bits / 8)),
+            scales=kept * form.row + width * form.column,
             books=2 * ENTRIES * width if codes else 0,
             index=index_bytes(table.shape[0]) if kept < table.shape[0] else 0,
             bases=basis_bytes(table.shape[1], width) if turned_back else 0,
@@ -270,7 +284,7 @@ class Choices:
             narrow = replace(candidate, groups=self.groups)
             light = _saving(self.tables, narrow, replace(candidate, columns=1.0))
             # Alone, a table is turned back, and its basis may take more than the table loses.
-            worth = tuple(group for group in self.groups if len(group) > 1 or group[0] in light)
+            worth = tuple(group for group in self.groups if group[0] in light)
             # If no rotation saves bytes, the candidate shows that it does not fit.
             candidate = replace(narrow, groups=worth or self.groups)
         return self._priced(kind, replace(candidate, levels=self._untouched_levels(candidate)))
@@ -278,8 +292,9 @@ class Choices:
     def widths(self, kind: str, dtype: str) -> tuple[list[float], int]:
         """Return the fractions of columns that a kind may keep, but not all of them, ascending, and
         how many of them fit. Columns are removed only of tables that may be rotated."""
-        names = [each.name for each in self.tables] if kind == "small" else [*chain(*self.groups)]
-        widest = max((each.shape[1] for each in self.tables if each.name in names), default=0)
+        columns = {table.name: table.shape[1] for table in self.tables}
+        names = columns if kind == "small" else chain(*self.groups)
+        widest = max(map(columns.__getitem__, names), default=0)
         step = CODED.get(dtype, 4)
         fractions = [width / widest for width in range(step, widest, step)]
         # Bytes grow with the width: all that fit come first.
@@ -292,9 +307,9 @@ class Choices:
         """Return a candidate with its ``prunable`` tables at the lowest common level at which all
         tables fit, or at the highest below 1 if none fits."""
         pruned = [table for table in self.tables if table.name in self.prunable]
-        others = [table for table in self.tables if table.name not in self.prunable]
         # Priced once: the search below changes pruned tables alone.
-        room = self.budget - candidate.served_bytes(others).total
+        others = candidate.served_bytes(self.tables).total - candidate.served_bytes(pruned).total
+        room = self.budget - others
 
         def at(step: int) -> Candidate:
             return replace(candidate, levels=dict.fromkeys(self.prunable, step / _STEPS))
@@ -323,13 +338,13 @@ class Choices:
         if candidate.dtype in CODED:
             # Books are fitted to all rows.
             return {}
-        idle = [table for table in self.tables if self.untouched.get(table.name)]
         levels = {}
-        for table in idle:
+        for table in self.tables:
             # A table that no batch has read keeps one row.
-            removed = min(self.untouched[table.name], table.shape[0] - 1)
-            levels[table.name] = removed / table.shape[0]
-        light = _saving(idle, replace(candidate, levels=levels), candidate)
+            most = max(table.shape[0] - 1, 0)
+            removed = min(self.untouched.get(table.name, 0), most)
+            levels[table.name] = removed / (most + 1)
+        light = _saving(self.tables, replace(candidate, levels=levels), candidate)
         return {name: levels[name] for name in light}
 
 

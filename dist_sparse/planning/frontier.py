@@ -173,10 +173,12 @@ class Frontier:
         """The smallest budget within which a method loses no more than ``tolerance``, and the
         simplest method there that is as good as the best but for half of it, in the fewest bytes;
         None if all lose more."""
-        good = [point for point in self.points if self.loss(point) <= self.tolerance]
+        good = defaultdict(list)
+        for point in self.points:
+            if self.loss(point) <= self.tolerance:
+                good[point.budget].append(point)
         # Bytes count first: the quality is within tolerance in all of them.
-        smallest = min((point.budget for point in good), default=0.0)
-        near = self._near_best([point for point in good if point.budget == smallest])
+        near = self._near_best(good[min(good, default=0.0)])
         # Methods are listed from the simplest on.
         simplest = [*METHODS]
         return min(near, key=lambda t: (simplest.index(t.method), t.bytes), default=None)
@@ -217,9 +219,10 @@ class Frontier:
         lines = table_lines(head, rows, right={0, *range(4, len(head))})
         better = "less" if self.metric in self.lower_is_better else "more"
         # One of each, of the methods that are shown.
-        notes = dict.fromkeys(_NOTES[p.method] for p in self.points if p.method in _NOTES)
+        notes = dict.fromkeys(_NOTES.get(point.method, "") for point in self.points)
         texts = [f"Best first, by {self.metric}: {better} is better.", *notes, self.recommendation]
-        return "\n\n".join(["\n".join(lines), *(textwrap.fill(text, 79) for text in texts)])
+        filled = map(partial(textwrap.fill, width=79), filter(None, texts))
+        return "\n\n".join(["\n".join(lines), *filled])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-able values; sizes in bytes."""
@@ -298,12 +301,12 @@ def frontier(
     with world.agreeing("frontier()") as facts:
         # Small dense tables have to be trained.
         known = METHODS.keys() - ({"small"} if train is None else set())
-        chosen = sorted(checks.choice("methods", each, known) for each in methods or known)
+        chosen = sorted(map(partial(checks.choice, "methods", known=known), methods or known))
         # A set: equal budgets have the same points.
         shares = sorted({*map(partial(checks.level, "budgets"), budgets)}, reverse=True)
         if not shares:
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
-        kinds = [checks.choice("dtypes", each, BITS) for each in dtypes]
+        kinds = [*map(partial(checks.choice, "dtypes", known=BITS), dtypes)]
         checks.number("tolerance", tolerance, least=0)
         located = {data.name: data for data in model_source(model).locate()}
         guarded = protected(located, checks.name_list("protect", protect))
@@ -317,7 +320,7 @@ def frontier(
         facts["metric, lower_is_better, tolerance"] = [metric, *lower_is_better, tolerance]
     # Fused optimizers only: frontier() is called without an optimizer.
     untouched = untouched_rows(model, [*located.values()])
-    measurements = _Measurements(model, evaluate, None if out is None else Path(out))
+    measurements = _Measurements(model, evaluate, out)
     full, tables = measurements.full, tuple(map(shape_of, located.values()))
     # By default the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
@@ -365,16 +368,15 @@ def trials_of(
         tried.append((_METHOD_OF_DTYPE.get(dtype, _METHOD_OF_KIND[choice.kind]), choice))
         if choice.kind == "full" and not choice.fits:
             tried += _with_fewer_rows(all_rows, dtype)
-    tried += [("untouched", choice) for choice in choices.all() if choice.kind == "full"]
+    tried += [("untouched", choices.choice("full", dtype, 1.0)) for dtype in dtypes]
     # It costs nothing to try fp16.
     dtypes_of = {"bits": {*dtypes, "fp16"}, "column": {BY_COLUMN}, "codes": {*CODED}}
-    kinds = ("full", "columns", "rows", "small") if trains else ("full", "columns", "rows")
     found = []
     for method, choice in tried:
         candidate = choice.candidate
         rules = (
             choice.fits,
-            choice.kind in kinds,
+            trains or choice.kind != "small",
             method in methods,
             candidate.dtype in dtypes_of.get(method, dtypes),
             # The model as it is has been measured.
@@ -427,13 +429,14 @@ class _Measurements:
             file can't be read; on every rank.
     """
 
-    def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Path | None) -> None:
+    def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Any) -> None:
         self._world = group_over(world_ranks())
         self._whole = model, evaluate
-        # Rank 0 alone reads and writes.
-        self._folder = folder if self._world.rank == 0 else None
+        self._folder: Path | None = None
         with self._world.agreeing("measuring a model") as facts:
-            if self._folder is not None:
+            # Rank 0 alone reads and writes.
+            if self._world.rank == 0 and folder is not None:
+                self._folder = Path(folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
             located = model_source(model).locate()
             # A metric would not name the weights that are not finite.
@@ -460,12 +463,12 @@ class _Measurements:
         self,
         trained: float,
         trials: Iterable[Trial],
-        train: Train | None,
+        train: Any,
         bar: Callable[[float], object],
     ) -> None:
         """Measure the trials of one model."""
         # Without train() there is no trial of a narrower model.
-        model, evaluate = self._whole if trained == 1 or train is None else train(trained)
+        model, evaluate = self._whole if trained == 1 else train(trained)
         tables = tuple(map(shape_of, model_source(model).locate()))
         for trial in trials:
             # The weights are restored on leaving, also after an error of evaluate().
@@ -508,10 +511,9 @@ class _Measurements:
         mine = []
         for data in located:
             # Replicas count once, so that the hash is the same for any number of them.
-            owned = data.owned(rank_in(data.ranks))
-            for shard in data.shards:
-                if shard.rect in owned:
-                    mine.append(f"{data.name} {shard.rect} {hash_tensor(shard.tensor)}")
+            held = dict(data.shards)
+            for rect in data.owned(rank_in(data.ranks)):
+                mine.append(f"{data.name} {rect} {hash_tensor(held[rect])}")
         # Metrics rounded: the order of sums may differ from run to run.
         metrics = {name: f"{value:.5g}" for name, value in self.full.items()}
         known = [self._world.all_gather_json(mine), metrics]
@@ -519,15 +521,15 @@ class _Measurements:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Return the measurements of this model in the file, by key."""
-        found: dict[str, Any] = {}
-        with self._world.agreeing(f"reading {_FILE}"):
-            if self._folder is not None and (self._folder / _FILE).exists():
+        found = {}
+        with self._world.agreeing(f"reading {_FILE}"), suppress(FileNotFoundError):
+            if self._folder is not None:
                 for text in (self._folder / _FILE).read_text().splitlines():
                     # A line that was cut off when the run was interrupted is measured again.
                     with suppress(json.JSONDecodeError):
                         line = json.loads(text)
                         if line["model"] == self._fingerprint:
-                            found[_key(line)] = {name: line[name] for name in ("bytes", "metrics")}
+                            found[_key(line)] = {"bytes": line["bytes"], "metrics": line["metrics"]}
         # All ranks must skip the same trials.
         of_rank_0: Any = self._world.all_gather_json(found)[0]
         return dict(of_rank_0)

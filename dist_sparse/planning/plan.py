@@ -1,5 +1,10 @@
 """`plan()`: smaller versions of a model's tables within a byte budget, and which one to use.
 
+From the top: :class:`Plan`, the answer, which prints itself; :func:`plan`, which asks
+:class:`~dist_sparse.planning.candidates.Choices` what fits; the rules that recommend one of it; the
+checks of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, the count
+of rows that can go at no loss.
+
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
 disagree there is no rule: several candidates are recommended, to be measured.
@@ -16,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import torch
@@ -46,7 +51,13 @@ from dist_sparse.training.arguments import parse_budget
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
 # What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
+# The bytes are those of the chunks that large tables are scored in.
 UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
+
+_SMALL_TABLES: Final = 4
+"""Small tables are one chunk: an update takes at most so many copies of them."""
+
+_NOT_KNOWN: Final = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +93,9 @@ class Plan:
     def update_memory(self) -> dict[str, int]:
         """Most bytes that a mask update takes on a rank beside the tables, by the blocks of the
         masks."""
+        most = _SMALL_TABLES * self.rank_bytes
         return {
-            blocks: math.ceil(share * self.rank_bytes) + constant
+            blocks: min(math.ceil(share * self.rank_bytes) + constant, most)
             for blocks, (share, constant) in UPDATE_MEMORY.items()
         }
 
@@ -112,7 +124,7 @@ class Plan:
             *table_lines(head, rows, right=range(3, len(head))),
             "",
             *self._never_touched(),
-            textwrap.fill(self.why, 79),
+            *textwrap.wrap(self.why, 79),
             "",
             f"A mask update needs up to {' or '.join(memory)} more per rank.",
         ]
@@ -145,6 +157,8 @@ class Plan:
         return "touched rows" if without_untouched else _LABELS[choice.kind]
 
     def _never_touched(self) -> list[str]:
+        if not self.untouched:
+            return [_NOT_KNOWN, ""]
         tables = []
         for table in self.tables:
             if untouched := self.untouched.get(table.name):
@@ -152,7 +166,7 @@ class Plan:
                 tables.append(f"{count(untouched)} of {rows} rows of {printable(table.name)}")
         names = f"Never looked up in training: {', '.join(tables)}."
         text = f"{names} Removing them is lossless on the training data."
-        return [textwrap.fill(text, 79), ""] if tables else []
+        return [*textwrap.wrap(text, 79), ""] if tables else []
 
 
 def plan(
@@ -222,7 +236,7 @@ def plan(
         # Ranks that planned for other tables would recommend something else.
         facts["tables"] = [[table.name, *table.shape, str(table.dtype)] for table in tables]
         facts["budget, rotate"] = [limit, groups]
-    # Outside of the block above, because it communicates.
+    # Outside of the block above, because it communicates. Shapes alone are of one rank.
     untouched, rank_bytes = dict[str, int](), dense_bytes(tables)
     if isinstance(model, nn.Module):
         untouched, rank_bytes = untouched_rows(model, located, optimizer), _most_on_a_rank(located)
@@ -241,6 +255,9 @@ def plan(
         why=why,
     )
 
+
+# ------------------------------------------------------------------------------
+# The rules: which of the candidates to use, and why.
 
 _NARROW: Final = {
     True: (
@@ -275,7 +292,12 @@ _OTHER: Final = {True: "fewer, rotated columns", False: "a smaller dense table"}
 
 def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
     """Return which candidates in ``found`` to use, and why in a few sentences. Several are to be
-    measured; none means that the tables fit as they are, or that nothing fits."""
+    measured; none means that the tables fit as they are, or that nothing fits.
+
+    In this order, by the first form with all columns that fits: the tables as they are; int8;
+    int4, or narrower tables in int8; otherwise narrower tables, and forms whose rows have neither
+    scale nor bias.
+    """
     if dense_bytes(choices.tables) <= choices.budget:
         return (), "The tables fit as they are."
     # Of each kind and dtype the first: with untouched rows, if these fit too.
@@ -295,7 +317,8 @@ def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice,
     # Each once: both may be the small ones.
     both = tuple(dict.fromkeys(narrow + small))
     more = _without_headers(choices.tables, fitting, kind)
-    why = " ".join(text for text, some in ((_NARROW[rotated], both), (_HEADERS, more)) if some)
+    reasons = {_NARROW[rotated]: both, _HEADERS: more}
+    why = " ".join(filter(reasons.get, reasons))
     return both + more, why or "Nothing fits: even the narrowest tables take more."
 
 
@@ -311,20 +334,27 @@ def _without_untouched(choice: Choice) -> str:
 def _without_headers(
     tables: Sequence[TableShape], fitting: Callable[..., tuple[Choice, ...]], kind: str
 ) -> tuple[Choice, ...]:
-    """Return the candidates by column and of codes that are worth a measurement beside int4 rows:
-    none where these have at least 24 bytes, which were as good."""
+    """Return the candidates whose rows have no scale and bias, by column and of codes, that are
+    worth a measurement beside int4 rows: none where these have at least 24 bytes, which were as
+    good."""
     widest = max(tables, key=lambda table: table.shape[1])
 
     def width(choice: Choice) -> int:
         return choice.candidate.shape(widest)[1]
 
+    def widest_form(dtype: str) -> tuple[Choice, ...]:
+        return fitting("full", dtype) or fitting(kind, dtype)
+
     if max(map(width, fitting(kind, "int4")), default=0) >= _NO_GAIN_FROM:
         return ()
-    by_column = fitting("full", BY_COLUMN) or fitting(kind, BY_COLUMN)
-    coded = chain.from_iterable(fitting("full", size) or fitting(kind, size) for size in CODED)
     # The finest codes that leave half of the columns.
+    coded = chain.from_iterable(map(widest_form, CODED))
     wide = [choice for choice in coded if 2 * width(choice) >= widest.shape[1]]
-    return (*by_column, *wide[:1])
+    return (*widest_form(BY_COLUMN), *wide[:1])
+
+
+# ------------------------------------------------------------------------------
+# Arguments, and what is known of a model without its weights.
 
 
 def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
@@ -344,10 +374,11 @@ def _refuse_following(model: nn.Module, located: Sequence[ShardedData]) -> None:
 
 
 def _most_on_a_rank(located: Sequence[ShardedData]) -> int:
+    """Return the bytes of the rank that holds most."""
     held: Counter[int] = Counter()
     for data in located:
         for rank, rects in zip(data.ranks or (0,), data.tiling, strict=True):
-            held[rank] += sum(rect.numel for rect in rects) * data.dtype.itemsize
+            held[rank] += sum(map(attrgetter("numel"), rects)) * data.dtype.itemsize
     return max(held.values())
 
 
@@ -380,6 +411,10 @@ def _groups(rotate: Any, tables: Sequence[TableShape]) -> tuple[tuple[str, ...],
     return groups
 
 
+# ------------------------------------------------------------------------------
+# A candidate as JSON, and as code to paste.
+
+
 def _choice_json(choice: Choice) -> dict[str, Any]:
     found = asdict(choice)
     found["served"]["total"] = choice.served.total
@@ -396,9 +431,8 @@ _EXPORTS: Final = {
 
 def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]:
     """Return the code that makes a candidate from a trained ``model`` and its ``optimizer``."""
-    names = {*candidate.alone, *candidate.levels}
     # sparsify() leaves tables of fewer than 16 rows dense by default.
-    small = any(table.shape[0] < 16 for table in tables if table.name in names)
+    small = min(table.shape[0] for table in tables) < 16
     ending = ["end=0", "min_rows=0"] if small else ["end=0"]
     lines, sparse = [], "None"
     if candidate.groups:
@@ -479,20 +513,19 @@ def untouched_rows(
     unknown = set().union(*world.all_gather_json(_without_sums(located, sums)))
     by_ranks: dict[tuple[int, ...], list[ShardedData]] = defaultdict(list)
     for data in located:
-        ranks = data.ranks or ()
+        ranks = data.ranks or (here,)
         # Only ranks of a table's group take part in its gather.
-        if data.name not in unknown and here in (ranks or [here]):
+        if here in ranks and data.name not in unknown:
             by_ranks[ranks].append(data)
     counts: dict[str, int] = {}
     # In one order on all ranks, or groups that overlap would wait for each other.
     for _, tables in sorted(by_ranks.items(), key=itemgetter(0)):
         touched = gather_rows(tables, partial(_touched, sums), _reported_rects)
-        counts |= {name: int((~flags).sum()) for name, flags in touched.items()}
-    over_ranks = ChainMap(*world.all_gather_json(counts))
-    rows = {data.name: data.shape[0] for data in located}
-    return {
-        name: over_ranks[name] for name in rows if over_ranks.get(name, rows[name]) < rows[name]
-    }
+        for name, flags in touched.items():
+            # Without a row that was touched, the sums say nothing.
+            if flags.any():
+                counts[name] = int((~flags).sum())
+    return dict(ChainMap(*world.all_gather_json(counts)))
 
 
 def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
@@ -501,7 +534,7 @@ def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
     weights = [shard.tensor for data in located for shard in data.shards]
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     for leaf in chain.from_iterable(map(leaves, filter(None, optimizers))):
-        parameters = list(chain.from_iterable(group["params"] for group in leaf.param_groups))
+        parameters = list(chain.from_iterable(map(itemgetter("params"), leaf.param_groups)))
         stepping = same_storage(parameters)
         for weight in weights:
             for place in stepping(weight):
@@ -515,9 +548,9 @@ def _without_sums(located: Sequence[ShardedData], sums: Sums) -> list[str]:
     """Return the tables of which this rank has a shard without sums, by name."""
     found = set()
     for data in located:
-        # An empty shard has no row that could be untouched.
-        held = [shard.tensor.data_ptr() for shard in data.shards if shard.tensor.numel()]
-        if not sums.keys() >= {*held}:
+        # The address of an empty shard is 0: it has no row that could be untouched.
+        held = {shard.tensor.data_ptr() for shard in data.shards}
+        if held - sums.keys() - {0}:
             found.add(data.name)
     return sorted(found)
 
@@ -533,6 +566,6 @@ def _touched(sums: Sums, data: ShardedData, rect: Rect) -> Tensor:
     ``(rect.rows,)`` on the CPU."""
     if not rect.numel:
         return torch.zeros(rect.rows, dtype=torch.bool)
-    weight = next(shard.tensor for shard in data.shards if shard.rect == rect)
+    weight = dict(data.shards)[rect]
     total, initial = sums[weight.data_ptr()]
     return (total.reshape(rect.rows, -1) != initial).any(1).cpu()

@@ -9,6 +9,7 @@ no rank holds more than its shards, a copy of them, and a chunk.
 from __future__ import annotations
 
 import glob
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.checks import refuse
 from dist_sparse.codes.books import assign, decode_books, learned, sampled
 from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
@@ -76,10 +78,11 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         check_candidate(model, candidate, located)
         check_range(tables, "fp32")
         facts["candidate"] = asdict(candidate)
+        weights: list[Tensor] = []
         for data in tables:
             check_writable(data)
             facts[f"table {data.name!r}"] = [data.shape, str(data.dtype), data.ranks, data.tiling]
-        weights = [shard.tensor.detach() for data in tables for shard in data.shards]
+            weights += [shard.tensor.detach() for shard in data.shards]
         # Rows that an attached enforcer has not masked yet are neither scored nor restored.
         settle_all(weights)
         saved = [weight.clone() for weight in weights]
@@ -108,14 +111,16 @@ def check_candidate(
     Raises:
         ValueError: names the table and the rule.
     """
-    if unknown := sorted({*candidate.alone, *candidate.levels} - located.keys()):
-        raise ValueError(
-            f"{unknown} of the candidate are none of the model's tables {sorted(located)}."
-        )
-    if candidate.columns < 1 and not candidate.groups:
-        raise ValueError(
-            f"A smaller dense table, {candidate}, can't be tried on a model: it has to be trained."
-        )
+    unknown = sorted({*candidate.alone, *candidate.levels} - located.keys())
+    refuse(
+        {
+            f"{unknown} of the candidate are none of the model's tables {sorted(located)}.": (
+                unknown
+            ),
+            f"A smaller dense table, {candidate}, can't be tried on a model: it has to be"
+            " trained.": candidate.columns < 1 and not candidate.groups,
+        }
+    )
     for group in candidate.groups:
         check_group([located[name] for name in group])
     for name, data in located.items():
@@ -135,9 +140,11 @@ def _remove_rows(
 ) -> None:
     """Zero the rows that the candidate removes. Collective."""
     # A sparsifier scores all of its tables alike, and only fused kernels have sums of squares.
-    kernels = sorted({str(located[name].kernel) for name in candidate.levels})
-    for kernel in kernels:
-        names = [name for name in candidate.levels if str(located[name].kernel) == kernel]
+    by_kernel = defaultdict(list)
+    for name in candidate.levels:
+        by_kernel[str(located[name].kernel)].append(name)
+    # In one order on all ranks.
+    for _, names in sorted(by_kernel.items()):
         sparsifier = _Trained(model, names)
         unknown = sparsifier.unknown_tables(sparsifier.masks.tables.locate())
         if world.all_reduce(torch.tensor(len(unknown))):

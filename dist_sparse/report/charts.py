@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
@@ -49,7 +50,7 @@ class Line:
     @property
     def heights(self) -> list[float]:
         """The finite values."""
-        return [y for _, y in _finite(self.points)]
+        return [y for _, y in finite(self.points)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,19 @@ class Chart:
     dots: bool = False
 
     @property
+    def places(self) -> list[float]:
+        """Where the points of all lines are."""
+        return [*chain.from_iterable(map(attrgetter("places"), self.lines))]
+
+    @property
+    def heights(self) -> list[float]:
+        """The finite values of all lines."""
+        return [*chain.from_iterable(map(attrgetter("heights"), self.lines))]
+
+    @property
     def is_drawn(self) -> bool:
         """Whether there is more to see than zeros, or a dot that compares with nothing."""
-        heights = [height for line in self.lines for height in line.heights]
-        return bool(self.bars) or (len(heights) > 1 and any(heights))
+        return bool(self.bars) or (len(self.heights) > 1 and any(self.heights))
 
 
 MOST_TABLES = 30
@@ -123,7 +133,7 @@ def charts(run: Run) -> list[Chart]:
     # The answer first, what led to it below.
     found = [_auc_over_bytes(run), _sparsity(run), _fates(run), *_series_charts(run)]
     found += [_bytes_kept(run), *_traffic_charts(run)]
-    return [chart for chart in found if chart.is_drawn]
+    return [*filter(attrgetter("is_drawn"), found)]
 
 
 def _auc_over_bytes(run: Run) -> Chart:
@@ -139,8 +149,8 @@ def _auc_over_bytes(run: Run) -> Chart:
         "Of artifacts, the bytes of their files; else of the kept weights of all tables. Up and to"
         " the left is better."
     )
-    drawn = [line for line in lines if line.points]
-    return Chart(key="auc_bytes", title="AUC over bytes", note=note, lines=drawn, dots=True)
+    drawn = filter(attrgetter("points"), lines)
+    return Chart(key="auc_bytes", title="AUC over bytes", note=note, lines=[*drawn], dots=True)
 
 
 def _line(one: Run, run: Run, **options: Any) -> Line:
@@ -152,11 +162,11 @@ def _line(one: Run, run: Run, **options: Any) -> Line:
 def _fates(run: Run) -> Chart:
     """Return what became of the lookups of following tables before each update."""
     lines = []
+    # Lookups that found a row have the color of the run.
+    roles = dict.fromkeys(FATES, "other") | {"kept": "main"}
     for number, (fate, name) in enumerate(FATES.items()):
         points = thinned([(step, fate_share(update, fate)) for step, update in run.slots])
-        # The first are lookups that found a row: they have the color of the run.
-        role = "other" if number else "main"
-        lines.append(Line(name=name, role=role, number=number, points=points))
+        lines.append(Line(name=name, role=roles[fate], number=number, points=points))
     return _line_chart(run, "fates", "Lookups by fate", fates_text(run), lines, share=True)
 
 
@@ -189,7 +199,7 @@ def _held(
     # An update is logged one update late: the order of lines is not that of steps.
     values.sort(key=itemgetter(0))
     # A gap in the line would look like a value that is not finite.
-    points = _finite(values)
+    points = finite(values)
     return thinned([*points, *((end, value) for _, value in points[-1:])])
 
 
@@ -215,7 +225,7 @@ def _series_chart(run: Run, name: str, key: str) -> Chart:
     if len(run.values[name]) > _SMOOTHED:
         note += " Thin: as logged. Thick: means."
         lines.insert(0, Line(name="as logged", role="raw", points=thinned(run.values[name])))
-    lost = sorted(set(run.values[name]) - set(_finite(run.values[name])))
+    lost = sorted(set(run.values[name]) - set(finite(run.values[name])))
     if lost:
         note += f" Not finite at {len(lost):,} of these steps, first at step {lost[0][0]:,}."
     title = _TITLES.get(name, name)
@@ -228,9 +238,10 @@ def _series_chart(run: Run, name: str, key: str) -> Chart:
 def _difference_chart(run: Run, name: str) -> Chart:
     """Return a series less that of the baseline, at the steps that both logged: curves of runs that
     differ little lie on each other."""
-    base = baseline(run) or run
-    others = [one for one in run.all_runs if one is not base]
-    lines = [_curve(one, run, _less(one, base, name)) for one in others]
+    base, lines = baseline(run), []
+    for one in run.all_runs:
+        if one is not base:
+            lines.append(_curve(one, run, _less(one, base, name)))
     note = f"Less that of {base.name} at the same step; means."
     title = f"{_TITLES[name]} against {base.name}"
     return _line_chart(run, f"value_{name}_less", title, note, lines)
@@ -238,8 +249,8 @@ def _difference_chart(run: Run, name: str) -> Chart:
 
 def _less(one: Run, base: Run, name: str) -> Series:
     # Logged by one of the two alone, or not finite: there is no difference.
-    known = dict(_finite(base.values.get(name, ())))
-    mine = _finite(one.values.get(name, ()))
+    known = dict(finite(base.values.get(name, ())))
+    mine = finite(one.values.get(name, ()))
     return tuple((step, value - known[step]) for step, value in mine if step in known)
 
 
@@ -253,19 +264,20 @@ def _line_chart(
 
 def _curve(one: Run, run: Run, series: Series) -> Line:
     """Return a series as the line of a run; of more than 30 points as means of stretches."""
-    if len(series) <= _SMOOTHED:
+    known = finite(series)
+    if len(known) <= _SMOOTHED:
         return _line(one, run, points=series)
-    finite = _finite(series)
-    means: list[Point] = []
-    for part in _stretches(finite, 2 * _SMOOTHED):
+    means = []
+    for part in _stretches(known, 2 * _SMOOTHED):
         steps, values = zip(*part, strict=True)
         means.append((steps[len(steps) // 2], math.fsum(values) / len(values)))
     # In the middle of its stretch; the last one at the end of the line.
-    means[-1:] = [(finite[-1][0], mean) for _, mean in means[-1:]]
+    means[-1] = known[-1][0], means[-1][1]
     return _line(one, run, points=tuple(means))
 
 
-def _finite(points: Iterable[tuple[X, float | None]]) -> list[tuple[X, float]]:
+def finite(points: Iterable[tuple[X, float | None]]) -> list[tuple[X, float]]:
+    """Return the points whose value is finite."""
     return [(x, value) for x, value in points if value is not None]
 
 
@@ -276,8 +288,11 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
         return tuple(points)
     kept: dict[Point, None] = {}
     for part in _stretches(points, _MOST_POINTS // 2 - 1):
-        ends = [point for point in part if point[1] is not None] or part[:1]
-        kept |= dict.fromkeys((min(ends, key=_height), max(ends, key=_height)))
+        known = finite(part)
+        ends = part[:1]
+        if known:
+            ends = [min(known, key=itemgetter(1)), max(known, key=itemgetter(1))]
+        kept |= dict.fromkeys(ends)
     return tuple(sorted(kept | {points[-1]: None}, key=itemgetter(0)))
 
 
@@ -287,14 +302,10 @@ def _stretches(points: Sequence[T], most: int) -> list[Sequence[T]]:
     return [points[start : start + length] for start in range(0, len(points), length)]
 
 
-def _height(point: Point) -> float:
-    return point[1] or 0.0
-
-
 def _bytes_kept(run: Run) -> Chart:
     """Return bytes kept per table; known at the end of a run that prunes."""
     tables = [(table.name, table.kept_bytes, table.table_bytes) for table in run.tables]
-    if run.finished or tables:
+    if run.bytes_kept is not None:
         # Tables without a sparsifier are kept whole.
         tables += [(name, taken, taken) for name, taken in run.other_tables.items()]
     # Bars are on the scale of the largest.
@@ -312,13 +323,14 @@ def _bytes_kept(run: Run) -> Chart:
 
 def _traffic_charts(run: Run) -> list[Chart]:
     """Return the rows by their lookups of the largest tables that are known."""
-    # A table without a lookup, or that keeps all rows, has nothing to show.
-    shown = {name: of for name, of in run.traffic.items() if of.share and any(of.removed)}
-    tables = [table for table in run.tables if table.name in shown]
+    sizes = {table.name: table.table_bytes for table in run.tables}
+    found: list[Chart] = []
     # Large tables decide what serving takes.
-    tables.sort(key=lambda table: (-table.table_bytes, table.name))
-    names = [table.name for table in tables[:_MOST_TRAFFIC]]
-    return [_traffic_chart(number, name, shown[name]) for number, name in enumerate(names, start=1)]
+    for name, of in sorted(run.traffic.items(), key=lambda each: (-sizes[each[0]], each[0])):
+        # A table that keeps all rows has nothing to show.
+        if any(of.removed):
+            found.append(_traffic_chart(1 + len(found), name, of))
+    return found[:_MOST_TRAFFIC]
 
 
 def _traffic_chart(number: int, name: str, of: RowTraffic) -> Chart:
@@ -329,9 +341,10 @@ def _traffic_chart(number: int, name: str, of: RowTraffic) -> Chart:
     )
     bars = []
     for octave, (kept, removed) in enumerate(zip(of.kept, of.removed, strict=True)):
-        share = share_of(kept, kept + removed)
-        if share is not None:
-            text = f"{count(kept)} of {number_of(kept + removed, 'row')}, {percent(share)}"
+        rows_here = kept + removed
+        if rows_here:
+            share = kept / rows_here
+            text = f"{count(kept)} of {number_of(rows_here, 'row')}, {percent(share)}"
             bars.append(Bar(name=_lookups(octave), share=share, text=text))
     title = f"Kept rows of {name} by traffic"
     return Chart(key=f"traffic_{number}", title=title, note=note, bars=bars)

@@ -32,6 +32,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import dist_sparse
+from dist_sparse.checks import refuse
 from dist_sparse.text import shortened
 
 FORMAT: Final = 3
@@ -62,8 +63,8 @@ class LogFile:
     def __init__(self, folder: Path) -> None:
         self._file, self._place = folder / LINES, os.path.realpath(folder)
         # Before anything is opened: a pipe would block, a link would lead elsewhere.
-        for file in (self._file, folder / LOCK):
-            _refuse_special(file, links=True)
+        _refuse_special(self._file, stat.S_IFREG)
+        _refuse_special(folder / LOCK, stat.S_IFREG)
         # A process's locks don't exclude itself, and they end when it closes the locked file
         # anywhere: hence both the table of open logs and a file of its own to lock, which nothing
         # else opens.
@@ -144,15 +145,20 @@ def check_log(folder: Path, resume: bool) -> None:
     """Check that ``folder`` can be given to :func:`open_log`. Write nothing.
 
     Raises:
-        ValueError: it has a log and ``resume`` is False, or another format. OSError: it can't be
-            read.
+        ValueError: it is a file; it has a log and ``resume`` is False, or another format. OSError:
+            it can't be read.
     """
     run = folder / RUN
+    refuse(
+        {
+            f"Invalid folder={str(folder)!r}: it is a file; must be a folder, which is created if"
+            " missing.": folder.exists() and not folder.is_dir(),
+            f"{folder} holds the log of a run: choose another folder, or resume=True.": (
+                run.exists() and not resume
+            ),
+        }
+    )
     if run.exists():
-        if not resume:
-            raise ValueError(
-                f"{folder} holds the log of a run: choose another folder, or resume=True."
-            )
         read_about(run)
 
 
@@ -209,7 +215,8 @@ def write_whole(file: Path, content: bytes, *, shared: bool = False) -> None:
         ValueError: it exists and is not a regular file. OSError: it can't be written; names it. The
             old one is whole.
     """
-    _refuse_special(file)
+    # A rename replaces a link.
+    _refuse_special(file, stat.S_IFREG, stat.S_IFLNK)
     # Readers see the old file or the new one, never a part.
     part = _part_of(file)
     try:
@@ -254,7 +261,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 line = _decode(text.decode())
             except (ValueError, RecursionError) as error:
-                broken = broken or ValueError(f"{file}, line {number}: {error}.")
+                broken = ValueError(f"{file}, line {number}: {error}.")
                 continue
             # A crash cuts the last line short; after it, only another session can have gone on.
             if broken is not None and line.get("kind") != _RESUMED:
@@ -269,17 +276,12 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 _decode = json.JSONDecoder().decode
 
 
-def _refuse_special(file: Path, links: bool = False) -> None:
-    """Refuse pipes, which would block, devices and folders; ``links`` too, where writing would
-    follow them."""
-    try:
-        mode = file.lstat().st_mode
-    except FileNotFoundError:
-        return
-    # A rename replaces a link; opening the file would follow it.
-    replaced = stat.S_ISLNK(mode) and not links
-    if not (stat.S_ISREG(mode) or replaced):
-        raise ValueError(f"{file} is not a regular file: nothing is written to it.")
+def _refuse_special(file: Path, *allowed: int) -> None:
+    """Refuse a file of another kind: pipes, which would block, devices, folders, and links where
+    writing would follow them."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_IFMT(file.lstat().st_mode) not in allowed:
+            raise ValueError(f"{file} is not a regular file: nothing is written to it.")
 
 
 def _taken(file: Path) -> ValueError:
@@ -298,30 +300,27 @@ def _about() -> dict[str, Any]:
     import shlex  # which names of dist_sparse need not load
 
     versions = {"dist_sparse": dist_sparse.__version__, "python": platform.python_version()}
-    for name in ("torch", "torchrec"):
-        # Importing torchrec for its version would take seconds.
-        if name in sys.modules:
-            versions[name] = str(sys.modules[name].__version__)
-    if (commit := _commit()) is not None:
-        versions["commit"] = commit
+    # Importing torchrec for its version would take seconds.
+    for name in sorted({"torch", "torchrec"} & sys.modules.keys()):
+        versions[name] = str(sys.modules[name].__version__)
     return {
         "format": FORMAT,
         "started": _now(),
         "command": shlex.join(sys.argv),
-        "versions": versions,
+        "versions": versions | _commit(),
     }
 
 
-def _commit() -> str | None:
-    """Return the git commit of the script's folder, ``-dirty`` if files differ from it; None where
+def _commit() -> dict[str, str]:
+    """Return the git commit of the script's folder, ``-dirty`` if files differ from it; empty where
     there is none."""
     folder = Path(sys.argv[0]).resolve().parent
     words = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     # A machine without git, a folder outside of a repository, a slow file system: the run goes on.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip()
-    return None
+        return {"commit": done.stdout.strip()}
+    return {}
 
 
 def _now() -> str:

@@ -11,16 +11,18 @@ import base64
 import hashlib
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dist_sparse.report import summary
-from dist_sparse.report.charts import MOST_TABLES, Chart, Line, charts
+from dist_sparse.report.charts import MOST_TABLES, Chart, Line, charts, finite
 from dist_sparse.report.folder import write_whole
 from dist_sparse.report.run import Run, read_run
 from dist_sparse.report.summary import TABLE_FIELDS, numbers
@@ -89,7 +91,7 @@ class Plot:
     @property
     def widest(self) -> str:
         """The longest number beside the plot, which decides how much room there is."""
-        return max((text for _, text in self.marks), key=len, default="")
+        return max(map(itemgetter(1), self.marks), key=len, default="")
 
 
 class _Axes:
@@ -98,9 +100,11 @@ class _Axes:
     def __init__(
         self, chart: Chart, left: float, right: float, scale: Callable[[float], float]
     ) -> None:
-        heights = [height for line in chart.lines for height in line.heights]
         self.left, self.right, self.scale = left, right, scale
-        self.low, self.high = _range(heights, chart.share)
+        self.low, self.high = _range(chart.heights, chart.share)
+        # The texts of heights: of points, and beside the axis, where there is less room.
+        texts: tuple[Text, Text] = (percent, _percent_tick) if chart.share else (amount, _compact)
+        self.text_of, self.mark_of = texts
 
     def x_of(self, value: float) -> float:
         # One decimal is a quarter of a pixel on a wide page, and keeps paths short.
@@ -110,15 +114,15 @@ class _Axes:
         # SVG counts from the top.
         return round(HEIGHT * (1 - (value - self.low) / (self.high - self.low)), 1)
 
-    def numbers(self, below: Mapping[float, str], text_of: Text) -> dict[str, Any]:
+    def numbers(self, below: Mapping[float, str]) -> dict[str, Any]:
         """Return what a plot has beside its shapes: the numbers of both axes, and its grid."""
-        levels = ticks(self.low, self.high, 4)
-        marks = [(100 * self.y_of(level) / HEIGHT, text_of(level)) for level in levels]
-        return {
-            "marks": marks,
-            "below": [(100 * self.x_of(x) / WIDTH, text) for x, text in below.items()],
-            "grid": [("grid", f"M0 {top * HEIGHT / 100:.1f}H{WIDTH}") for top, _ in marks],
-        }
+        marks, grid = [], []
+        for level in ticks(self.low, self.high, 4):
+            top = self.y_of(level)
+            marks.append((100 * top / HEIGHT, self.mark_of(level)))
+            grid.append(("grid", f"M0 {top:.1f}H{WIDTH}"))
+        places = [(100 * self.x_of(x) / WIDTH, text) for x, text in below.items()]
+        return {"marks": marks, "below": places, "grid": grid}
 
 
 def plot_of(chart: Chart) -> Plot | None:
@@ -130,14 +134,11 @@ def plot_of(chart: Chart) -> Plot | None:
 
 def _line_plot(chart: Chart) -> Plot:
     # A compared run may have gone further than the run itself.
-    steps = {0.0, max(float(chart.end), 1.0)}.union(*(line.places for line in chart.lines))
+    steps = [0.0, 1.0, float(chart.end), *chart.places]
     axes = _Axes(chart, min(steps), max(steps), float)
     # There are no half steps.
     whole = [*filter(float.is_integer, ticks(axes.left, axes.right, 4))]
-    numbers = axes.numbers(
-        dict(zip(whole, map(_compact, whole), strict=True)),
-        _percent_tick if chart.share else _compact,
-    )
+    numbers = axes.numbers(dict(zip(whole, map(_compact, whole), strict=True)))
     # The grid comes first, and later shapes cover earlier ones: the run itself is on top.
     layers = sorted(chart.lines, key=lambda line: _LAYERS.index(line.role))
     shapes = numbers.pop("grid") + [(_look(line), _path(line, axes)) for line in layers]
@@ -146,11 +147,13 @@ def _line_plot(chart: Chart) -> Plot:
         step, text = chart.mark
         mark = axes.x_of(step) / 10, text
         shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
-    # Values as logged are only behind their means.
-    named = [line for line in chart.lines if line.role != "raw"]
-    text_of = percent if chart.share else amount
-    ends = [f"{line.name} ends at {text_of(line.heights[-1])}" for line in named]
-    legend = [(_look(line), line.name) for line in named]
+    named, ends, legend = list[Line](), list[str](), list[tuple[str, str]]()
+    for line in chart.lines:
+        # Values as logged are only behind their means.
+        if line.role != "raw":
+            named.append(line)
+            ends.append(f"{line.name} ends at {axes.text_of(line.heights[-1])}")
+            legend.append((_look(line), line.name))
     return Plot(
         caption=f"{chart.title} over steps: {'; '.join(ends)}.",
         shapes=shapes,
@@ -158,23 +161,25 @@ def _line_plot(chart: Chart) -> Plot:
         mark=mark,
         # A single line has the name of its chart.
         legend=legend if len(named) > 1 else [],
-        tips=_tips(named, axes, text_of),
+        tips=_tips(named, axes),
         **numbers,
     )
 
 
 def _dot_plot(chart: Chart) -> Plot:
-    logs = [math.log10(taken) for line in chart.lines for taken in line.places]
+    logs = [*map(math.log10, chart.places)]
     # Dots at the edge would be cut in half; 0.02 where all have the same bytes.
     room = 0.06 * (max(logs) - min(logs)) + 0.02
     axes = _Axes(chart, min(logs) - room, max(logs) + room, math.log10)
     # Room for the labels.
     height = axes.high - axes.low
     axes.low, axes.high = axes.low - 0.08 * height, axes.high + 0.12 * height
-    visible = [each for each in _SIZES if axes.left <= math.log10(each) <= axes.right]
-    texts = [size(each).replace(".00", "").replace(".0", "") for each in visible]
-    numbers = axes.numbers(dict(_every([*zip(visible, texts, strict=True)], 5)), _compact)
-    shapes, spots = numbers.pop("grid"), list[dict[str, Any]]()
+    below = {}
+    for each in _SIZES:
+        if axes.left <= math.log10(each) <= axes.right:
+            below[each] = size(each).replace(".00", "").replace(".0", "")
+    numbers = axes.numbers(dict(_every([*below.items()], 5)))
+    shapes, spots, texts = numbers.pop("grid"), list[dict[str, Any]](), list[str]()
     for place, line in enumerate(chart.lines):
         shapes.append((f"{_look(line)} joined", _path(line, axes)))
         dots = zip(line.labels, line.places, line.heights, strict=True)
@@ -185,10 +190,11 @@ def _dot_plot(chart: Chart) -> Plot:
             spot: dict[str, Any] = {"left": 100 * x / WIDTH, "top": 100 * y / HEIGHT}
             spot["label"] = label
             spot["text"] = (f"{line.name}, {label}", f"{size(taken)}, AUC {auc:.4f}")
+            texts.append(": ".join(spot["text"]))
             # On both sides in turn, so that labels of neighbors are apart.
             spots.append(spot | {"under": (place + number) % 2 == 1})
     return Plot(
-        caption=f"{chart.title}: {'; '.join(': '.join(spot['text']) for spot in spots)}",
+        caption=f"{chart.title}: {'; '.join(texts)}",
         shapes=shapes,
         label="bytes, logarithmic",
         legend=[(_look(line), line.name) for line in chart.lines],
@@ -205,9 +211,9 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    steps = [power * times for times in (1, 2, 2.5, 5, 10)]
     # 1e-9: a rough step that is round but for a rounding error is taken as it is.
-    step = next(step for step in steps if step >= rough * (1 - 1e-9))
+    steps = [power * times for times in (1, 2, 2.5, 5, 10)]
+    step = steps[bisect_left(steps, rough * (1 - 1e-9))]
     # 12 digits: n * step has rounding errors that would show in a label.
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
@@ -219,10 +225,10 @@ def _every(values: list[Any], most: int) -> list[Any]:
     return values[:: max(1, -(-len(values) // most))]
 
 
-def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[dict[str, Any]]:
+def _tips(lines: Sequence[Line], axes: _Axes) -> list[dict[str, Any]]:
     """Return the values at each step: one strip per point, halfway to its neighbors on both
     sides."""
-    steps = set[float]().union(*(line.places for line in lines))
+    steps = set[float]().union(*map(attrgetter("places"), lines))
     # Each strip is an element of the page: a line of 400 points has strips of several steps.
     shown = _every(sorted(steps), _MOST_TIPS)
     # Halfway to the neighbors: the strip under a pointer is the one of the nearest point.
@@ -233,8 +239,8 @@ def _tips(lines: Sequence[Line], axes: _Axes, text_of: Text) -> list[dict[str, A
         for line in lines[:_TIP_LINES]:
             # Lines are thinned differently: one without a point at this step has the one before.
             before = line.points[: bisect_right(line.places, x)]
-            known = [value for _, value in before[-1:] if value is not None]
-            text += [f"{line.name}: {text_of(value)}" for value in known]
+            for _, value in finite(before[-1:]):
+                text.append(f"{line.name}: {axes.text_of(value)}")
         place = 100 * (axes.x_of(x) / 10 - left) / max(right - left, 1e-9)
         tips.append({"left": left, "width": right - left, "text": text, "line": place})
     return tips
@@ -261,12 +267,13 @@ def _look(one: Line) -> str:
 
 def _range(values: Sequence[float], share: bool) -> tuple[float, float]:
     """Return the ends of a vertical axis: with room around the values, from 0 for shares."""
-    low, high = (0.0 if share else min(values)), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
-        low, high = low - 0.05 * (abs(low) or 1.0), high + 0.05 * (abs(high) or 1.0)
-    # An axis from exactly 0 begins at its line.
+    low, high = min(values), max(values)
+    if share:
+        return 0.0, 1.05 * high
     room = 0.05 * (high - low)
-    return (low if low == 0 else low - room), high + room
+    if room <= 1e-9 * max(abs(low), abs(high)):  # only rounding errors
+        room = 0.05 * (abs(low) or 1.0)
+    return low - room, high + room
 
 
 def _percent_tick(value: float) -> str:
@@ -285,24 +292,11 @@ def _compact(value: float) -> str:
 _FOLDER: Final = Path(__file__).parent
 _REPORT: Final = "report.html"
 _SECTIONS: Final = {
-    "Quality and bytes": ("auc",),
-    "Over steps": ("sparsity", "fates", "value"),
-    "Tables": ("bytes", "traffic"),
+    "auc": "Quality and bytes",
+    **dict.fromkeys(("sparsity", "fates", "value"), "Over steps"),
+    **dict.fromkeys(("bytes", "traffic"), "Tables"),
 }
-"""The headings of charts, each with the first words of their keys, in the order of the page."""
-
-_WIDE: Final = ("auc_bytes", "bytes")
-"""Charts as wide as the page."""
-
-_TABLE_HEAD: Final = (
-    *("table", "shape", "sharding", "block", "target", "sparsity", "blocks", "pruned"),
-    *("bytes kept", "bytes dense", "mask bytes", "threshold", "dead rows"),
-)
-_COUNTS: Final = (
-    *("blocks", "removed_blocks", "bytes_kept", "bytes_dense", "bytes_masks"),
-    *("threshold", "dead_rows"),
-)
-"""The last columns of the table of all tables."""
+"""The heading above a chart, by the first word of its key."""
 
 
 def write_report(
@@ -340,7 +334,7 @@ def write_report(
         'report.html'
     """
     run = run if isinstance(run, Run) else read_run(run)
-    out = run.folder / _REPORT if out is None else Path(out)
+    out = Path(out or run.folder / _REPORT)
     figures = charts(run)
     # All of them before the first is written: a failure leaves the old ones.
     contents = {out: page(run, figures).encode()}
@@ -360,12 +354,13 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         ImportError: jinja2 is not installed.
     """
     found, script = numbers(run), part("page.js")
-    sections = {}
-    for title, words in _SECTIONS.items():
-        shown = [chart for chart in figures if chart.key.partition("_")[0] in words]
-        sections[title] = [(chart, plot_of(chart), chart.key in _WIDE) for chart in shown]
+    # Charts come in the order of their sections.
+    sections = defaultdict(list)
+    for chart in figures:
+        section = _SECTIONS[chart.key.partition("_")[0]]
+        sections[section].append((chart, plot_of(chart)))
     # Names of all runs, in the order of the first that has them.
-    series = [*dict.fromkeys(chain.from_iterable(one.values for one in run.all_runs))]
+    series = dict.fromkeys(chain.from_iterable(map(attrgetter("values"), run.all_runs)))
     config = json.dumps(run.config, indent=2, ensure_ascii=False).split("\n")
     return render(
         "page.html",
@@ -373,12 +368,10 @@ def page(run: Run, figures: Sequence[Chart]) -> str:
         found=found,
         summary=summary,
         sections=sections,
-        series=series,
+        series=[*series],
         tables=_all_tables(found),
-        table_head=_TABLE_HEAD,
-        counts=_COUNTS,
         most_tables=MOST_TABLES,
-        config=config if run.config else [],
+        config=config,
         style=part("page.css"),
         script=script,
         # The page's policy allows this script and no other.
@@ -438,20 +431,15 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,  # a file ends with one
     )
-    texts = (amount, block_shape_text, count, duration, number_of, percent, size)
+    texts = (amount, block_shape_text, count, duration, number_of, percent, printable, size)
     environment.filters |= {text.__name__: text for text in texts}
-    environment.filters |= {"short": _short, "known": lambda text: "" if text == "-" else text}
+    environment.filters |= {"known": lambda text: "" if text == "-" else text}
     return environment
 
 
 def _visible(value: Any) -> Any:
-    """Return text from a run without control characters; the project's own markup has line ends."""
-    if isinstance(value, str) and not hasattr(value, "__html__"):
+    """Return text from a run without control characters."""
+    # Not of a subclass of str: that is the project's own markup, and has line ends.
+    if type(value) is str:
         return printable(value)
     return value
-
-
-def _short(text: str, most: int) -> str:
-    """Return text that fits a place of fixed width."""
-    text = printable(text)
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -13,9 +13,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter, itemgetter, mul
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,8 +99,8 @@ def add_artifact(
         auc=checks.number("auc", auc, least=0, most=1),
     )
     # A run is exported again after more training: the newest counts.
-    others = [old for old in read_artifacts(run) if old.name != new.name]
-    text = json.dumps([*map(asdict, (*others, new))], indent=2, allow_nan=False)
+    named = {old.name: old for old in read_artifacts(run)} | {new.name: new}
+    text = json.dumps([*map(asdict, named.values())], indent=2, allow_nan=False)
     write_whole(run / _FILE, f"{text}\n".encode())
     return new
 
@@ -229,7 +231,8 @@ class Run:
     @property
     def end(self) -> int:
         """The last step: a mask update may be logged after the last one with values."""
-        return max([self.last_step or 0, *(step for step, _ in self.due[-1:])])
+        steps: list[int] = [self.last_step or 0, *map(itemgetter(0), self.due[-1:])]
+        return max(steps)
 
     @property
     def undone(self) -> tuple[int, GuardCheck] | None:
@@ -242,10 +245,16 @@ class Run:
         return {change.name: change for _, record in self.due for change in record.tables}
 
     @property
+    def states(self) -> tuple[MaskChange | TableStats, ...]:
+        """The registered tables at the end, in the order of the model; before it, as the last mask
+        updates left them."""
+        return self.tables or tuple(self.last_changes.values())
+
+    @property
     def other_tables(self) -> dict[str, int]:
         """Bytes of the model's tables that are not registered with a sparsifier."""
         # `tables` is empty before the end of a run: until then its mask updates name them.
-        registered = {*self.last_changes, *(table.name for table in self.tables)}
+        registered = {*self.last_changes, *map(attrgetter("name"), self.tables)}
         return {name: size for name, size in self.model_tables.items() if name not in registered}
 
     @property
@@ -262,8 +271,8 @@ class Run:
         """Bytes of the kept weights of those tables, masks not counted; None before the end of a
         run that prunes."""
         dense = self.bytes_dense
-        # Bytes of tables are logged at the end.
-        if dense is None or (self.due and not self.tables):
+        # Bytes of tables are logged at the end; mask updates have none.
+        if dense is None or self.states != self.tables:
             return None
         return dense - sum(table.table_bytes - table.kept_bytes for table in self.tables)
 
@@ -280,7 +289,7 @@ class Run:
         logged = self.last("ms_per_step")
         if logged is not None or not self.trained:
             return logged
-        return self.ms_of(self.spent.total) or None
+        return self.ms_of(self.spent.total)
 
     @property
     def sparsity_share(self) -> float | None:
@@ -301,25 +310,22 @@ class Run:
 
 
 def total(tables: Iterable[object], field: str) -> int:
-    """Return the sum of a field over tables, without those where it is unknown."""
-    return sum(getattr(table, field) or 0 for table in tables)
+    """Return the sum of a field over tables."""
+    return sum(map(attrgetter(field), tables))
 
 
-def target_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+def target_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
     """Return the configured level of all blocks; None where a table has no level."""
-    weighted, whole = 0.0, 0
-    for table in tables:
-        if table.target is None:
-            return None
-        # Weighted by blocks, so that it compares with the sparsity of all blocks.
-        weighted += table.target * table.blocks
-        whole += table.blocks
-    return share_of(weighted, whole)
+    targets: list[Any] = [*map(attrgetter("target"), tables)]
+    if None in targets:
+        return None
+    # Weighted by blocks, so that it compares with the sparsity of all blocks.
+    weighted = sum(map(mul, targets, map(attrgetter("blocks"), tables)))
+    return share_of(weighted, total(tables, "blocks"))
 
 
-def sparsity_of(tables: Iterable[MaskChange | TableStats]) -> float | None:
+def sparsity_of(tables: Sequence[MaskChange | TableStats]) -> float | None:
     """Return the share of removed blocks; None without a block."""
-    tables = [*tables]
     return share_of(total(tables, "removed_blocks"), total(tables, "blocks"))
 
 
@@ -367,20 +373,17 @@ def read_run(folder: str | Path, *others: str | Path) -> Run:
         >>> run.finished, run.last_step, run.last("loss"), list(run.compared)
         (True, 2, 0.3333333333333333, ['columns'])
     """
+    # One level: runs inside those runs are their own comparison.
+    others = others or tuple(file.parent for file in sorted(Path(folder).glob(f"*/{RUN}")))
     different: dict[str, Path] = {}
     for each in (folder, *others):
         # runs/latest is one of runs/*, under another name.
         different.setdefault(os.path.realpath(each), Path(each))
     first, *compared = map(_read, different.values())
-    if compared:
-        return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
-    # One level: runs inside those runs are their own comparison.
-    inside = sorted(Path(folder).glob(f"*/{RUN}"))
-    compared = [_read(file.parent) for file in inside]
-    return dataclasses.replace(first, compared=_by_name(compared))
+    return dataclasses.replace(first, compared=_by_name(compared, taken=first.name))
 
 
-def _by_name(runs: Sequence[Run], taken: str | None = None) -> dict[str, Run]:
+def _by_name(runs: Sequence[Run], taken: str) -> dict[str, Run]:
     """Return runs by name and in order; a name that occurs again gets its folder."""
     named: dict[str, Run] = {}
     numbers: dict[str, int] = {}
@@ -418,7 +421,11 @@ def _read(folder: Path) -> Run:
             name=about["name"] or folder.resolve().name,
             model_tables=about["tables"],
             artifacts=read_artifacts(folder),
-            **{name: about[name] for name in ("command", "started", "world", "versions", "config")},
+            command=about["command"],
+            started=about["started"],
+            world=about["world"],
+            versions=about["versions"],
+            config=about["config"],
             **reader.read(),
         )
     except KeyError as error:
@@ -442,7 +449,7 @@ class _Reader:
         self._last: int | None = None
         self._series: dict[str, list[tuple[int, float | None]]] = {}
         # By kind, each with its step.
-        self._events: dict[str, list[tuple[int, Any]]] = {kind: [] for kind in _EVENTS}
+        self._events: dict[str, list[tuple[int, Any]]] = defaultdict(list)
         # Kinds of which the next line is the first in a resumed session.
         self._repeats: set[str] = set()
         # Seconds of each session by cause; but for the total they are logged at its end.
@@ -462,9 +469,7 @@ class _Reader:
 
     def read(self) -> dict[str, Any]:
         """Return the arguments of a Run that the log holds."""
-        whole: Counter[str] = Counter()
-        for seconds in self._seconds:
-            whole.update(seconds)
+        whole = sum(map(Counter, self._seconds), Counter[str]())
         # Of a session that crashed it is unknown: the sum would be too small.
         known = all("enforcement" in seconds for seconds in self._seconds)
         spent = Spent(
@@ -532,15 +537,19 @@ def _end_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _drop_from(step: int, events: list[tuple[int, Any]]) -> None:
     """Drop what a resumed run repeats."""
-    while events and events[-1][0] >= step:
-        events.pop()
+    del events[bisect_left(events, step, key=itemgetter(0)) :]
 
 
 def _mask_update(line: Mapping[str, Any]) -> StepRecord:
     # A long run has millions of them: one string per name.
     tables = [MaskChange(**table | {"name": sys.intern(table["name"])}) for table in line["tables"]]
-    costs = {name: line[name] for name in ("number", "seconds", "collectives", "bytes")}
-    return StepRecord(tables=tuple(tables), **costs)
+    return StepRecord(
+        number=line["number"],
+        seconds=line["seconds"],
+        collectives=line["collectives"],
+        bytes=line["bytes"],
+        tables=tuple(tables),
+    )
 
 
 def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:

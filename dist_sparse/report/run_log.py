@@ -32,13 +32,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import NoneType, TracebackType
+from types import NoneType, SimpleNamespace, TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import integer, refuse
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.records import FATES, GuardCheck, SlotUpdate, StepRecord
@@ -163,8 +163,9 @@ class RunLog:
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
             # Whatever is wrong on one rank is raised on all: none is left waiting.
+            slots = SimpleNamespace(updates=None) if slots is None else slots
             _refuse_wrong(sparsifier, enforcer, slots)
-            self.folder, listed = Path(folder), tuple(sinks)
+            self.folder, listed = Path(folder), [*sinks]
             if self._writes:
                 check_log(self.folder, resume)
             about: dict[str, Any] = {"config": check_config(config or {}), "name": name}
@@ -174,7 +175,7 @@ class RunLog:
                 data.name: math.prod(data.shape) * data.dtype.itemsize for data in located
             }
         self._file: LogFile | None = None
-        self._sinks: tuple[Sink, ...] = ()
+        self._sinks: list[Sink] = []
         # Only now, when no rank refuses its arguments, may rank 0 write.
         with world.agreeing("RunLog()"):
             if self._writes:
@@ -183,8 +184,7 @@ class RunLog:
         self._take_records: Callable[[], list[StepRecord]] = list
         if sparsifier is not None:
             self._take_records = sparsifier.record().take
-        if slots is not None:
-            slots.updates = []
+        slots.updates = []
         self._started, self._mask_seconds = time.perf_counter(), 0.0
         self._last, self._closed = -1, False
         # Earlier ones are in the log of another run, or of an earlier session.
@@ -217,10 +217,12 @@ class RunLog:
         self._last = step
         self._write_events()
         if self._writes and given:
-            # Only now: reading a tensor waits for the device.
-            known = {name: _float(value) for name, value in given.items()}
-            # JSON has neither NaN nor infinities.
-            finite = {name: x if abs(x) < _LARGEST else None for name, x in known.items()}
+            known, finite = {}, {}
+            for name, value in given.items():
+                # Only now: reading a tensor waits for the device.
+                known[name] = number = _float(value)
+                # JSON has neither NaN nor infinities.
+                finite[name] = number if abs(number) < _LARGEST else None
             self._write(kind="values", step=step, seconds=self._elapsed(), values=finite)
             self._tell("scalars", step, known)
 
@@ -268,12 +270,11 @@ class RunLog:
         self._closed = True
         if self._sparsifier is not None:
             self._sparsifier.stop_recording()
-        if self._slots is not None:
-            self._slots.updates = None
+        self._slots.updates = None
         if self._file is not None:
             self._file.close()
         self._tell("close")
-        self._sinks = ()
+        self._sinks = []
 
     def _elapsed(self) -> float:
         return round(time.perf_counter() - self._started, 6)
@@ -283,12 +284,12 @@ class RunLog:
             self._file.write(line)
 
     def _tell(self, method: str, *values: Any) -> None:
-        for sink in self._sinks:
+        for sink in [*self._sinks]:
             try:
                 getattr(sink, method)(*values)
             # A sink is the user's code: its failure must not end training.
             except Exception as error:
-                self._sinks = tuple(other for other in self._sinks if other is not sink)
+                self._sinks.remove(sink)
                 failed = f"{type(sink).__name__} failed ({type(error).__name__}: {error})"
                 warnings.warn(f"{failed}: it gets no more values.", RuntimeWarning, stacklevel=3)
 
@@ -303,11 +304,10 @@ class RunLog:
         for check in self._validations[self._validated :]:
             self._write(kind="validation", step=self._last, check=asdict(check))
         self._validated = len(self._validations)
-        if self._slots is not None:
-            updates, self._slots.updates = self._slots.updates, []
-            for update in updates:
-                self._write(kind="slots", step=self._last, **asdict(update))
-                self._tell("scalars", self._last, _fates(update))
+        updates, self._slots.updates = self._slots.updates, []
+        for update in updates:
+            self._write(kind="slots", step=self._last, **asdict(update))
+            self._tell("scalars", self._last, _fates(update))
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
@@ -380,24 +380,29 @@ _UNKNOWN = object()
 
 def _refuse_wrong(sparsifier: Any, enforcer: Any, slots: Any) -> None:
     """Refuse arguments of another type, and what another log records."""
-    kinds = {BaseDataSparsifier: sparsifier, MaskEnforcer: enforcer}
-    for kind, given in kinds.items():
-        if not isinstance(given, (kind, NoneType)):
-            found = type(given).__name__
-            raise ValueError(f"Invalid argument of type {found}: must be a {kind.__name__}.")
-    if sparsifier is not None and sparsifier.masks.recorder is not None:
-        raise ValueError(
-            "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
-            " stop_recording(), first."
-        )
+    refuse(
+        {
+            f"Invalid sparsifier of type {type(sparsifier).__name__}: must be a"
+            " BaseDataSparsifier.": not isinstance(sparsifier, (BaseDataSparsifier, NoneType)),
+            f"Invalid enforcer of type {type(enforcer).__name__}: must be a MaskEnforcer.": (
+                not isinstance(enforcer, (MaskEnforcer, NoneType))
+            ),
+        }
+    )
     # Not by class: it needs torchrec.
-    updates = None if slots is None else getattr(slots, "updates", _UNKNOWN)
-    if updates is _UNKNOWN:
-        raise ValueError(
-            f"Invalid slots of type {type(slots).__name__}: must be a FollowingTables."
-        )
-    if updates is not None:
-        raise ValueError("Another RunLog logs these following tables: close that log first.")
+    updates = getattr(slots, "updates", _UNKNOWN)
+    refuse(
+        {
+            "Another RunLog, or a recorder, records this sparsifier: close that log, or call"
+            " stop_recording(), first.": sparsifier and sparsifier.masks.recorder is not None,
+            f"Invalid slots of type {type(slots).__name__}: must be a FollowingTables.": (
+                updates is _UNKNOWN
+            ),
+            "Another RunLog logs these following tables: close that log first.": (
+                updates is not None
+            ),
+        }
+    )
 
 
 def _refuse_non_number(name: str, value: object) -> None:

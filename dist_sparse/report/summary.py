@@ -14,7 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,8 +43,6 @@ TABLE_FIELDS: Final = (
     *("threshold", "churn", "dead_rows"),
 )
 """Fields of a table in :func:`numbers`."""
-
-_SIZES: Final = {"dense": "table_bytes", "kept": "kept_bytes", "masks": "mask_bytes"}
 
 _SHOWN: Final = (
     *("name", "started", "command", "world", "versions", "config"),
@@ -88,21 +86,21 @@ _TABLE_COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 }
 
 
+_UNKNOWN: Final = {"delta": ""}
+"""The baseline differs from nothing: a dash would read as unknown."""
+
+
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, Any] = COLUMNS) -> list[str]:
     """Return the cells of a row as text, a dash where something is unknown."""
-    # The baseline differs from nothing: no dash, which would read as unknown.
-    found = {"delta": ""}
+    cells = []
     for name, text in columns.values():
-        if row[name] is not None:
-            found[name] = text(row[name])
-    return [found.get(name, "-") for name, _ in columns.values()]
+        cells.append(_UNKNOWN.get(name, "-") if row[name] is None else text(row[name]))
+    return cells
 
 
-def baseline(run: Run) -> Run | None:
+def baseline(run: Run) -> Run:
     """Return the run that the others are compared with: of those without mask updates the one with
-    the largest tables, else ``run`` itself. None without others."""
-    if not run.compared:
-        return None
+    the largest tables, else ``run`` itself."""
     # A narrow or hashed model has no mask updates either, but smaller tables.
     dense = [one for one in run.all_runs if not one.due]
     return max(dense, key=lambda one: one.bytes_dense or 0, default=run)
@@ -110,9 +108,8 @@ def baseline(run: Run) -> Run | None:
 
 def whole_bytes(run: Run) -> int | None:
     """Return the dense size that all runs are compared with."""
-    base = baseline(run) or run
     # A baseline that was logged without `model=` and without masks has none.
-    return base.bytes_dense or run.bytes_dense
+    return baseline(run).bytes_dense or run.bytes_dense
 
 
 def compare(run: Run) -> list[dict[str, Any]]:
@@ -125,12 +122,12 @@ def compare(run: Run) -> list[dict[str, Any]]:
     its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
     """
     base, whole, rows = baseline(run), whole_bytes(run), []
-    old = flat((base or run).config)
+    old = flat(base.config)
     for one in run.all_runs:
         (key, auc), new = quality(one), flat(one.config)
         row = {
             "name": one.name,
-            "sparsity": sparsity_of(one.tables or one.last_changes.values()),
+            "sparsity": sparsity_of(one.states),
             "bytes": one.bytes_kept,
             "share": share_of(one.bytes_kept, whole),
             "auc": auc,
@@ -151,19 +148,19 @@ def quality(run: Run) -> tuple[str, float | None]:
     return key, run.last(key)
 
 
-def difference(run: Run, base: Run | None, key: str) -> float | None:
+def difference(run: Run, base: Run, key: str) -> float | None:
     """Return the last value of a series less that of the baseline; None for the baseline itself, or
     where one of the two is unknown."""
-    if base is None or base is run:
-        return None
-    value, other = run.last(key), base.last(key)
-    return None if value is None or other is None else value - other
+    value: Any = run.last(key)
+    other: Any = base.last(key)
+    return None if base is run or None in (value, other) else value - other
 
 
 def artifacts_of(run: Run) -> Sequence[ArtifactBytes]:
     """Return the artifacts of a run. The kept weights stand for those of a run that has none."""
-    kept, (_, auc) = run.bytes_kept, quality(run)
-    if run.artifacts or kept is None or auc is None:
+    kept: Any = run.bytes_kept
+    auc: Any = quality(run)[1]
+    if run.artifacts or None in (kept, auc):
         return run.artifacts
     return [ArtifactBytes(name="weights", bytes=kept, auc=auc)]
 
@@ -171,10 +168,11 @@ def artifacts_of(run: Run) -> Sequence[ArtifactBytes]:
 def headline(run: Run) -> str:
     """Return a sentence about what the run kept, what that cost, and how long it took; "" where
     nothing is known."""
-    row, whole = compare(run)[0], whole_bytes(run)
+    row = compare(run)[0]
     # Bytes are logged at the end.
-    if row["share"] is None or whole is None:
+    if row["share"] is None:
         return ""
+    whole: Any = whole_bytes(run)
     kept = f"{size(row['bytes'])} of {size(whole)}"
     text = f"{run.name} keeps {percent(row['share'])} of table bytes ({kept})"
     if row["auc"] is not None:
@@ -190,31 +188,39 @@ def verdict(run: Run) -> str:
     """Return sentences about what to serve: the smallest at the baseline's AUC, over all runs and
     artifacts, first what needs no second training. And about how far seeds alone move an AUC. ""
     without a baseline that has an AUC."""
-    base = baseline(run) or run
+    base = baseline(run)
     wanted = quality(base)[1]
     if not run.compared or wanted is None:
         return ""
-    close = []
-    for one in run.all_runs:
-        # What was made of the baseline's own weights: its artifacts, and runs that trained nothing.
-        at_once = one.artifacts and (one is base or not one.trained)
-        for each in artifacts_of(one):
-            if each.auc >= wanted - TOLERANCE:
-                close.append((each.bytes, each.auc, f"{one.name}, {each.name}", bool(at_once)))
-    every, made = list[str](), list[str]()
-    for taken, auc, name, at_once in sorted(close):
-        share = percent(share_of(taken, whole_bytes(run)))
-        every.append(f"{name} ({size(taken)}, {share} of dense, AUC {auc:.4f})")
-        made += every[-1:] * at_once
     goal = f"within {TOLERANCE} of {base.name}'s AUC ({wanted:.4f})"
-    if not every:
+    close, at_once = _served_at(run, base, wanted - TOLERANCE)
+    # The smallest of each.
+    if not close:
         said = f"Nothing is {goal}."
-    elif made[:1] in ([], every[:1]):
-        said = f"Serve {every[0]}, the smallest {goal}."
+    elif at_once[:1] in ([], close[:1]):
+        said = f"Serve {close[0]}, the smallest {goal}."
     else:
-        said = f"Serve {made[0]}, the smallest {goal} without a second training."
-        said += f" Smaller, with a second training: {every[0]}."
+        said = f"Serve {at_once[0]}, the smallest {goal} without a second training."
+        said += f" Smaller, with a second training: {close[0]}."
     return f"{said} {_noise(run)}"
+
+
+def _served_at(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]:
+    """Return all artifacts with at least that AUC, the smallest first, and those of them that need
+    no second training."""
+    found = []
+    for one in run.all_runs:
+        # Made of the baseline's own weights: its artifacts, and of runs that trained nothing.
+        at_once = bool(one.artifacts) and (one is base or not one.trained)
+        for each in artifacts_of(one):
+            found.append((each.bytes, each.auc, f"{one.name}, {each.name}", at_once))
+    texts, made = list[str](), list[str]()
+    for taken, auc, name, at_once in sorted(found):
+        if auc >= least:
+            share = percent(share_of(taken, whole_bytes(run)))
+            texts.append(f"{name} ({size(taken)}, {share} of dense, AUC {auc:.4f})")
+            made += texts[-1:] if at_once else []
+    return texts, made
 
 
 def _noise(run: Run) -> str:
@@ -225,9 +231,11 @@ def _noise(run: Run) -> str:
         auc = quality(one)[1]
         if auc is not None:
             seeds[one.method][str(one.config)] = auc
+    spreads = []
+    for aucs in map(sorted, map(dict.values, seeds.values())):
+        spreads.append((aucs[-1] - aucs[0], len(aucs)))
     # The method that moves most: a smaller difference may be chance for any of them.
-    aucs = [sorted(by_config.values()) for by_config in seeds.values()]
-    widest, runs = max((some[-1] - some[0], len(some)) for some in aucs)
+    widest, runs = max(spreads)
     if runs < 2:
         return "One seed each: the difference may be chance."
     return f"Seeds alone move AUC by up to {widest:.4f} ({runs} runs): smaller deltas are noise."
@@ -239,10 +247,11 @@ def fates_text(run: Run) -> str:
     if not run.slots:
         return ""
     _, update = run.slots[-1]
-    whole, came, went = (total(update.tables, name) for name in ("lookups", "came", "went"))
+    lookups = total(update.tables, "lookups")
+    came, went = total(update.tables, "came"), total(update.tables, "went")
     shares = [f"{percent(fate_share(update, fate))} {text}" for fate, text in FATES.items()]
     return (
-        f"Of {number_of(whole, 'lookup')} before the last update {', '.join(shares)};"
+        f"Of {number_of(lookups, 'lookup')} before the last update {', '.join(shares)};"
         f" {number_of(came, 'row')} came, {count(went)} went."
     )
 
@@ -281,8 +290,8 @@ def numbers(run: Run) -> dict[str, Any]:
         {'loss': 0.5, 'auc': 0.75}
     """
     # Public: keys are only added.
-    tables, base = _tables(run), baseline(run)
-    records = [record for _, record in run.due]
+    tables = _tables(run)
+    records = [*map(itemgetter(1), run.due)]
     blocks, removed = _sum(tables, "blocks"), _sum(tables, "removed_blocks")
     return {
         **dict(zip(_SHOWN, attrgetter(*_SHOWN)(run), strict=True)),
@@ -290,7 +299,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "headline": headline(run),
         "verdict": verdict(run),
         "sparsity": share_of(removed, blocks),
-        "target": target_of(run.tables or run.last_changes.values()),
+        "target": target_of(run.states),
         "blocks": blocks,
         "removed_blocks": removed,
         "bytes_masks": _sum(tables, "bytes_masks"),
@@ -303,7 +312,7 @@ def numbers(run: Run) -> dict[str, Any]:
         "tables": tables,
         "other_tables": run.other_tables,
         "artifacts": [*map(dataclasses.asdict, run.artifacts)],
-        "baseline": base and base.name,
+        "baseline": baseline(run).name if run.compared else None,
         "runs": compare(run),
         "compared": {name: {"last": _last(other)} for name, other in run.compared.items()},
     }
@@ -312,10 +321,9 @@ def numbers(run: Run) -> dict[str, Any]:
 def table_json(stats: TableStats) -> dict[str, Any]:
     """Return the fields of a table's statistics and its ``sparsity`` as JSON-able values."""
     dtype = str(stats.dtype).removeprefix("torch.")
-    # Lists, as JSON has them.
-    block = stats.sparse_block_shape and list(stats.sparse_block_shape)
-    known = dataclasses.asdict(stats) | {"shape": list(stats.shape), "sparse_block_shape": block}
-    return known | {"dtype": dtype, "sparsity": stats.sparsity}
+    known = dataclasses.asdict(stats) | {"dtype": dtype, "sparsity": stats.sparsity}
+    # There and back: tuples become lists.
+    return dict(json.loads(json.dumps(known)))
 
 
 def status(run: Run) -> str:
@@ -334,17 +342,20 @@ def summary(run: Run, report: Path) -> str:
     """Return the sentences on top of a report, the compared runs and the report's address."""
     lines = _wrapped([verdict(run), headline(run), status(run)])
     if run.compared:
-        cells = [*map(cells_of, compare(run))]
+        rows, changes = [], []
+        for *shown, changed in map(cells_of, compare(run)):
+            rows.append(shown)
+            if changed:
+                changes.append(f"{shown[0]}, changed: {changed}")
         head = [*COLUMNS][:-1]
-        lines += table_lines(head, [row[:-1] for row in cells], right=range(1, len(head)))
+        lines += table_lines(head, rows, right=range(1, len(head)))
         # Below the table: a config can be longer than a line.
-        lines += _wrapped([f"{row[0]}, changed: {row[-1]}" for row in cells if row[-1]])
+        lines += _wrapped(changes)
     return "\n".join([*lines, *_wrapped([f"report: {report.as_uri()}"])])
 
 
 def _wrapped(texts: Sequence[str], indent: str = "  ") -> list[str]:
-    """Return the lines of texts, without empty ones."""
-    return [*chain.from_iterable(wrapped(printable(text), indent) for text in texts if text)]
+    return [*chain.from_iterable(wrapped(printable(text), indent) for text in texts)]
 
 
 def inspect_text(run: Run) -> str:
@@ -356,7 +367,7 @@ def inspect_text(run: Run) -> str:
     values = ", ".join(f"{name} {value:.4g}" for name, value in _last(run).items())
     facts = {"last": values}
     # A run that only follows its traffic has no masks.
-    if run.due or run.tables or not run.slots:
+    if run.states or not run.slots:
         looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
         share = percent(removed / looked_up) if looked_up else "not known"
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
@@ -377,22 +388,21 @@ def _table_text(run: Run) -> list[str]:
         rows.append([name, "", "", "", "", "", taken, taken])
     everything = known | {"name": "all", "shape": None, "sparse_block_shape": None}
     sums = cells_of(everything, _TABLE_COLUMNS)
-    lines = table_lines([*_TABLE_COLUMNS], rows, right=range(3, len(sums)), total=sums)
+    lines = table_lines([*_TABLE_COLUMNS], rows, right=range(3, len(sums)), totals=[sums])
     return [*lines, ""] if known["tables"] else []
 
 
 def _tables(run: Run) -> list[dict[str, Any]]:
     """Return a row per table: its last change, and what the end of the run knows of it."""
     changes, rows = run.last_changes, []
-    # The end knows all tables, in the order of the model; before it, mask updates name them.
-    for one in run.tables or changes.values():
+    for one in run.states:
         row = {name: getattr(changes.get(one.name), name, None) for name in TABLE_FIELDS}
         if isinstance(one, TableStats):
             known = table_json(one)
+            known["bytes_dense"], known["bytes_kept"] = one.table_bytes, one.kept_bytes
+            known["bytes_masks"], known["dead_rows"] = one.mask_bytes, run.dead_rows[one.name]
             # Newer than the last mask update.
             row |= {name: known[name] for name in row.keys() & known}
-            row |= {f"bytes_{kind}": known[name] for kind, name in _SIZES.items()}
-            row["dead_rows"] = run.dead_rows[one.name]
         rows.append(row)
     return rows
 

@@ -125,7 +125,7 @@ def test_no_cell_is_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     head = ("name", "what it is", "rows (here)", *(f"metric {i}" for i in range(8)))
     rows = [(f"{LONG}_{i}", "a text of a few words", "1,000", *8 * ["0.1234"]) for i in range(3)]
-    lines = table_lines(head, rows, right=range(2, 11), total=rows[0])
+    lines = table_lines(head, rows, right=range(2, 11), totals=rows[:1])
     check("\n".join(lines), width)
     text = " ".join(" ".join(lines).split())
     assert text.count("1,000") == 4 and text.count("0.1234") == 32

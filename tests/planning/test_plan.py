@@ -261,8 +261,10 @@ def test_memory_of_a_mask_update() -> None:
     line = "A mask update needs up to 115 MiB (rows) or 339 MiB (1x4) more per rank."
     assert line in str(answer)
     assert answer.to_json()["update_memory"] == answer.update_memory
-    # Of the table that a model holds.
-    assert plan(nn.ModuleDict({"user": nn.EmbeddingBag(64, 16)}), "50%").rank_bytes == 4_096
+    # Of the table that a model holds; a few copies of a small one.
+    small = plan(nn.ModuleDict({"user": nn.EmbeddingBag(64, 16)}), "50%")
+    assert small.rank_bytes == 4_096
+    assert "needs up to 16.0 KiB (rows) or 16.0 KiB (1x4) more" in str(small)
 
 
 def test_traffic_that_is_not_known() -> None:
@@ -270,6 +272,15 @@ def test_traffic_that_is_not_known() -> None:
     model, optimizer = trained(torch.optim.Adam)
     assert plan(model, "9%", optimizer=optimizer).untouched == plan(model, "9%").untouched == {}
     assert "Never looked up" not in str(plan(model, "9%"))
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_plan_says_where_untouched_rows_are_not_known(passed: bool) -> None:
+    """As on the command line, which has the model alone."""
+    model, optimizer = trained(torch.optim.Adagrad)
+    text = str(plan(model, "9%", optimizer=optimizer if passed else None))
+    line = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
+    assert (line in text.splitlines()) is not passed
 
 
 def test_a_few_idle_rows_stay() -> None:

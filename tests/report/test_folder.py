@@ -236,3 +236,14 @@ def test_a_run_names_the_commit_of_its_script(
     RunLog(tmp_path / "one").close()
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
     assert head.stdout.startswith(read_run(tmp_path / "one").versions["commit"])
+
+
+def test_a_file_is_no_folder_of_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(
+            ValueError, match=r"Invalid folder='.*train\.py': it is a file; must be"
+        ):
+            RunLog(file, resume=resume)
+    assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]

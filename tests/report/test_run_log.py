@@ -290,7 +290,9 @@ def test_bad_values(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Invalid config: Circular reference"):
         RunLog(tmp_path / "none", config={"loop": loop})
     for wrong in ({"sparsifier": nn.Linear(1, 1)}, {"enforcer": 3}):
-        with pytest.raises(ValueError, match=r"Invalid argument of type .*: must be a "):
+        with pytest.raises(
+            ValueError, match=r"Invalid (sparsifier|enforcer|slots) of type .*: must be a "
+        ):
             RunLog(tmp_path / "none", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Invalid config: "):
         RunLog(tmp_path / "none", config=[1])  # type: ignore[arg-type]
