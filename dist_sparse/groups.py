@@ -163,6 +163,11 @@ def rank_in(ranks: tuple[int, ...] | None) -> int:
     return 0 if ranks is None or len(ranks) == 1 else ranks.index(dist.get_rank())
 
 
+def world_rank() -> int:
+    """Return this process's global rank; 0 without a process group. Does not communicate."""
+    return rank_in(world_ranks())
+
+
 def _bound_device() -> torch.device | None:
     """Return the ``device_id`` that the world was initialized with, if any."""
     return getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_available() else None
@@ -480,6 +485,11 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
         )
         known = _groups[ranks, apart] = (parent, Group(ranks, made))
     return known[1]
+
+
+def world_group(apart: str | None = None) -> Group:
+    """Return the library's own group over all ranks; see :func:`group_over`."""
+    return group_over(world_ranks(), apart)
 
 
 # Words of the backends' errors about ranks that do not answer. Gloo has no type of its own for

@@ -36,7 +36,7 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.fused import collections_of
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import world_group
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import CACHED, ROW
@@ -507,7 +507,7 @@ def worker(words: Sequence[str]) -> int:
         if outcome["status"] in _WRONG:
             return 1
     # The store ends with the first process: the others may not have begun.
-    group_over(world_ranks()).all_reduce(torch.zeros(1))
+    world_group().all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     return 0
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 from torch import nn
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import rank_in, world_group
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
@@ -293,7 +293,7 @@ def frontier(
         >>> found.points[0].method  # four columns hold all
         'rotated'
     """
-    world = group_over(world_ranks())
+    world = world_group()
     # Whatever would stop a rank later is checked here: an evaluation may take hours.
     with world.agreeing("frontier()") as facts:
         # Small dense tables have to be trained.
@@ -428,7 +428,7 @@ class _Measurements:
     """
 
     def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Path | None) -> None:
-        self._world = group_over(world_ranks())
+        self._world = world_group()
         self._whole = model, evaluate
         # Rank 0 alone reads and writes.
         self._folder = folder if self._world.rank == 0 else None

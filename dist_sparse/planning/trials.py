@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from dist_sparse.codes.books import assign, decode_books, learned, sampled
 from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
 from dist_sparse.rotation.rotate import check_group, find_lookup
 from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, share_, turn_
@@ -67,7 +67,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         >>> model.weight[0].data
         tensor([0.0000, 0.1000])
     """
-    world = group_over(world_ranks())
+    world = world_group()
     with world.agreeing("a trial") as facts:
         located = {data.name: data for data in model_source(model).locate()}
         tables = list(located.values())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dist_sparse.enforcer.dense import combines, leaves
-from dist_sparse.groups import Group, Replica, cut, group_over, ranks_text, world_ranks
+from dist_sparse.groups import Group, Replica, cut, ranks_text, world_group
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.pieces import shared_weights
 from dist_sparse.tables.modules import torchrec_port
@@ -65,7 +65,7 @@ def replicas_of(located: Mapping[str, ShardedData]) -> list[str]:
     Args:
         located: the registered tables, as they are stored now.
     """
-    world = group_over(world_ranks())
+    world = world_group()
     names = [name for name, data in located.items() if data.ranks is None]
     # One rank has no replicas, and does not communicate.
     if world.size == 1 or not names:
@@ -83,7 +83,7 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
     Raises:
         ValueError: weights or configurations differ; on every rank.
     """
-    world = group_over(world_ranks())
+    world = world_group()
     with world.agreeing("step()") as facts:
         # Replicas by now: a difference is an error.
         facts.on_drift = _refuse

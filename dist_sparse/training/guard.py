@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import world_group, world_rank
 from dist_sparse.schedulers import (
     CurveDataScheduler,
     LambdaDataScheduler,
@@ -107,7 +107,7 @@ class Guard:
     ) -> None:
         self._sparsifier, self._scheduler = sparsifier, scheduler
         # On one rank: all ranks have one schedule.
-        self._warns = asks_first and rank_in(world_ranks()) == 0
+        self._warns = asks_first and world_rank() == 0
         self.put(GuardState(active=asks_first, waiting=asks_first))
 
     def put(self, state: GuardState) -> None:
@@ -261,7 +261,7 @@ def prepare_load(
             between ranks, masks and schedule are of different steps, or no mask update could
             follow. On every rank; nothing has changed.
     """
-    together = group_over(world_ranks())
+    together = world_group()
     # First what each rank can check alone; an error on one is an error on all.
     with together.agreeing(_ACTION) as facts:
         schedule, settings, guarded = _parsed(state, sparsifier, scheduler)

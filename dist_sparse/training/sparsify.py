@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse import checks
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import world_group, world_rank
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
@@ -114,7 +114,7 @@ class SparseTraining:
         self._handles: list[RemovableHandle] = []
         self._unseen: dict[str, nn.Module] = {}
         self._replicas: list[str] = []
-        self._world_rank = rank_in(world_ranks())
+        self._world_rank = world_rank()
         # Once, on one rank: all ranks have one schedule.
         self._warns = self._world_rank == 0
 
@@ -214,7 +214,7 @@ class SparseTraining:
         """
         if not self._attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
-        with group_over(world_ranks()).agreeing("guard()") as facts:
+        with world_group().agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
             most = float(checks.number("tolerance", tolerance, least=0))
             facts.update(metric=value, tolerance=most, mode=mode)
@@ -518,7 +518,7 @@ def sparsify(
         80
         >>> sparse.detach()
     """
-    together = group_over(world_ranks())
+    together = world_group()
     with together.agreeing("sparsify()") as facts:
         args = SparsifyArgs(
             level=level,
@@ -623,5 +623,5 @@ def _scheduler(
     except TypeError as fault:
         # A call that a user's class does not take fails before any communication, perhaps on one
         # rank alone.
-        group_over(world_ranks()).agree("sparsify()", {}, fault)
+        world_group().agree("sparsify()", {}, fault)
         raise
