@@ -155,7 +155,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             )
         matrix = _as_scored_matrix(name, data.detach())
         table = as_sharded(name, matrix)
-        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group(None, None))
+        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
         self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
 
     @property

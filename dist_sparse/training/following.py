@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dist_sparse.enforcer.dense import combines, leaves
-from dist_sparse.groups import Group, Replica, cut, ranks_text, world_group
+from dist_sparse.groups import Facts, Group, Replica, cut, ranks_text, world_group
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.pieces import shared_weights
 from dist_sparse.tables.modules import torchrec_port
@@ -71,10 +71,12 @@ def replicas_of(located: Mapping[str, ShardedData]) -> list[str]:
     if world.size == 1 or not names:
         return []
     # Reported, not raised: ranks may train models of their own on purpose.
-    drifted = world.agree("sparsify()", {}, None, _hashes(world, names, located))
+    facts = Facts()
+    facts.replicas |= _hashes(world, names, located)
+    world.agree("sparsify()", facts)
     if world.rank == 0:
-        _warn(world, names, drifted)
-    return [] if drifted else names
+        _warn(world, names, facts.drifted)
+    return [] if facts.drifted else names
 
 
 def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> None:

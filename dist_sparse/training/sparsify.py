@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse import checks
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
-from dist_sparse.groups import world_group, world_rank
+from dist_sparse.groups import Facts, world_group, world_rank
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
@@ -623,5 +623,5 @@ def _scheduler(
     except TypeError as fault:
         # A call that a user's class does not take fails before any communication, perhaps on one
         # rank alone.
-        world_group().agree("sparsify()", {}, fault)
+        world_group().agree("sparsify()", Facts(), fault)
         raise

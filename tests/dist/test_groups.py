@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dist_sparse import DataNormSparsifier
 from dist_sparse.groups import (
+    Facts,
     Parcels,
     Replica,
     agreeing,
@@ -107,7 +108,7 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
     def refuse(drifted: dict[str, list[int]]) -> None:
         raise ValueError(f"drifted: {drifted}")
 
-    def agree(on_drift: Callable[[dict[str, list[int]]], object] | None) -> dict[str, list[int]]:
+    def agree(on_drift: Callable[[dict[str, list[int]]], object]) -> dict[str, list[int]]:
         with agreeing("step()", groups) as (_, facts):
             facts.replicas["bias"] = Replica(
                 hash=7 + dist.get_rank(), first=dist.get_rank() == 0, holders=2
@@ -115,7 +116,7 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
             facts.on_drift = on_drift
         return facts.drifted
 
-    assert agree(None) == {"bias": [1]}
+    assert agree(list) == {"bias": [1]}
     with pytest.raises(ValueError, match=r"drifted: \{'bias': \[1\]\}"):
         agree(refuse)
 
@@ -150,11 +151,11 @@ def test_parcels_come_as_they_were_packed() -> None:
 def _alone() -> str:
     set_timeout(2)
     group = world_group()
-    group.agree("start", {})
+    group.agree("start", Facts())
     if dist.get_rank() == 1:
         return ""  # it never steps
     with pytest.raises(RuntimeError) as caught:
-        group.agree("step()", {})
+        group.agree("step()", Facts())
     return str(caught.value)
 
 
