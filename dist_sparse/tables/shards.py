@@ -9,15 +9,16 @@ the rectangles of the other ranks come from metadata.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import integer, refuse
 
 CACHED: Final = "fused_uvm_caching"
 """TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""
@@ -87,8 +88,8 @@ class ShardedData:
             for messages only.
         ranks: global ranks of the group that holds the tensor, in group order; ``None`` is a world
             of one.
-        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal
-            rectangles on several ranks are replicas.
+        tiling: for each group rank the rectangles it holds, in the order of its shards; none of
+            them is empty. Equal rectangles on several ranks are replicas.
         shards: this rank's own, in the order of ``tiling[rank]``.
         kernel: TorchRec's compute kernel, where there is one.
         fqn: the fully qualified name in the model, where there is one.
@@ -112,8 +113,7 @@ class ShardedData:
     @property
     def replicated(self) -> bool:
         """Whether any rectangle is held more than once."""
-        rects = [rect for held in self.tiling for rect in held]
-        return len(set(rects)) < len(rects)
+        return len(self.rects) < sum(map(len, self.tiling))
 
     @property
     def kept_equal(self) -> bool:
@@ -137,23 +137,33 @@ class ShardedData:
     @property
     def rects(self) -> list[Rect]:
         """The distinct rectangles over all ranks, in row-major order of their corners."""
-        return sorted({rect for held in self.tiling for rect in held if rect.numel})
+        return sorted(set(chain.from_iterable(self.tiling)))
+
+
+def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
+    """Return the rectangles with elements: a row-wise table smaller than the world leaves the last
+    ranks pieces of zero rows, which nobody holds."""
+    return tuple(rect for rect in rects if rect.numel)
 
 
 def whole(
-    name: str, weight: Tensor, ranks: tuple[int, ...] | None = None, **more: Any
+    name: str,
+    weight: Tensor,
+    ranks: tuple[int, ...] | None = None,
+    sharding: str = "replicated",
+    **more: Any,
 ) -> ShardedData:
     """Return a matrix that every rank of ``ranks`` holds whole, with ``more`` of its arguments."""
     rect = Rect(0, 0, *weight.shape)
-    held = (rect,) if rect.numel else ()
+    held = not_empty([rect])
     return ShardedData(
         name=name,
         shape=(rect.rows, rect.cols),
         dtype=weight.dtype,
-        sharding="replicated",
+        sharding=sharding,
         ranks=ranks,
         tiling=(held,) * len(ranks or (0,)),
-        shards=tuple(Shard(rect, weight) for rect in held),
+        shards=(Shard(rect, weight),) * len(held),
         **more,
     )
 
@@ -205,7 +215,7 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
         ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``.
     """
     try:
-        sides: Any = () if isinstance(block, str) else block
+        sides: Any = block
         height, width = sides
         # A table without columns or rows still has blocks of one.
         if width == ROW:
@@ -232,12 +242,12 @@ def check_data(data: ShardedData) -> None:
             f"Table {data.name!r}: weights of type {data.dtype} are not supported; floating point"
             " ones of 16, 32 or 64 bits are."
         )
-    if any(shard.tensor.is_meta for shard in data.shards):
-        raise ValueError(
-            f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the"
-            " model first."
-        )
     for shard in data.shards:
+        if shard.tensor.is_meta:
+            raise ValueError(
+                f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the"
+                " model first."
+            )
         check_memory(data.name, shard.tensor)
     check_tiling(data)
 
@@ -249,13 +259,18 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
+    start = f"Table {data.name!r}: its weights are"
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
-        if shard.tensor.is_neg() or shard.tensor.is_inference():
-            kind = "negated view" if shard.tensor.is_neg() else "tensor made in inference mode"
-            raise ValueError(
-                f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
-            )
+        refuse(
+            {
+                f"{start} a negated view, which can't be zeroed in place.": shard.tensor.is_neg(),
+                # Torch lets nothing outside inference mode write them in place.
+                f"{start} a tensor made in inference mode, which can't be zeroed in place.": (
+                    shard.tensor.is_inference()
+                ),
+            }
+        )
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:
@@ -282,8 +297,6 @@ def check_memory(name: str, tensor: Tensor) -> None:
     Raises:
         ValueError: names the table, shape and strides.
     """
-    if not tensor.numel():
-        return
     # From the innermost dimension out: a step must lead beyond all elements so far.
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -334,22 +347,29 @@ def check_tiling(data: ShardedData) -> None:
     Raises:
         ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table.
     """
-    whole = Rect(0, 0, *data.shape)
-    rects, fault = data.rects, ""
-    outside = [rect for rect in rects if whole.intersect(rect) != rect]
-    rows, cols, heights, widths = torch.tensor([whole, *rects])[1:].unsqueeze(2).unbind(1)
+    rects = data.rects
+    sides = torch.tensor(rects, dtype=torch.int64).view(-1, 4, 1)
+    rows, cols, heights, widths = sides.unbind(1)
+    bottoms, rights = rows + heights, cols + widths
+    outside = (rows < 0) | (cols < 0) | (bottoms > data.shape[0]) | (rights > data.shape[1])
     # Of each two shards, whether the first ends above the second, or left of it.
-    apart = (rows + heights <= rows.T) | (cols + widths <= cols.T)
-    overlapping = (~(apart | apart.T)).triu(1).nonzero().tolist()
-    if outside:
-        fault = f"the shard {outside[0]} is outside the shape {data.shape}"
-    elif overlapping:
-        first, second = overlapping[0]
-        fault = f"the shards {rects[first]} and {rects[second]} overlap"
-    elif sum(rect.numel for rect in rects) != whole.numel:
-        fault = f"the shards leave a gap in {data.shape}"
-    if fault:
-        raise ValueError(f"Table {data.name!r}: {fault}; shards must cover a table exactly once.")
+    apart = (bottoms <= rows.T) | (rights <= cols.T)
+    overlapping = (~(apart | apart.T)).triu(1)
+    # The first of each kind says enough.
+    faults = [f"the shard {rects[i]} is outside the shape {data.shape}" for i, _ in _first(outside)]
+    faults += [f"the shards {rects[i]} and {rects[j]} overlap" for i, j in _first(overlapping)]
+    if int((heights * widths).sum()) != math.prod(data.shape):
+        faults.append(f"the shards leave a gap in {data.shape}")
+    if faults:
+        raise ValueError(
+            f"Table {data.name!r}: {faults[0]}; shards must cover a table exactly once."
+        )
+
+
+def _first(flags: Tensor) -> list[list[int]]:
+    """Return the place of the first flag that is set, if one is."""
+    places: list[list[int]] = flags.nonzero()[:1].tolist()
+    return places
 
 
 class Grid(NamedTuple):
@@ -387,9 +407,9 @@ def grid_of(rect: Rect, block: Block) -> Grid:
 
 def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return a tensor of ``values`` on a device, without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    # A copy out of pageable memory would wait for the device.
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
+    return pinned.to(device, non_blocking=True)
 
 
 # Bytes of what finds the kept parts of a table: the formulas of budgets and plans.
