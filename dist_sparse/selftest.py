@@ -330,7 +330,7 @@ def _train_masked(
 def half_precision(device: torch.device) -> Found:
     """float16 weights, which FBGEMM rounds stochastically on CUDA."""
     for block in ("row", "1x4"):
-        _train_masked(device, block, half=True)
+        _train_masked(device, block, data_type="FP16")
     return "masks bit for bit, removed weights 0", {}
 
 

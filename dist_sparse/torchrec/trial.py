@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, int]]
 class TrialModel(nn.Module):
     """Bags of some tables and a linear layer, in a forward that TorchRec's pipelines can trace."""
 
-    def __init__(self, shapes: Shapes, half: bool) -> None:
+    def __init__(self, shapes: Shapes, data_type: DataType) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(
@@ -33,7 +33,7 @@ class TrialModel(nn.Module):
                 num_embeddings=rows,
                 embedding_dim=cols,
                 feature_names=[f"{name}_ids"],
-                data_type=DataType.FP16 if half else DataType.FP32,
+                data_type=data_type,
             )
             for name, (rows, cols) in shapes.items()
         ]
@@ -53,7 +53,7 @@ def trial_model(
     *,
     optimizer: str = "EXACT_SGD",
     kernel: str = "fused",
-    half: bool = False,
+    data_type: str = "FP32",
 ) -> DistributedModelParallel:
     """Return a model whose tables are cut by rows over all ranks. Collective.
 
@@ -62,10 +62,11 @@ def trial_model(
         device: of this rank.
         optimizer: FBGEMM's name of the fused optimizer.
         kernel: TorchRec's compute kernel.
-        half: whether weights are float16, rounded stochastically where FBGEMM does.
+        data_type: TorchRec's name of the type of weights; FBGEMM rounds FP16 stochastically on
+            CUDA.
     """
     torch.manual_seed(0)  # the layers are equal on all ranks
-    net = TrialModel(shapes, half)
+    net = TrialModel(shapes, DataType[data_type])
     fused: dict[str, Any] = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
     if kernel == "fused_uvm_caching":
         fused["cache_load_factor"] = 0.2
