@@ -187,14 +187,14 @@ class Group:
     This class is a world of one, which sends nothing: rank 0 of itself, whatever its global rank.
     """
 
+    # Global ranks in group order.
     ranks: tuple[int, ...] = (0,)
-    """Global ranks in group order."""
 
+    # This process's place among them.
     rank = 0
-    """This process's place among them."""
 
+    # What the messages are sent through; None for a world of one.
     process_group: dist.ProcessGroup | None = None
-    """What the messages are sent through; None for a world of one."""
 
     @property
     def size(self) -> int:

@@ -6,8 +6,8 @@ not passed the rest runs in a new set: the device may be unusable, and ranks may
 collectives. A limit ends a hang. Each process runs ``python -m dist_sparse.selftest FOLDER RANK
 WORLD DEVICE CHECK ...``, and writes a file of JSON for each check.
 
-A check returns a line that says what it has found, and figures that it has measured; it raises
-:class:`Difference` where a result is wrong. Expected results are those of the CPU, or of a plainer
+A check returns a line that says what it has found and measured; it raises :class:`Difference` where
+a result is wrong. Expected results are those of the CPU, or of a plainer
 way on the same device.
 """
 
@@ -68,11 +68,11 @@ _STEPS: Final = 20
 _ORDER: Final = ("ok", "not run", "differs", "failed")
 _WRONG: Final = _ORDER[2:]
 
+# What Python runs in each process.
 _WORKER: Final = ("-m", "dist_sparse.selftest")
-"""What Python runs in each process."""
 
+# Seconds for one check, loading TorchRec included.
 _LIMIT: Final = 180.0
-"""Seconds for one check, loading TorchRec included."""
 
 
 class Difference(Exception):
@@ -80,8 +80,6 @@ class Difference(Exception):
 
 
 Json = dict[str, Any]
-Found = tuple[str, Json]
-"""A line, and figures."""
 
 # Checks
 
@@ -157,7 +155,7 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def masks_equal_the_cpus(device: torch.device) -> Found:
+def masks_equal_the_cpus(device: torch.device) -> str:
     """Masks of all blocks, cut by rows over the ranks, against one process on the CPU."""
     for block in BLOCKS:
         trial = _Trial(device, block, 0.5)
@@ -165,7 +163,7 @@ def masks_equal_the_cpus(device: torch.device) -> Found:
         # A second update, for which removed weights tie at 0.
         _update(device, trial.sparsifier, 0.73)
         trial.check_masks(f"{block} at 73%")
-    return f"{len(BLOCKS)} blocks, 2 updates, bit for bit", {}
+    return f"{len(BLOCKS)} blocks, 2 updates, bit for bit"
 
 
 @contextmanager
@@ -181,7 +179,7 @@ def _waits(mode: str) -> Iterator[list[warnings.WarningMessage]]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def ordinary_steps_never_wait(device: torch.device) -> Found:
+def ordinary_steps_never_wait(device: torch.device) -> str:
     """Lookups and backwards of the kernels, without TorchRec's input distribution, which waits."""
     trial = _Trial(device, "1x4", 0.5)
     [collection] = collections_of(trial.model.modules())
@@ -201,7 +199,7 @@ def ordinary_steps_never_wait(device: torch.device) -> Found:
             # Then every step would take all rows for dirty.
             raise Difference("FBGEMM's backward changes the version of its weights")
     trial.sparsifier.audit()
-    return f'{_STEPS} steps under set_sync_debug_mode("error")', {}
+    return f'{_STEPS} steps under set_sync_debug_mode("error")'
 
 
 def _train_on(batch: TableBatch, features: Sequence[Any]) -> None:
@@ -213,19 +211,16 @@ def _versions(batch: TableBatch) -> list[int]:
     return [storage._version for storage in batch.storage()]
 
 
-def mask_updates(device: torch.device) -> Found:
+def mask_updates(device: torch.device) -> str:
     """Time, waits and memory of mask updates of one table of normal weights."""
-    figures: Json = {}
     lines = []
     sizes = {"cuda": (1_000_000, 10_000_000), "cpu": (20_000, 100_000)}
     for rows, block in product(sizes[device.type], ("row", "1x4")):
-        name = f"{rows} x 128, {block}"
-        says, figures[name] = _mask_update(device, rows, block)
-        lines.append(f"{name}: {says}")
-    return "; ".join(lines), figures
+        lines.append(f"{rows} x 128, {block}: {_mask_update(device, rows, block)}")
+    return "; ".join(lines)
 
 
-def _mask_update(device: torch.device, rows: int, block: str) -> Found:
+def _mask_update(device: torch.device, rows: int, block: str) -> str:
     model = trial_model({"table": (rows, 128)}, device)
     sparsifier = _sparsifier(BLOCKS[block], 0.5)
     sparsifier.add_model(model)
@@ -233,7 +228,6 @@ def _mask_update(device: torch.device, rows: int, block: str) -> Found:
     for shard in data.shards:
         shard.tensor.normal_()
     nbytes = sum(shard.tensor.nbytes for shard in data.shards)
-    figures: Json = {"waits": None, "peak_share": None}
     says = ""
     with MaskEnforcer(sparsifier).attach(layers_optimizer(model)):
         sparsifier.step()
@@ -246,12 +240,11 @@ def _mask_update(device: torch.device, rows: int, block: str) -> Found:
                 _update(device, sparsifier, 0.6)
             share = (torch.cuda.max_memory_allocated(device) - before) / nbytes
             waits = sum("synchronizing" in str(each.message) for each in caught)
-            figures = {"waits": waits, "peak_share": share}
             says = f", {waits} waits, {percent(share)} more memory"
         started = time.perf_counter()
         _update(device, sparsifier, 0.65)
-        figures["milliseconds"] = 1_000 * (time.perf_counter() - started)
-    return f"{figures['milliseconds']:.0f} ms{says}", figures
+        milliseconds = 1_000 * (time.perf_counter() - started)
+    return f"{milliseconds:.0f} ms{says}"
 
 
 def _update(device: torch.device, sparsifier: DataNormSparsifier, level: float) -> None:
@@ -262,12 +255,12 @@ def _update(device: torch.device, sparsifier: DataNormSparsifier, level: float) 
     torch.get_device_module(device).synchronize(device)
 
 
-def pipeline(device: torch.device, kind: str) -> Found:
+def pipeline(device: torch.device, kind: str) -> str:
     """A pipeline of TorchRec's, with mask updates between its steps, against the plain loop."""
     piped, plain = _Trial(device, "1x4", 0.3), _Trial(device, "1x4", 0.3)
     progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
     found, expected = _with_updates(piped, progress), _with_updates(plain, plain.train)
-    return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}", {}
+    return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}"
 
 
 def _with_updates(trial: _Trial, train: Callable[[Iterator[Any]], object]) -> list[Tensor]:
@@ -301,17 +294,18 @@ _ON_EVERY_DEVICE: Final = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"
 _ON_GPUS: Final = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
 
 
-def fused_optimizers(device: torch.device) -> Found:
+def fused_optimizers(device: torch.device) -> str:
     """FBGEMM's optimizers: rows zeroed as they are read, against all rows after every step."""
     done, more = _ON_EVERY_DEVICE, f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
     if _is_gpu(device):
         done, more = _ON_EVERY_DEVICE + _ON_GPUS, ""
-    figures = {}
+    lines = []
     for name in done:
         found = _train_masked(device, "1x4", optimizer=name)
         expected = _train_masked(device, "1x4", attach=False, optimizer=name)
-        figures[name] = _compare(f"weights of {name}", found, expected)
-    return f"{', '.join(done)}{more}", figures
+        near = _compare(f"weights of {name}", found, expected)
+        lines.append(f"{name} {near}")
+    return f"{', '.join(lines)}{more}"
 
 
 def _train_masked(
@@ -329,14 +323,15 @@ def _train_masked(
     return trial.shards()
 
 
-def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -> Found:
+def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -> str:
     """Tables of another type, or in unified memory."""
     for block in blocks:
         _train_masked(device, block, **options)
-    return "masks bit for bit, 5 steps, removed weights 0", {}
+    return "masks bit for bit, 5 steps, removed weights 0"
 
 
-CHECKS: Final[dict[str, Callable[[torch.device], Found]]] = {
+# By name, in the order in which they run.
+CHECKS: Final[dict[str, Callable[[torch.device], str]]] = {
     "masks": masks_equal_the_cpus,
     "ordinary steps": ordinary_steps_never_wait,
     "mask updates": mask_updates,
@@ -349,7 +344,6 @@ CHECKS: Final[dict[str, Callable[[torch.device], Found]]] = {
     # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
     "fused_uvm_caching": partial(other_storage, blocks=("row",), kernel=CACHED),
 }
-"""By name, in the order in which they run."""
 
 # TorchRec's fused pipeline records streams, whatever the device.
 _FOR_GPUS: Final = (
@@ -471,7 +465,7 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
 def _lost(says: str, seconds: float, folder: Path) -> Json:
     # The end of what each process has printed.
     logs = [log.read_text(errors="replace")[-2_000:] for log in sorted(folder.glob("*.log"))]
-    return {"status": "failed", "says": says, "seconds": seconds, "figures": {"logs": logs}}
+    return {"status": "failed", "says": says, "seconds": seconds, "details": logs}
 
 
 def _answers(folder: Path, number: int) -> dict[int, Json]:
@@ -506,20 +500,20 @@ def worker(words: Sequence[str]) -> int:
 
 def _outcome(name: str, device: torch.device) -> Json:
     started = time.perf_counter()
-    figures: Json = {}
+    details = []
     try:
         if name in _FOR_GPUS and not _is_gpu(device):
             status, says = "not run", "needs a GPU"
         else:
-            status, (says, figures) = "ok", CHECKS[name](device)
+            status, says = "ok", CHECKS[name](device)
     except Difference as difference:
         status, says = "differs", str(difference)
     except Exception as error:
         # The whole report goes into an issue: where it was raised is what helps.
         status, says = "failed", f"{type(error).__name__}: {error}"
-        figures = {"traceback": traceback.format_exc()}
+        details.append(traceback.format_exc())
     seconds = time.perf_counter() - started
-    return {"status": status, "says": says, "seconds": seconds, "figures": figures}
+    return {"status": status, "says": says, "seconds": seconds, "details": details}
 
 
 if __name__ == "__main__":

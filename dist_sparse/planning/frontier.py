@@ -39,7 +39,7 @@ from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.encodings import BITS
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.pieces import hash_tensor
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import percent, progress, table_lines
 from dist_sparse.training.arguments import protected
@@ -305,7 +305,7 @@ def frontier(
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
         kinds = [checks.choice("dtypes", each, BITS) for each in dtypes]
         checks.number("tolerance", tolerance, least=0)
-        located = {data.name: data for data in model_source(model).locate()}
+        located = {data.name: data for data in ModelTables(model).locate()}
         guarded = protected([*located.values()], checks.name_list("protect", protect))
         # As sparsify() does, small tables keep all rows.
         large = {name for name, data in located.items() if data.shape[0] >= 16}
@@ -435,7 +435,7 @@ class _Measurements:
         with self._world.agreeing("measuring a model") as facts:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            located = model_source(model).locate()
+            located = ModelTables(model).locate()
             # A metric would not name the weights that are not finite.
             check_range(located, "fp32")
             facts["tables"] = [[data.name, data.shape, str(data.dtype)] for data in located]
@@ -466,7 +466,7 @@ class _Measurements:
         """Measure the trials of one model."""
         # Without train() there is no trial of a narrower model.
         model, evaluate = self._whole if trained == 1 or train is None else train(trained)
-        tables = tuple(map(shape_of, model_source(model).locate()))
+        tables = tuple(map(shape_of, ModelTables(model).locate()))
         for trial in trials:
             # The weights are restored on leaving, also after an error of evaluate().
             with serving(model, trial.candidate):

@@ -29,7 +29,7 @@ from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, 
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import check_range, lookups_of
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
 
@@ -69,7 +69,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
     """
     world = world_group()
     with world.agreeing("a trial") as facts:
-        located = {data.name: data for data in model_source(model).locate()}
+        located = {data.name: data for data in ModelTables(model).locate()}
         tables = list(located.values())
         # export() refuses tables whose lookup it does not know; so does a trial.
         lookups_of(model, tables)

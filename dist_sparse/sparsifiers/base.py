@@ -192,7 +192,6 @@ class BaseDataSparsifier(MaskMaker):
         """
         with world_group().agreeing(f"add_model() of {type(self).__name__}") as facts:
             self._refuse_while_enforced()
-            # Not model_source(), which would walk the model once more.
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             overrides = _overrides(config or {}, self.defaults, located)

@@ -1,6 +1,6 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
-:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports
+:class:`ModelTables` walks a DistributedModelParallel, a DDP module or a plain module. It imports
 torch only: TorchRec's modules are handled behind :func:`torchrec_port`, the one way from the rest
 of the package to TorchRec. Each ``locate()`` repeats the walk, so that its result is never stale.
 Nothing here communicates.
@@ -93,20 +93,6 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     is that of the module inside them. A module that is reached twice has its first path.
     """
     return {at.path: at.module for at in _places(model, set())}
-
-
-def _child_path(module: nn.Module, path: str, name: str) -> str:
-    """The path of the child ``name`` of the module at ``path``."""
-    spelled = {name, *(f"{kind.__name__}.{name}" for kind in type(module).__mro__)}
-    return path if _WRAPPED & spelled else _join(path, name)
-
-
-def model_source(model: nn.Module, **selection: Any) -> ModelTables:
-    """Return the tables of a model, selected and located once; for the arguments and errors see
-    :class:`ModelTables`."""
-    source = ModelTables(model, **selection)
-    source.locate()
-    return source
 
 
 class ModelTables:
@@ -221,7 +207,10 @@ class _Place(NamedTuple):
     ddp: DistributedDataParallel | None = None
 
     def child(self, name: str, module: nn.Module) -> _Place:
-        path, trail = _child_path(self.module, self.path, name), _join(self.trail, name)
+        kinds = type(self.module).__mro__
+        spelled = {name, *(f"{kind.__name__}.{name}" for kind in kinds)}
+        path = self.path if _WRAPPED & spelled else _join(self.path, name)
+        trail = _join(self.trail, name)
         if isinstance(self.module, DistributedDataParallel):
             return _Place(module, path, trail, "", self.module)
         return _Place(module, path, trail, _join(self.inside, name), self.ddp)
@@ -280,8 +269,8 @@ class _Found:
             return False
 
 
+# What is in a model, by unique name.
 _Named = dict[str, _Found]
-"""What is in a model, by unique name."""
 
 
 class _Walk:

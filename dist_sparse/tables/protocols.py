@@ -24,8 +24,8 @@ class TableConfig(NamedTuple):
     pooling: Literal["sum", "mean", "none"]
 
 
+# Which ids of a lookup keep their weight; see TableBatch.weighed().
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
-"""Which ids of a lookup keep their weight; see :meth:`TableBatch.weighed`."""
 
 
 class LookupKernel(Protocol):

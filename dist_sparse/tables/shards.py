@@ -20,11 +20,11 @@ from torch import Tensor
 
 from dist_sparse.checks import integer, refuse
 
+# TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED: Final = "fused_uvm_caching"
-"""TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""
 
+# TorchRec's compute kernels whose lookups an enforcer sees.
 FUSED: Final = ("fused", "fused_uvm", CACHED)
-"""TorchRec's compute kernels whose lookups an enforcer sees."""
 
 ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
@@ -34,8 +34,8 @@ COL: Final = "COL"
 
 Block = tuple[int, int]
 
+# Of weights that can be scored.
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Of weights that can be scored."""
 
 
 class Rect(NamedTuple):

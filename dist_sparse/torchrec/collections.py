@@ -99,6 +99,8 @@ _COLLISIONS: Final = "managed collisions move ids between rows"
 _ITEP: Final = "in-training pruning (ITEP) moves ids between rows"
 _PEC: Final = "PEC collections handle colliding ids on their own"
 
+# Python modules whose collections change behind a mask which row an id means, or the row itself,
+# and why. Not imported: several are slow.
 REFUSED: Final = {
     "torchrec.modules.mc_embedding_modules": _COLLISIONS,
     "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
@@ -116,8 +118,6 @@ REFUSED: Final = {
     "torchrec.distributed.quant_embedding": _QUANTIZED,
     "torchrec.distributed.quant_embeddingbag": _QUANTIZED,
 }
-"""Python modules whose collections change behind a mask which row an id means, or the row itself,
-and why. Not imported: several are slow."""
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -181,6 +181,7 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
     return found
 
 
+# Optimizers that write no other rows than a batch has looked up.
 ROW_WRITERS: Final = {
     "SGD",
     "EXACT_SGD",
@@ -194,9 +195,9 @@ ROW_WRITERS: Final = {
     "EXACT_ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
 }
-"""Optimizers that write no other rows than a batch has looked up."""
 
 
+# Optimizers whose step is a multiple of the gradient and of the weight.
 STILL: Final = {
     "SGD",
     "EXACT_SGD",
@@ -204,49 +205,18 @@ STILL: Final = {
     "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
 }
-"""Optimizers whose step is a multiple of the gradient and of the weight."""
 
 
+# Multiples of the weight: the other modes count the lookups of each row, or compare norms.
 _PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
-"""Multiples of the weight: the other modes count the lookups of each row, or compare norms."""
 
 
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
 
+# By FBGEMM's module, lookups whose backward is to come. Not only in FbgemmBatch: tables
+# are located anew for every mask update.
 _pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
-"""By FBGEMM's module, lookups whose backward is to come. Not only in :class:`FbgemmBatch`: tables
-are located anew for every mask update."""
-
-
-def write_back(kernel: Any) -> None:
-    """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
-    :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`.
-
-    Args:
-        kernel: TorchRec's module around the batch.
-    """
-    batch = kernel.emb_module
-    # FBGEMM has no cache on CPUs, and none for other kernels.
-    if not batch.lxu_cache_weights.numel():
-        return
-    configs = kernel._config.embedding_tables
-    tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
-    start = f"The tables {tables} have the compute kernel {CACHED!r}, and"
-    refuse(
-        {
-            f"{start} rows in their cache are prefetched for a coming lookup, so that they can't be"
-            " written back: train with TrainPipelineSparseDist, which prefetches none.": (
-                batch.timesteps_prefetched
-            ),
-            # The backward would write to places in the cache that other rows have by then.
-            f"{start} a lookup waits for its backward, so that rows in their cache can't be written"
-            " back: update masks and read weights after the backward, and free outputs that get"
-            " none.": _pending.get(batch),
-        }
-    )
-    batch.flush()
-    batch.reset_cache_states()
 
 
 class Kernel:
@@ -257,7 +227,7 @@ class Kernel:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.module: nn.Module = kernel
+        self.module: Any = kernel
         self._batch: Any = kernel.emb_module
         self.features: list[int] = list(kernel._feature_table_map)
         self._own_pooling: Any = self._batch.pooling_mode
@@ -267,6 +237,29 @@ class Kernel:
         """Return live views of the shards."""
         views: list[Tensor] = self._batch.split_embedding_weights()
         return views
+
+    def write_back(self) -> None:
+        """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
+        :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`."""
+        # FBGEMM has no cache on CPUs, and none for other kernels.
+        if not self._batch.lxu_cache_weights.numel():
+            return
+        configs = self.module._config.embedding_tables
+        tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
+        start = f"The tables {tables} have the compute kernel {CACHED!r}, and"
+        refuse(
+            {
+                f"{start} rows in their cache are prefetched for a coming lookup, so that they"
+                " can't be written back: train with TrainPipelineSparseDist, which prefetches"
+                " none.": self._batch.timesteps_prefetched,
+                # The backward would write to places in the cache that other rows have by then.
+                f"{start} a lookup waits for its backward, so that rows in their cache can't be"
+                " written back: update masks and read weights after the backward, and free outputs"
+                " that get none.": _pending.get(self._batch),
+            }
+        )
+        self._batch.flush()
+        self._batch.reset_cache_states()
 
 
 class FbgemmBatch(Kernel):
@@ -291,10 +284,6 @@ class FbgemmBatch(Kernel):
                 " may write rows that no batch has looked up, as far as dist_sparse knows: removed"
                 " weights would come back unseen."
             )
-        # Where its tables are: on the device, on the host, or in unified memory.
-        places = ("weights_dev", "weights_host", "weights_uvm")
-        self._silent: Tensor | None = None
-        self._stored = [place for place in places if getattr(self._batch, place).numel()]
 
     @property
     def keeps_zeros(self) -> bool:
@@ -316,10 +305,6 @@ class FbgemmBatch(Kernel):
         """Lookups whose backward is to come."""
         return _pending.setdefault(self.kernel, WeakSet())
 
-    def write_back(self) -> None:
-        """Write cached rows back, and empty the cache; see :func:`write_back`."""
-        write_back(self.module)
-
     def states(self) -> list[Sequence[Tensor]]:
         """Return live views of each shard's optimizer state."""
         # SGD has none, not even an empty one for each table.
@@ -327,7 +312,10 @@ class FbgemmBatch(Kernel):
 
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
-        return [getattr(self._batch, place) for place in self._stored]
+        batch = self._batch
+        # On the device, on the host, or in unified memory; the others are empty.
+        places = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
+        return [place for place in places if place.numel()]
 
     def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
         """Return the keywords of a pooled lookup in which some ids weigh nothing; see
@@ -351,18 +339,13 @@ class FbgemmBatch(Kernel):
         changed = {**call, "per_sample_weights": weights}
         # Otherwise FBGEMM makes gradients of the weights, which nothing asks for.
         if not weights.requires_grad:
-            changed["feature_requires_grad"] = self._no_gradients(ids.device)
+            silent = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
+            changed["feature_requires_grad"] = silent
         return changed
 
     def restore_pooling(self) -> None:
         """Pool as before :meth:`weighed`."""
         self._batch.pooling_mode = self._own_pooling
-
-    def _no_gradients(self, device: torch.device) -> Tensor:
-        """Return for each feature that its weights require no gradient."""
-        if self._silent is None:
-            self._silent = torch.zeros(len(self.features), dtype=torch.int32, device=device)
-        return self._silent
 
     def _ends(
         self, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
@@ -398,8 +381,7 @@ class FbgemmBatch(Kernel):
         self._batch.set_optimizer_step(int(changed.pop("step")))
         self._batch.update_hyper_parameters(changed)
         # TorchRec's optimizer hands its own rate to the batch at every step.
-        kernel: Any = self.module
-        for group in kernel.fused_optimizer.param_groups:
+        for group in self.module.fused_optimizer.param_groups:
             group["lr"] = changed["lr"]
 
 
@@ -459,21 +441,51 @@ class UnshardedTables:
         weight = self.embeddings()[table].get_parameter("weight")
         return whole(name, weight.data, fqn=fqn)
 
+    def _kernels(self) -> Iterator[Any]:
+        """TorchRec's modules around this rank's table batches."""
+        return iter(())
+
+    def _placed(self) -> Iterator[tuple[int, Any]]:
+        """The rank and the config of every shard, in kernel order."""
+        return iter(())
+
     def kernels(self) -> Iterator[Kernel]:
-        """Yield this rank's kernels."""
-        yield from ()
+        """Yield this rank's kernels, whoever steps their tables."""
+        yield from map(Kernel, self._kernels())
 
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""
-        yield from ()
+        for kernel in self._kernels():
+            if not set(FUSED).isdisjoint(_kinds(kernel)):
+                yield FbgemmBatch(kernel)
+
+    def fused_params(self) -> dict[str, dict[str, Any]]:
+        """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same
+        on every rank."""
+        return {
+            config.name: dict(config.fused_params or {})
+            for _, config in self._placed()
+            if "fused" in config.compute_kernel.value
+        }
 
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
-        return {}
+        # FBGEMM lets this variable overrule the argument.
+        overruling = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE")
+        modes = {}
+        for name, params in self.fused_params().items():
+            mode = params.get("bounds_check_mode", BoundsCheckMode.WARNING)
+            if overruling:
+                mode = BoundsCheckMode(int(overruling))
+            # The second version of the check has the same modes.
+            modes[name] = mode.name.removeprefix("V2_")
+        return modes
 
     def optimizers(self) -> list[Any]:
         """Return the fused optimizers."""
-        return []
+        # A collection that is not sharded has none, and no such attribute.
+        fused = getattr(self._module, "fused_optimizer", CombinedOptimizer([]))
+        return [optimizer for _, optimizer in fused.optimizers]
 
     def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Set the hyperparameters of fused optimizers by table.
@@ -512,44 +524,8 @@ class ShardedTables(UnshardedTables):
         """Return {}: kernels have the weights."""
         return {}
 
-    def kernels(self) -> Iterator[Kernel]:
-        """Yield this rank's kernels, whoever steps their tables."""
-        yield from map(Kernel, self._kernels())
-
     def _kernels(self) -> Iterator[Any]:
         return chain.from_iterable(map(_kernels_of, self._module._lookups))
-
-    def batches(self) -> Iterator[FbgemmBatch]:
-        """Yield this rank's table batches with a fused optimizer."""
-        for kernel in self._kernels():
-            if not set(FUSED).isdisjoint(_kinds(kernel)):
-                yield FbgemmBatch(kernel)
-
-    def fused_params(self) -> dict[str, dict[str, Any]]:
-        """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same
-        on every rank."""
-        return {
-            config.name: dict(config.fused_params or {})
-            for _, config in self._placed()
-            if "fused" in config.compute_kernel.value
-        }
-
-    def bounds_checks(self) -> dict[str, str]:
-        """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
-        # FBGEMM lets this variable overrule the argument.
-        overruling = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE")
-        modes = {}
-        for name, params in self.fused_params().items():
-            mode = params.get("bounds_check_mode", BoundsCheckMode.WARNING)
-            if overruling:
-                mode = BoundsCheckMode(int(overruling))
-            # The second version of the check has the same modes.
-            modes[name] = mode.name.removeprefix("V2_")
-        return modes
-
-    def optimizers(self) -> list[Any]:
-        """Return the fused optimizers."""
-        return [optimizer for _, optimizer in self._module.fused_optimizer.optimizers]
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table as it is stored now, under a registered name.
@@ -574,7 +550,7 @@ class ShardedTables(UnshardedTables):
         if config.compute_kernel.value == CACHED:
             # The caller may read and write the weights until the next lookup.
             for kernel in pieces.kernels:
-                write_back(kernel)
+                Kernel(kernel).write_back()
         return ShardedData(
             name=name,
             shape=_shape(config),
@@ -624,7 +600,6 @@ class ShardedTables(UnshardedTables):
         return pieces
 
     def _placed(self) -> Iterator[tuple[int, Any]]:
-        """The rank and the config of every shard, in kernel order."""
         # The same of bags and of sequences, under other names.
         if self.pooled:
             shardings = self._module._embedding_shardings

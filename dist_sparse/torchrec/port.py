@@ -374,11 +374,6 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         output.callbacks.append(lambda arrived: with_outputs(arrived, change))
         return output
     if isinstance(output, KeyedTensor):
-        if output.values().dim() != 2:
-            raise ValueError(
-                f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be"
-                " 2-D."
-            )
         keys = output.keys()
         values = output.values().split(output.length_per_key(), dim=1)
         parts = [change(key, part) for key, part in zip(keys, values, strict=True)]

@@ -18,8 +18,8 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+# Rows and columns by table.
 Shapes = Mapping[str, tuple[int, int]]
-"""Rows and columns by table."""
 
 
 class TrialModel(nn.Module):

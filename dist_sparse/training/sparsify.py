@@ -542,7 +542,6 @@ def sparsify(
             rotate=rotate,
             decay=decay,
         )
-        # Not model_source(), which would walk the model once more.
         source = ModelTables(model, include=include, exclude=exclude, dense=dense)
         located = source.locate()
         # One walk for all that asks for modules below.

@@ -10,7 +10,7 @@ from torch import nn
 
 from dist_sparse import COL, ROW
 from dist_sparse.planning.candidates import Candidate
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.training.arguments import budget_levels, parse_budget
 
 
@@ -23,7 +23,7 @@ def kept(
     )
     levels = budget_levels(
         parse_budget(budget),
-        model_source(model).locate(),
+        ModelTables(model).locate(),
         dict.fromkeys(dense, ""),
         block,
         floors or {},
@@ -64,7 +64,7 @@ def test_what_a_floor_keeps_others_lose() -> None:
 )
 def test_plans_count_the_same(budget: str, block: Any, rotate: Any) -> None:
     """And a block more of each table is too much."""
-    tables = model_source(
+    tables = ModelTables(
         nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})
     ).locate()
     levels = budget_levels(parse_budget(budget), tables, {}, block, {}, False, rotate)
@@ -110,7 +110,7 @@ def test_blocks_finer_than_rows_are_refused(block: Any) -> None:
 
 def test_tables_rotated_together_have_one_floor() -> None:
     """Else the widest decides after compact(), and the budget is exceeded."""
-    tables = model_source(
+    tables = ModelTables(
         nn.ModuleDict({"a": nn.Embedding(330, 24), "b": nn.Embedding(100, 24)})
     ).locate()
     budget = parse_budget("60%")
