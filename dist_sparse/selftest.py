@@ -41,7 +41,7 @@ from dist_sparse.groups import world_group
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.protocols import TableBatch
-from dist_sparse.tables.shards import CACHED, ROW
+from dist_sparse.tables.shards import CACHED
 from dist_sparse.text import duration, number_of, percent, printable, table_lines, wrapped
 from dist_sparse.torchrec import installed
 from dist_sparse.torchrec.trial import (
@@ -52,12 +52,7 @@ from dist_sparse.torchrec.trial import (
     trial_model,
 )
 
-BLOCKS: Final = {
-    "row": (1, ROW),
-    "1x4": (1, 4),
-    "2x2": (2, 2),
-    "1x1": (1, 1),
-}
+_BLOCKS: Final = ("row", "1x4", "2x2", "1x1")
 
 # Several widths: FBGEMM keeps tables of one width and of several in other kernels.
 _SMALL: Final[Shapes] = {"wide": (20_000, 128), "narrow": (7_001, 32)}
@@ -101,7 +96,7 @@ class _Trial:
         self.device = device
         self.model = trial_model(_SMALL, device, **options)
         self.optimizer = layers_optimizer(self.model)
-        self.sparsifier = _sparsifier(BLOCKS[block], level)
+        self.sparsifier = _sparsifier(block, level)
         self.sparsifier.add_model(self.model)
         random = torch.Generator().manual_seed(7)
         self.tables = {name: torch.randn(shape, generator=random) for name, shape in _SMALL.items()}
@@ -157,13 +152,13 @@ def _is_gpu(device: torch.device) -> bool:
 
 def masks_equal_the_cpus(device: torch.device) -> str:
     """Masks of all blocks, cut by rows over the ranks, against one process on the CPU."""
-    for block in BLOCKS:
+    for block in _BLOCKS:
         trial = _Trial(device, block, 0.5)
         trial.check_masks(f"{block} at 50%")
         # A second update, for which removed weights tie at 0.
         _update(device, trial.sparsifier, 0.73)
         trial.check_masks(f"{block} at 73%")
-    return f"{len(BLOCKS)} blocks, 2 updates, bit for bit"
+    return f"{len(_BLOCKS)} blocks, 2 updates, bit for bit"
 
 
 @contextmanager
@@ -222,7 +217,7 @@ def mask_updates(device: torch.device) -> str:
 
 def _mask_update(device: torch.device, rows: int, block: str) -> str:
     model = trial_model({"table": (rows, 128)}, device)
-    sparsifier = _sparsifier(BLOCKS[block], 0.5)
+    sparsifier = _sparsifier(block, 0.5)
     sparsifier.add_model(model)
     [data] = sparsifier.masks.tables.locate().values()
     for shard in data.shards:
@@ -406,8 +401,8 @@ def as_text(found: Json) -> str:
     if wrong := [*by_status["differs"], *by_status["failed"]]:
         verdict = f"Not as it should be {where}: {', '.join(wrong)}."
     machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
-    lines = [*wrapped(verdict), *wrapped(printable(machine)), ""]
-    return "\n".join([*lines, *table_lines(("check", "status", "result"), rows)])
+    table = table_lines(("check", "status", "result"), rows)
+    return "\n".join([*wrapped(verdict), *wrapped(printable(machine)), "", *table])
 
 
 def _attempt(

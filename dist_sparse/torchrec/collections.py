@@ -79,14 +79,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 _KERNELS: Final = ("dense", *FUSED)
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 
-_KNOWN: Final = (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-)
 _BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+_SEQUENCES: Final = (EmbeddingCollection, ShardedEmbeddingCollection)
+# A sharded feature processor is a collection to TorchRec; the tables are in another one inside it.
+_KNOWN: Final = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
 _SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _ANY_COLLECTION: Final = (
     EmbeddingBagCollectionInterface,
@@ -157,7 +153,7 @@ def collection(module: nn.Module) -> Collection | None:
     """Return a collection as it is now, None for another module."""
     if is_sharded(module):
         return ShardedTables(module)
-    if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+    if isinstance(module, _BAGS + _SEQUENCES):
         return UnshardedTables(module)
     return None
 
@@ -235,8 +231,7 @@ class Kernel:
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
-        views: list[Tensor] = self._batch.split_embedding_weights()
-        return views
+        return list(self._batch.split_embedding_weights())
 
     def write_back(self) -> None:
         """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see

@@ -70,7 +70,7 @@ def trial_model(
     fused: dict[str, Any] = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
     if kernel == "fused_uvm_caching":
         fused["cache_load_factor"] = 0.2
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    sharder: Any = EmbeddingBagCollectionSharder(fused_params=fused)
     plan = construct_module_sharding_plan(
         net.tables,
         dict.fromkeys(shapes, row_wise(compute_kernel=kernel)),
@@ -79,9 +79,8 @@ def trial_model(
         world_size=dist.get_world_size(),
         device_type=device.type,
     )
-    sharders: list[Any] = [sharder]
     return DistributedModelParallel(
-        net, device=device, plan=ShardingPlan({"tables": plan}), sharders=sharders
+        net, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder]
     )
 
 
@@ -91,11 +90,11 @@ def layers_optimizer(model: nn.Module) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(layers, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
-def trial_batch(shapes: Shapes, seed: int, bags: int = 64, each: int = 8) -> KeyedJaggedTensor:
-    """Return a batch in CPU memory: ``each`` ids of each table in each bag, drawn by ``seed``."""
+def trial_batch(shapes: Shapes, seed: int) -> KeyedJaggedTensor:
+    """Return a batch in CPU memory: 64 bags of 8 ids for each table, drawn by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(rows, (bags * each,), generator=generator) for rows, _ in shapes.values()]
-    lengths = torch.full((len(shapes) * bags,), each)
+    ids = [torch.randint(rows, (64 * 8,), generator=generator) for rows, _ in shapes.values()]
+    lengths = torch.full((len(shapes) * 64,), 8)
     return KeyedJaggedTensor([f"{name}_ids" for name in shapes], torch.cat(ids), lengths=lengths)
 
 
