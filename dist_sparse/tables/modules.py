@@ -61,6 +61,7 @@ def torchrec_port() -> TorchRecPort | None:
     Raises:
         ImportError: the installed releases do not fit, or lack private names that are needed.
     """
+    # A model without modules of TorchRec's must not pay for the import, which takes seconds.
     if "torchrec" not in sys.modules:
         return None
     # Not above: the package needs torch alone.
@@ -143,6 +144,7 @@ class ModelTables:
                 be sparsified; the model may have changed since.
         """
         walked = _Walk(slots=self._slots).found_in(self.model)
+        # Checked once: of 1,000 ranks the rectangles take long to compare.
         first = self._names is None
         if self._names is None:
             self._names = {found.fqn: name for name, found in self._select(walked).items()}
@@ -166,6 +168,7 @@ class ModelTables:
         Raises:
             ValueError: it is no longer where it was.
         """
+        # Found in the last walk. A model that has changed since is walked again.
         found = self._found.get(name)
         if found is not None and found.present(self.model):
             return found.locate(name, collection_of)
@@ -211,12 +214,15 @@ class _Place(NamedTuple):
         spelled = {name, *(f"{kind.__name__}.{name}" for kind in kinds)}
         path = self.path if _WRAPPED & spelled else _join(self.path, name)
         trail = _join(self.trail, name)
+        # The innermost DDP counts: its process group may be smaller than the one around it.
         if isinstance(self.module, DistributedDataParallel):
             return _Place(module, path, trail, "", self.module)
         return _Place(module, path, trail, _join(self.inside, name), self.ddp)
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
+        # What TorchRec's wrapper told DDP to leave out: other ranks hold other parts of it. Its
+        # names are paths inside DDP.
         ignored = getattr(self.ddp, "parameters_to_ignore", ())
         if self.ddp is None or _join(self.inside, parameter) in ignored:
             return None
@@ -235,6 +241,7 @@ def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
         yield at
         # Only now: the caller may have added what is below.
         children = [at.child(*each) for each in at.module.named_children()]
+        # A stack: reversed, so that the first child is taken next, in the order of named_modules().
         waiting += reversed(children)
 
 
@@ -263,6 +270,7 @@ class _Found:
 
     def present(self, model: nn.Module) -> bool:
         """Whether the module that holds it is still where it was."""
+        # By attributes: a path leaves wrappers out, and get_submodule() knows nothing of them.
         try:
             return model.get_submodule(self.at.trail) is self.at.module
         except AttributeError:
@@ -311,6 +319,7 @@ class _Walk:
 
     def _take_whole(self, holder: nn.Module) -> None:
         """Leave out what is below a module that is taken as a whole."""
+        # By id, as these sets hold tensors too, whose == compares elements.
         for module in holder.modules():
             self._seen.add(id(module))
             self._note_weight(module)
@@ -320,6 +329,7 @@ class _Walk:
         the module is one."""
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding:
+            # A parametrized one has no weight of its own: then the module stands for it.
             self._table_weights.add(id(module._parameters.get("weight", module)))
         return is_embedding
 
@@ -328,6 +338,7 @@ class _Walk:
         reason: str | None = getattr(module, "refused", None)
         if reason is not None and not self._slots:
             return reason
+        # By its method, as FBGEMM may not be installed.
         if hasattr(module, "split_embedding_weights"):
             return (
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
@@ -343,6 +354,7 @@ class _Walk:
             yield _Found(table.name, at.path, fqn, at, locate)
 
     def _unsharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
+        # Each embedding is a place of its own: DDP may ignore some tables of a collection.
         embeddings = collection.embeddings()
         for table in collection.tables:
             place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
@@ -353,6 +365,7 @@ class _Walk:
     ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
         here."""
+        # Not .weight, which would compute a parametrized one.
         weight = at.module._parameters.get("weight")
         if weight is None or id(weight) not in self._seen:
             self._seen.add(id(weight))
@@ -384,6 +397,7 @@ def _replica(
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
+    # Of .data: autograd must not see the masks being applied.
     view = parameter.data.view(matrix_shape(parameter.shape))
     return whole(name, view, ranks, fqn=fqn, features=features)
 
@@ -414,6 +428,7 @@ def _refused(kind: str, path: str, reason: str, name: str, _: _Read) -> ShardedD
 def _named(walked: list[_Found]) -> _Named:
     """Names that are unique in the model: a table's own name, or module path and name where several
     things have it."""
+    # State is saved by name, so that a name must not depend on what is selected.
     times = Counter(each.name for each in walked)
     named: _Named = {}
     for each in walked:
@@ -467,6 +482,7 @@ def _join(path: str, name: str, separator: str = ".") -> str:
 def is_sharded(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
     only by programs that use them."""
+    # Torch moved DTensor out of torch.distributed._tensor: the package alone is compared.
     kinds = {(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(data).__mro__}
     return not kinds.isdisjoint({("ShardedTensor", "torch"), ("DTensor", "torch")})
 
@@ -502,6 +518,7 @@ class TensorSource:
 
 
 def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
+    # Placements have global ranks, whatever the process group.
     ranks = dist.get_process_group_ranks(data._process_group)
     held: dict[int, list[Rect]] = {rank: [] for rank in ranks}
     for shard in data.metadata().shards_metadata:
@@ -517,6 +534,8 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
         _compute_local_shape_and_global_offset as local_shape_and_offset,
     )
 
+    # Torch tells a rank its own part alone: what its own function computes for each place of the
+    # mesh gives the parts of all, without communication.
     mesh = data.device_mesh.mesh
     if any(not isinstance(placement, (Shard, Replicate)) for placement in data.placements):
         raise ValueError(
@@ -560,6 +579,7 @@ def _located(
 
 def _rect(shard: Any) -> Rect:
     """The rectangle in the metadata of a shard; of one dimension it is a row."""
+    # sum() and prod() of nothing are 0 and 1: the first row, and one row.
     *row, col = shard.shard_offsets
     *rows, cols = shard.shard_sizes
     return Rect(int(sum(row)), int(col), int(math.prod(rows)), int(cols))

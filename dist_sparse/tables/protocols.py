@@ -28,6 +28,7 @@ class TableConfig(NamedTuple):
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
 
 
+# Read-only properties, as mypy takes an attribute for a property, and never the other way round.
 class LookupKernel(Protocol):
     """The tables of one FBGEMM kernel on this rank, as lookups see them."""
 
@@ -111,6 +112,7 @@ class TableBatch(LookupKernel, Protocol):
         """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
 
 
+# One protocol for both kinds: the same code compacts and exports them.
 class Collection(Protocol):
     """A collection of tables, sharded or not."""
 
@@ -183,6 +185,7 @@ class Replacement(NamedTuple):
     new_path: str
 
 
+# A module fulfils it: mypy compares its functions with these methods.
 class TorchRecPort(Protocol):
     """What the package needs of TorchRec. Modules of other libraries are not refused: each function
     says what it returns for them."""

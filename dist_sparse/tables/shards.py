@@ -61,6 +61,7 @@ class Rect(NamedTuple):
     def intersect(self, other: Rect) -> Rect | None:
         """The common rectangle, or None when it is empty."""
         row, col = max(self.row, other.row), max(self.col, other.col)
+        # Below zero where they are apart: not a rectangle.
         rows, cols = min(self.row_end, other.row_end) - row, min(self.col_end, other.col_end) - col
         return Rect(row, col, rows, cols) if rows > 0 and cols > 0 else None
 
@@ -170,19 +171,22 @@ def whole(
 
 def steps_in_backward(parameter: object) -> bool:
     """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
-    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update.
+    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update. The
+    # name is private, and that of torch 2.13 and TorchRec 1.8.
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the shape of a tensor as a matrix: one dimension is a row, of more than two the first
     ones are rows."""
+    # A scalar is (1, 1): its one column is the 1 in front.
     *rows, columns = 1, *shape
     return math.prod(rows), columns
 
 
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
     """Return for each rank the rectangles that it owns: the first of several holders does."""
+    # The same on every rank without communication: all have the same tiling.
     seen: set[Rect] = set()
     owned = []
     for held in tiling:
@@ -217,7 +221,8 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
     try:
         sides: Any = block
         height, width = sides
-        # A table without columns or rows still has blocks of one.
+        # A table without columns or rows still has blocks of one. ROW as a height, COL as a width
+        # and (COL, ROW) are left, and no ints.
         if width == ROW:
             width = max(shape[1], 1)
         elif height == COL:
@@ -312,6 +317,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
 def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of a tensor that is not empty, and behind its last
     one. It has passed :func:`check_memory`."""
+    # Strides need not fall: the last element is that with the largest index in every dimension.
     sides = zip(tensor.stride(), tensor.shape, strict=True)
     length = sum(stride * (size - 1) for stride, size in sides) + 1
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
@@ -348,6 +354,7 @@ def check_tiling(data: ShardedData) -> None:
         ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table.
     """
     rects = data.rects
+    # All pairs at once: a loop over those of 1,000 ranks would take long, for each table.
     sides = torch.tensor(rects, dtype=torch.int64).view(-1, 4, 1)
     rows, cols, heights, widths = sides.unbind(1)
     bottoms, rights = rows + heights, cols + widths
@@ -400,6 +407,7 @@ def grid_of(rect: Rect, block: Block) -> Grid:
     """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it
     is empty."""
     row, col = rect.row // block[0], rect.col // block[1]
+    # Rounding up would give an empty rectangle inside a block that block.
     if rect.numel == 0:
         return Grid(row, col, 0, 0)
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)

@@ -61,6 +61,7 @@ def processes_features(module: nn.Module) -> bool:
 def averages(module: nn.Module) -> bool:
     """Return whether a module averages copies of its tables now and then, by its method
     ``sync``."""
+    # Its training loops call sync() every few steps, which averages weights over the copies.
     return isinstance(module, DMPCollection)
 
 
@@ -217,6 +218,7 @@ def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
         sizes = [min(block, rows - top), min(shard.shard_sizes[1], columns - column)]
         cut.append(ShardMetadata([top, column], sizes, shard.placement))
         above[column] += 1
+    # As the planner wrote them, as long as no shard goes.
     ranks = sharding.ranks
     if len(left) < len(spec.shards):
         ranks = [shard.placement.rank() for shard in left]
@@ -351,6 +353,7 @@ def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
     through which gradients flow back."""
     values, lengths = select_jagged(features.values(), features.lengths(), chosen)
     weights = features.weights_or_none()
+    # Either one stride for all features, or one for each and each rank (TorchRec's VBE).
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
