@@ -264,16 +264,14 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
-    start = f"Table {data.name!r}: its weights are"
+    start, rule = f"Table {data.name!r}: its weights are a", "which can't be zeroed in place."
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
         refuse(
             {
-                f"{start} a negated view, which can't be zeroed in place.": shard.tensor.is_neg(),
+                f"{start} negated view, {rule}": shard.tensor.is_neg(),
                 # Torch lets nothing outside inference mode write them in place.
-                f"{start} a tensor made in inference mode, which can't be zeroed in place.": (
-                    shard.tensor.is_inference()
-                ),
+                f"{start} tensor made in inference mode, {rule}": shard.tensor.is_inference(),
             }
         )
 

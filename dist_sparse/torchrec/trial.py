@@ -71,12 +71,13 @@ def trial_model(
     if kernel == "fused_uvm_caching":
         fused["cache_load_factor"] = 0.2
     sharder: Any = EmbeddingBagCollectionSharder(fused_params=fused)
+    world = dist.get_world_size()
     plan = construct_module_sharding_plan(
         net.tables,
         dict.fromkeys(shapes, row_wise(compute_kernel=kernel)),
         sharder=sharder,
-        local_size=dist.get_world_size(),
-        world_size=dist.get_world_size(),
+        local_size=world,
+        world_size=world,
         device_type=device.type,
     )
     return DistributedModelParallel(
