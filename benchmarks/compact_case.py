@@ -23,7 +23,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.enforce_case import DENSE, Tables
 from benchmarks.measure import peak_extra_bytes
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, compact
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dlrm.batches import Batch
 
 
@@ -34,7 +34,7 @@ class Loop(Tables):
     def __init__(self, tables: dict[str, int], skew: int) -> None:
         super().__init__(**tables)
         self.skew = skew
-        for data in model_source(self.model).locate():
+        for data in ModelTables(self.model).locate():
             for shard in data.shards:
                 shard.tensor.sub_(
                     torch.arange(shard.rect.row, shard.rect.row_end).view(-1, 1) * 1e-9
@@ -109,7 +109,7 @@ def _timed(loop: Loop, steps: Iterator[int], count: int) -> float:
 def _stored(loop: Loop) -> int:
     """Bytes of this rank's tables and of their row-wise optimizer state."""
     shards: list[Tensor] = [
-        shard.tensor for data in model_source(loop.model).locate() for shard in data.shards
+        shard.tensor for data in ModelTables(loop.model).locate() for shard in data.shards
     ]
     return sum(shard.numel() * shard.element_size() + 4 * len(shard) for shard in shards)
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from benchmarks.peers import ancestor
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dlrm.batches import Batch, Dataset, SparseFeature
 from dlrm.model import build, sharding_of
 
@@ -263,7 +263,7 @@ def _whole_tables(
 ) -> Callable[[], None]:
     """What one would do without the library: every table times its mask, after every step."""
     pairs = []
-    for data in model_source(model, include=list(sparsifier.data_groups)).locate():
+    for data in ModelTables(model, include=list(sparsifier.data_groups)).locate():
         for shard, (_, mask) in zip(data.shards, sparsifier.local_masks(data.name), strict=True):
             pairs.append((shard.tensor, (mask[:, :1].clone() if block[1] == ROW else mask).float()))
 

@@ -59,6 +59,8 @@ _MODULE_OF = {
     "sparsify": "training.sparsify",
 }
 
+# Names that can be imported from here, and are listed by their own modules. slots needs
+# TorchRec.
 _MOVED = {
     "BaseDataScheduler": "schedulers.base",
     "BaseDataSparsifier": "sparsifiers.base",
@@ -75,8 +77,6 @@ _MOVED = {
     "ScoreSparsifier": "sparsifiers.score",
     "following": "slots.collections",
 }
-"""Names that can be imported from here, and are listed by their own modules. ``slots`` needs
-TorchRec."""
 
 _SUBMODULES = {module.name for module in iter_modules(__path__)}
 

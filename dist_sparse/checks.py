@@ -22,8 +22,8 @@ from typing import Any, Final
 
 Json = Any
 
+# In the place of a level: all rows that training has never looked up, and no others.
 UNTOUCHED: Final = "untouched"
-"""In the place of a level: all rows that training has never looked up, and no others."""
 
 
 def integer(

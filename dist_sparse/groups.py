@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,14 +72,19 @@ class Facts(dict[str, Json]):
         drifted: by replica the global ranks where it differs from its first holder's; filled on
             exit.
         on_drift: called on every rank of the group with what has drifted, if anything has. What it
-            raises is raised on every rank of the other groups too.
+            raises is raised on every rank of the other groups too. By default nothing: the caller
+            reads ``drifted``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.replicas: dict[str, Replica] = {}
         self.drifted: dict[str, list[int]] = {}
-        self.on_drift: Callable[[dict[str, list[int]]], object] | None = None
+        self.on_drift: Callable[[dict[str, list[int]]], object] = _accept
+
+
+def _accept(drifted: dict[str, list[int]]) -> None:
+    """Leave drift to the caller."""
 
 
 class _Sent(threading.local):
@@ -125,7 +130,8 @@ def reset_traffic() -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long a collective of the library waits for a stalled or dead rank (600 s by default).
+    """Set how long a collective of the library waits for a stalled or dead rank (600 s by default,
+    1 s at least).
 
     Applies to groups made afterwards, so call it before the first ``add_model`` or ``step``, with
     the same value on every rank.
@@ -136,10 +142,7 @@ def set_timeout(seconds: float) -> None:
         >>> set_timeout(600)
     """
     global _timeout
-    seconds = number("seconds", seconds)
-    if not seconds > 0:
-        raise ValueError(f"Invalid {seconds=}: must be > 0.")
-    _timeout = timedelta(seconds=seconds)
+    _timeout = timedelta(seconds=number("seconds", seconds, least=1))
 
 
 def weights_are_on(device: torch.device) -> None:
@@ -150,51 +153,134 @@ def weights_are_on(device: torch.device) -> None:
         _weights_device = device
 
 
+def several(ranks: Iterable[int]) -> tuple[int, ...] | None:
+    """Return global ranks in group order as the package has them: None where there is one, which
+    is a world of its own."""
+    held = tuple(ranks)
+    return held if len(held) > 1 else None
+
+
 def world_ranks() -> tuple[int, ...] | None:
     """Return all global ranks, or None when torch.distributed is not in use or the world is this
     process alone."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    ranks = tuple(range(dist.get_world_size()))
-    return ranks if len(ranks) > 1 else None
+    return several(range(dist.get_world_size())) if dist.is_initialized() else None
 
 
 def rank_in(ranks: tuple[int, ...] | None) -> int:
     """Return this process's place among ``ranks``. Does not communicate."""
-    return 0 if ranks is None or len(ranks) == 1 else ranks.index(dist.get_rank())
+    return 0 if ranks is None else ranks.index(dist.get_rank())
+
+
+def world_rank() -> int:
+    """Return this process's global rank; 0 without a process group. Does not communicate."""
+    return rank_in(world_ranks())
 
 
 def warn_on_first_rank(text: str, *, stacklevel: int) -> None:
     """Warn once for all ranks, which are in the same state. Does not communicate."""
-    if rank_in(world_ranks()) == 0:
+    if world_rank() == 0:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def _bound_device() -> torch.device | None:
     """Return the ``device_id`` that the world was initialized with, if any."""
-    return getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_available() else None
+    return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 class Group:
     """Ranks that take part in the same collectives. Every method that says "Collective" must be
     called by all of them.
 
-    Args:
-        ranks: global ranks in group order; None or a single rank is a world of one.
-        process_group: what the messages are sent through; None for a world of one.
+    This class is a world of one, which sends nothing: rank 0 of itself, whatever its global rank.
     """
 
-    def __init__(
-        self, ranks: tuple[int, ...] | None, process_group: dist.ProcessGroup | None
-    ) -> None:
-        # A world of one is rank 0 of itself, whatever its global rank.
-        self.ranks = ranks if ranks is not None else (0,)
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(dist.get_rank()) if process_group is not None else 0
+    # Global ranks in group order.
+    ranks: tuple[int, ...] = (0,)
+
+    # This process's place among them.
+    rank = 0
+
+    # What the messages are sent through; None for a world of one.
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages are sent from."""
+        return torch.device("cpu")
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks. Collective over the group.
+
+        Args:
+            tensor: of any shape, on any device, where the result is too; it may be overwritten.
+        """
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective
+        over the group."""
+        return tensor.unsqueeze(0)
+
+    def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
+        """Send bytes to every rank, and return what they send here, uint8, rank after rank.
+        Collective. :class:`Parcels` does the bookkeeping.
+
+        Args:
+            packed: uint8, rank after rank.
+            lengths: how many bytes go to each rank.
+            sizes: how many bytes come from each rank.
+        """
+        return packed
+
+    def all_gather_json(self, value: Json) -> list[Json]:
+        """Return every rank's JSON value, in group order. Collective over the group; two messages
+        (lengths, then bytes)."""
+        return [value]
+
+    def agree(self, action: str, facts: Facts, error: Exception | None = None) -> None:
+        """Check that all ranks are about to do the same, before any of them does it. Collective
+        over the group.
+
+        One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at
+        fault and the fault of each. :func:`agreeing` wraps it around the local work that comes
+        before. Nobody disagrees with a world of one: its caller raises its own ``error``.
+
+        Args:
+            action: what is about to happen, for messages.
+            facts: what must be equal on all ranks; differing keys are named in the message. Its
+                replicas are compared, and its ``on_drift`` is called.
+            error: an error of this rank; raised on all ranks.
+
+        Raises:
+            ValueError: a rank reported an error (with its text), or facts differ.
+        """
+
+    @contextmanager
+    def agreeing(self, action: str) -> Iterator[Facts]:
+        """:func:`agreeing` over this group alone."""
+        with agreeing(action, [self]) as (facts,):
+            yield facts
+
+
+class RankGroup(Group):
+    """Several ranks, with a process group of the library's own.
+
+    Args:
+        ranks: global ranks in group order.
+        process_group: what the messages are sent through.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], process_group: dist.ProcessGroup) -> None:
+        self.ranks = ranks
+        self.rank = ranks.index(dist.get_rank())
         self.process_group = process_group
         # "cpu:gloo,cuda:nccl": get_backend() is "undefined" for several.
-        config = "cpu:gloo" if process_group is None else dist.get_backend_config(process_group)
-        self._sends_from_cpu = "cpu:" in config
+        self._sends_from_cpu = "cpu:" in dist.get_backend_config(process_group)
         self._timeout = _timeout
         self._at = "before any agreement"
 
@@ -209,63 +295,27 @@ class Group:
         return known or torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks. Collective over the group.
-
-        Args:
-            tensor: of any shape, on any device, where the result is too; it may be overwritten.
-        """
-        if self.process_group is None:
-            return tensor
+        """See :meth:`Group.all_reduce`."""
         with self._sending("all_reduce", tensor) as sent:
             dist.all_reduce(sent, group=self.process_group)
         return sent.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors of one common shape, stacked: ``(size, *shape)``. Collective
-        over the group."""
-        if self.process_group is None:
-            return tensor.unsqueeze(0)
+        """See :meth:`Group.all_gather`."""
         with self._sending("all_gather", tensor) as sent:
             parts = [torch.empty_like(sent) for _ in self.ranks]
             dist.all_gather(parts, sent, group=self.process_group)
         return torch.stack(parts).to(tensor.device)
 
-    def all_to_all(
-        self, pieces: Sequence[list[Tensor]], sizes: Sequence[int], device: torch.device
-    ) -> list[Tensor]:
-        """Send the bytes of ``pieces[r]``, one after the other, to rank r. Collective.
-        :class:`Parcels` does the bookkeeping.
-
-        Args:
-            pieces: contiguous tensors of any dtype, for each rank. The lists are emptied once they
-                are copied.
-            sizes: how many bytes come from each rank.
-            device: of the results.
-
-        Returns:
-            What every rank sent here, uint8 ``(sizes[r],)`` from rank r.
-        """
-        raw = [torch.empty(0, dtype=torch.uint8, device=self.device)]
-        lengths: list[int] = []
-        for parts in pieces:
-            lengths.append(sum(piece.nbytes for piece in parts))
-            raw += [piece.view(-1).view(torch.uint8).to(self.device) for piece in parts]
-            parts.clear()
-        packed = torch.cat(raw)
-        # Before the result is allocated: the pieces may be large.
-        raw.clear()
-        if self.process_group is None:
-            return [packed.to(device)]
+    def all_to_all(self, packed: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
+        """See :meth:`Group.all_to_all`."""
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         with self._sending("all_to_all", packed) as sent:
-            dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.process_group)
-        return list(torch.split(received.to(device), list(sizes)))
+            dist.all_to_all_single(received, sent, sizes, lengths, group=self.process_group)
+        return received
 
     def all_gather_json(self, value: Json) -> list[Json]:
-        """Return every rank's JSON value, in group order. Collective over the group; two messages
-        (lengths, then bytes)."""
-        if self.process_group is None:
-            return [value]
+        """See :meth:`Group.all_gather_json`."""
         raw = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         # all_gather() needs one common shape, so shorter texts are padded.
         lengths = self.all_gather(torch.tensor([raw.numel()])).flatten().tolist()
@@ -274,75 +324,37 @@ class Group:
         rows = self.all_gather(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
-    def agree(
-        self,
-        action: str,
-        facts: Mapping[str, Json],
-        error: Exception | None = None,
-        replicas: Mapping[str, Replica] | None = None,
-    ) -> dict[str, list[int]]:
-        """Check that all ranks are about to do the same, before any of them does it. Collective
-        over the group.
-
-        One message of 32 bytes when all is well. Otherwise every rank raises, naming the ranks at
-        fault and what is wrong with each. :func:`agreeing` wraps it around the local work that
-        comes before.
-
-        Args:
-            action: what is about to happen, for messages.
-            facts: what must be equal on all ranks; differing keys are named in the message.
-            error: what this rank found wrong already; raised on all ranks.
-            replicas: hashes of what this rank holds in common with others, by a name that its
-                holders share.
-
-        Returns:
-            For each replica that differs from its first holder's: the global ranks where it does.
-            Empty when all is well.
-
-        Raises:
-            ValueError: a rank reported an error (with its text), or facts differ. A world of one
-                re-raises ``error`` itself.
-        """
-        if self.process_group is None:
-            if error is not None:
-                raise error
-            return {}
+    def agree(self, action: str, facts: Facts, error: Exception | None = None) -> None:
+        """See :meth:`Group.agree`."""
         self._at = f"in {action}"
-        replicas = replicas or {}
-        mine = [error is not None, digest(action), digest(facts), _balance(replicas)]
+        mine = [error is not None, digest(action), digest(facts), _balance(facts.replicas)]
         reports = self.all_gather(torch.tensor(mine, dtype=torch.int64))
         errors, digests, balances = reports[:, 0], reports[:, 1:3], reports[:, 3]
-        if bool(errors.any() or (digests != digests[0]).any()):
+        if bool(errors.any() | (digests != digests[0]).any()):
             refused = Refused(self._refusal(action, facts, error))
             refused.raised_by = frozenset(self.ranks)
             raise refused from error
         # The sum overflows, as the balances did: modulo 2**64.
-        if int(balances.sum()) == 0:
-            return {}
-        held = self.all_gather_json({name: [r.hash, r.first] for name, r in replicas.items()})
-        return _drifted(self.ranks, held)
-
-    @contextmanager
-    def agreeing(self, action: str) -> Iterator[Facts]:
-        """:func:`agreeing` over this group alone."""
-        with agreeing(action, [self]) as (facts,):
-            yield facts
+        if int(balances.sum()) != 0:
+            held = self.all_gather_json({name: each.hash for name, each in facts.replicas.items()})
+            facts.drifted = _drifted(self.ranks, held)
+            facts.on_drift(facts.drifted)
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
         """Return the message on every rank. Collective over the group: first digests alone, for
         facts may be long (tilings of all ranks), then the values of the first few that differ."""
         text = None if error is None else cut(f"{type(error).__name__}: {error}")
-        digests = {key: digest(value) for key, value in facts.items()}
-        reports = self.all_gather_json({"action": action, "error": text, "facts": digests})
-        if any(report["error"] for report in reports):
-            return explain_errors(self.ranks, reports)
-        if any(report["action"] != action for report in reports):
-            return explain_actions(self.ranks, reports)
-        differing = _differing([report["facts"] for report in reports])
-        # The same on every rank, as all have the same reports.
-        shown = differing[:_MOST_SHOWN]
-        values = self.all_gather_json({key: facts[key] for key in shown if key in facts})
-        return explain_facts(self.ranks, action, shown, values, len(differing))
+        own = {key: digest(value) for key, value in facts.items()}
+        # The same on every rank, and so is the way from here.
+        reports = self.all_gather_json([action, text, own])
+        actions, errors, digests = zip(*reports, strict=True)
+        if any(errors):
+            return explain_errors(self.ranks, actions[0], errors)
+        if len(set(actions)) > 1:
+            return explain_actions(self.ranks, actions)
+        shown = _differing(digests)[:_MOST_SHOWN]
+        values = self.all_gather_json({key: facts.get(key, "nothing") for key in shown})
+        return explain_facts(self.ranks, action, shown, values)
 
     @contextmanager
     def _sending(self, operation: str, tensor: Tensor) -> Iterator[Tensor]:
@@ -405,13 +417,9 @@ def agreeing(action: str, groups: Sequence[Group]) -> Iterator[list[Facts]]:
     except Exception as fault:
         error = fault
     for group, facts in zip(groups, noted, strict=True):
-        if group.size == 1:
-            continue  # it has nobody to agree with
         # No group is left out, whatever the ones before raise: its ranks are waiting.
         try:
-            facts.drifted = group.agree(action, facts, error, facts.replicas)
-            if facts.drifted and facts.on_drift is not None:
-                facts.on_drift(facts.drifted)
+            group.agree(action, facts, error)
         except ValueError as refused:
             error = refused
     if error is not None:
@@ -431,14 +439,16 @@ class Parcels:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._pieces: list[list[Tensor]] = [[] for _ in range(group.size)]
+        self._pieces: list[list[Tensor]] = [[] for _ in group.ranks]
+        self._lengths = [0] * group.size
         self._sizes = [0] * group.size
-        self._received: list[Tensor] = []
+        self._received: Sequence[Tensor] = ()
 
     def send(self, receiver: int, tensor: Tensor) -> None:
         """Pack a contiguous tensor for group rank ``receiver``. It is released once it is
         copied."""
-        self._pieces[receiver].append(tensor)
+        self._pieces[receiver].append(tensor.view(-1).view(torch.uint8))
+        self._lengths[receiver] += tensor.nbytes
 
     def expect(
         self, sender: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8
@@ -458,7 +468,15 @@ class Parcels:
 
     def exchange(self, device: torch.device) -> None:
         """Send and receive everything, to tensors on ``device``. Collective over the group."""
-        self._received = self._group.all_to_all(self._pieces, self._sizes, device)
+        # torch.cat() takes no empty list, and no tensors of several devices.
+        raw = [torch.empty(0, dtype=torch.uint8, device=self._group.device)]
+        raw += [piece.to(self._group.device) for piece in chain.from_iterable(self._pieces)]
+        packed = torch.cat(raw)
+        # Before the result is allocated: the pieces may be large.
+        raw.clear()
+        self._pieces.clear()
+        received = self._group.all_to_all(packed, self._lengths, self._sizes)
+        self._received = torch.split(received.to(device), self._sizes)
 
 
 def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group:
@@ -471,11 +489,11 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
             trains.
     """
     if ranks is None or len(ranks) == 1:
-        return Group(None, None)
+        return Group()
     parent = dist.group.WORLD
-    known = _groups.get((ranks, apart))
+    made_in, group = _groups.get((ranks, apart), (None, Group()))
     # A destroyed and re-initialised world needs new groups.
-    if known is None or known[0] is not parent:
+    if made_in is not parent:
         # Only the members of a smaller group make it: others need not know of it.
         apart_of_world = ranks != world_ranks()
         # In a world bound to devices, NCCL would split a smaller group off the world's, which waits
@@ -485,8 +503,14 @@ def group_over(ranks: tuple[int, ...] | None, apart: str | None = None) -> Group
         made = dist.new_group(
             list(ranks), _timeout, backend, use_local_synchronization=apart_of_world
         )
-        known = _groups[ranks, apart] = (parent, Group(ranks, made))
-    return known[1]
+        group = RankGroup(ranks, made)
+        _groups[ranks, apart] = parent, group
+    return group
+
+
+def world_group(apart: str | None = None) -> Group:
+    """Return the library's own group over all ranks; see :func:`group_over`."""
+    return group_over(world_ranks(), apart)
 
 
 # Words of the backends' errors about ranks that do not answer. Gloo has no type of its own for
@@ -506,13 +530,11 @@ def _balance(replicas: Mapping[str, Replica]) -> int:
 
 def _differing(digests: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the keys that are not equal on all ranks, in the order of messages."""
-    found: list[tuple[bool, str]] = []
-    for key in sorted(set().union(*digests)):
-        values = {each.get(key) for each in digests}
-        if len(values) > 1:
-            # Last the facts that some rank has not come to yet: a consequence of something else.
-            found.append((None in values, key))
-    return [key for _, key in sorted(found)]
+    noted = [each.items() for each in digests]
+    differing = dict(set().union(*noted).difference(set(noted[0]).intersection(*noted)))
+    everywhere = set(differing).intersection(*digests)
+    # Last the facts that some rank has not come to yet: a consequence of something else.
+    return [*sorted(everywhere), *sorted(differing.keys() - everywhere)]
 
 
 def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict[str, list[int]]:
@@ -521,10 +543,8 @@ def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict
     drifted: dict[str, list[int]] = {}
     # Each first holder is a lower rank than the others.
     for rank, held in zip(ranks, hashes, strict=True):
-        for name, (value, is_first) in held.items():
-            if is_first:
-                first[name] = value
-            elif value != first.get(name):
+        for name, value in held.items():
+            if first.setdefault(name, value) != value:
                 drifted.setdefault(name, []).append(rank)
     return drifted
 
@@ -538,9 +558,9 @@ _LONGEST_ERROR: Final = 1000
 _LONGEST_VALUE: Final = 120
 
 
-def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
+def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | None]) -> str:
     """Return which ranks failed, and how: equal errors of several ranks once."""
-    by_text = _ranks_by(ranks, [report["error"] for report in reports])
+    by_text = _ranks_by(ranks, errors)
     # Of ranks without an error.
     by_text.pop(None, None)
     # Several errors share the room of one.
@@ -550,13 +570,12 @@ def explain_errors(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) 
     if len(texts) > _MOST_SHOWN:
         others = chain.from_iterable(at for _, at in texts[_MOST_SHOWN:])
         shown.append(f"{ranks_text(sorted(others))}: other errors")
-    action = reports[0]["action"]
     return f"{action} was refused on every rank, nothing was changed. " + " | ".join(shown)
 
 
-def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]]) -> str:
+def explain_actions(ranks: Sequence[int], actions: Sequence[str]) -> str:
     """Return which ranks are about to do something else than the lowest one."""
-    (first, _), *others = _ranks_by(ranks, [report["action"] for report in reports]).items()
+    (first, _), *others = _ranks_by(ranks, actions).items()
     faults = []
     for action, at in others[:_MOST_SHOWN]:
         faults.append(f"{ranks_text(at)} at {action!r} while rank {ranks[0]} is at {first!r}")
@@ -564,19 +583,15 @@ def explain_actions(ranks: Sequence[int], reports: Sequence[Mapping[str, Json]])
 
 
 def explain_facts(
-    ranks: Sequence[int],
-    action: str,
-    keys: Sequence[str],
-    values: Sequence[Mapping[str, Json]],
-    count: int,
+    ranks: Sequence[int], action: str, keys: Sequence[str], values: Sequence[Mapping[str, Json]]
 ) -> str:
     """Return for each differing key both values, from where they differ, against the lowest rank's.
 
     Args:
         ranks: global ranks.
         action: what they were about to do.
-        keys: the first of ``count`` keys that differ.
-        values: for each rank, its values of those keys that it has.
+        keys: the first ones that differ.
+        values: for each rank, its values of those.
     """
     shown = []
     for key in keys:
@@ -584,11 +599,8 @@ def explain_facts(
         (_, *others) = _ranks_by(ranks, differences).items()
         for (path, other, mine), at in others:
             shown.append(f"{path} is {other} on {ranks_text(at)} and {mine} on rank {ranks[0]}")
-    # A key may differ in two ways between ranks.
-    most = 2 * _MOST_SHOWN
-    if len(shown) > most or count > len(keys):
-        shown[most:] = ["..."]
-    return f"The ranks disagree at {action!r}, nothing was changed. " + "; ".join(shown)
+    faults = cut("; ".join(shown))
+    return f"The ranks disagree at {action!r}, nothing was changed. {faults}"
 
 
 def _ranks_by(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
@@ -611,7 +623,7 @@ def _difference(key: str, ours: Json, theirs: Json) -> tuple[str, str, str]:
     texts = [str(one), str(other)]
     # Both are shown from the same place, where the beginning says nothing.
     same = len(os.path.commonprefix(texts)) - 20  # noqa: RUF071  # of any texts
-    if same > 0 and max(map(len, texts)) > _LONGEST_VALUE:
+    if same > 0:
         texts = [f"...{text[same:]}" for text in texts]
     return key, cut(texts[0], _LONGEST_VALUE + 3), cut(texts[1], _LONGEST_VALUE + 3)
 

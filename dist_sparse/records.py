@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
+# A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave.
 LEADING_SHIFT: Final = 20
-"""A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave."""
 
 TINY: Final = 2.0**-100
 """Added to a row's total before it is multiplied by squares, so that rows that were never touched
@@ -81,13 +81,13 @@ class StepRecord:
     tables: tuple[MaskChange, ...]
 
 
+# What becomes of a lookup of a following table: counts of SlotChange.
 FATES: Final = {
     "kept": "found a row",
     "removed": "hit removed rows",
     "unseen": "were of ids never seen",
     "out_of_range": "were out of range",
 }
-"""What becomes of a lookup of a following table: counts of :class:`SlotChange`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

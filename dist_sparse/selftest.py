@@ -6,8 +6,8 @@ not passed the rest runs in a new set: the device may be unusable, and ranks may
 collectives. A limit ends a hang. Each process runs ``python -m dist_sparse.selftest FOLDER RANK
 WORLD DEVICE CHECK ...``, and writes a file of JSON for each check.
 
-A check returns a line that says what it has found, and figures that it has measured; it raises
-:class:`Difference` where a result is wrong. Expected results are those of the CPU, or of a plainer
+A check returns a line that says what it has found and measured; it raises :class:`Difference` where
+a result is wrong. Expected results are those of the CPU, or of a plainer
 way on the same device.
 """
 
@@ -21,11 +21,12 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,10 +37,11 @@ from torch import Tensor
 from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.fused import collections_of
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import world_group
 from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import collection_of
-from dist_sparse.tables.shards import CACHED, ROW
+from dist_sparse.tables.protocols import TableBatch
+from dist_sparse.tables.shards import CACHED
 from dist_sparse.text import duration, number_of, percent, printable, table_lines, wrapped
 from dist_sparse.torchrec import installed
 from dist_sparse.torchrec.trial import (
@@ -50,12 +52,7 @@ from dist_sparse.torchrec.trial import (
     trial_model,
 )
 
-BLOCKS: Final = {
-    "row": (1, ROW),
-    "1x4": (1, 4),
-    "2x2": (2, 2),
-    "1x1": (1, 1),
-}
+_BLOCKS: Final = ("row", "1x4", "2x2", "1x1")
 
 # Several widths: FBGEMM keeps tables of one width and of several in other kernels.
 _SMALL: Final[Shapes] = {"wide": (20_000, 128), "narrow": (7_001, 32)}
@@ -66,11 +63,11 @@ _STEPS: Final = 20
 _ORDER: Final = ("ok", "not run", "differs", "failed")
 _WRONG: Final = _ORDER[2:]
 
+# What Python runs in each process.
 _WORKER: Final = ("-m", "dist_sparse.selftest")
-"""What Python runs in each process."""
 
+# Seconds for one check, loading TorchRec included.
 _LIMIT: Final = 180.0
-"""Seconds for one check, loading TorchRec included."""
 
 
 class Difference(Exception):
@@ -78,8 +75,6 @@ class Difference(Exception):
 
 
 Json = dict[str, Any]
-Found = tuple[str, Json]
-"""A line, and figures."""
 
 # Checks
 
@@ -101,7 +96,7 @@ class _Trial:
         self.device = device
         self.model = trial_model(_SMALL, device, **options)
         self.optimizer = layers_optimizer(self.model)
-        self.sparsifier = _sparsifier(BLOCKS[block], level)
+        self.sparsifier = _sparsifier(block, level)
         self.sparsifier.add_model(self.model)
         random = torch.Generator().manual_seed(7)
         self.tables = {name: torch.randn(shape, generator=random) for name, shape in _SMALL.items()}
@@ -114,14 +109,13 @@ class _Trial:
         if attach:
             MaskEnforcer(self.sparsifier).attach(self.optimizer)
 
-    def batches(self, steps: int) -> list[Any]:
-        """Return batches in CPU memory, other ones on each rank."""
-        first = 1 + dist.get_rank() * 1_000
-        return [trial_batch(_SMALL, first + step) for step in range(steps)]
+    def batches(self) -> Iterator[Any]:
+        """Yield batches in CPU memory, other ones on each rank."""
+        yield from map(partial(trial_batch, _SMALL), count(1 + dist.get_rank() * 1_000))
 
-    def train(self, batch: Any) -> None:
-        """Take a step as plain loops do."""
-        loss, _ = self.model(batch.to(self.device))
+    def train(self, batches: Iterator[Any]) -> None:
+        """Take a step on the next batch as plain loops do."""
+        loss, _ = self.model(next(batches).to(self.device))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -143,10 +137,9 @@ class _Trial:
         for name, data in self.sparsifier.masks.tables.locate().items():
             plain.add_data(name, self.tables[name].to(data.dtype))
         plain.step()
-        expected = plain.fingerprint()
-        wrong = [name for name, mask in self.sparsifier.audit().items() if mask != expected[name]]
+        wrong = dict(self.sparsifier.audit().items() - plain.fingerprint().items())
         if wrong:
-            raise Difference(f"{what}: the masks of {wrong} differ from the CPU's")
+            raise Difference(f"{what}: the masks of {sorted(wrong)} differ from the CPU's")
 
 
 def _sparsifier(block: Any, level: float) -> DataNormSparsifier:
@@ -157,81 +150,80 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def masks_equal_the_cpus(device: torch.device) -> Found:
+def masks_equal_the_cpus(device: torch.device) -> str:
     """Masks of all blocks, cut by rows over the ranks, against one process on the CPU."""
-    for block in BLOCKS:
+    for block in _BLOCKS:
         trial = _Trial(device, block, 0.5)
         trial.check_masks(f"{block} at 50%")
         # A second update, for which removed weights tie at 0.
         _update(device, trial.sparsifier, 0.73)
         trial.check_masks(f"{block} at 73%")
-    return f"{len(BLOCKS)} blocks, 2 updates, bit for bit", {}
+    return f"{len(_BLOCKS)} blocks, 2 updates, bit for bit"
 
 
 @contextmanager
-def _waits(mode: str) -> Iterator[list[str]]:
-    """Raise where the host waits for the device (``"error"``), or note it (``"warn"``)."""
-    waits: list[str] = []
+def _waits(mode: str) -> Iterator[list[warnings.WarningMessage]]:
+    """Raise where the host waits for the device (``"error"``), or warn (``"warn"``); yield the
+    warnings."""
     torch.cuda.set_sync_debug_mode(mode)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield waits
+            yield caught
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    said = [str(each.message) for each in caught]
-    waits += [each for each in said if "synchronizing" in each]
 
 
-def ordinary_steps_never_wait(device: torch.device) -> Found:
+def ordinary_steps_never_wait(device: torch.device) -> str:
     """Lookups and backwards of the kernels, without TorchRec's input distribution, which waits."""
     trial = _Trial(device, "1x4", 0.5)
     [collection] = collections_of(trial.model.modules())
     for batch in collection_of(collection).batches():
-        shapes = {
-            str(number): (len(view), view.shape[1]) for number, view in enumerate(batch.weights())
-        }
-        features = [trial_batch(shapes, seed).to(device) for seed in range(_STEPS)]
-        for each in features:
-            each.offsets()
+        shapes: Any = {str(number): view.shape for number, view in enumerate(batch.weights())}
+        features = []
+        for seed in range(_STEPS):
+            features.append(trial_batch(shapes, seed).to(device))
+            # Made of the lengths at the first call.
+            features[-1].offsets()
         # The first ones take the masks, and compile.
-        for each in features[:3]:
-            batch.module(each).sum().backward()
-        versions = [storage._version for storage in batch.storage()]
+        _train_on(batch, features[:3])
+        versions = _versions(batch)
         with _waits("error"):
-            for each in features:
-                batch.module(each).sum().backward()
-        if versions != [storage._version for storage in batch.storage()]:
+            _train_on(batch, features)
+        if versions != _versions(batch):
             # Then every step would take all rows for dirty.
             raise Difference("FBGEMM's backward changes the version of its weights")
     trial.sparsifier.audit()
-    return f'{_STEPS} steps under set_sync_debug_mode("error")', {}
+    return f'{_STEPS} steps under set_sync_debug_mode("error")'
 
 
-def mask_updates(device: torch.device) -> Found:
+def _train_on(batch: TableBatch, features: Sequence[Any]) -> None:
+    for each in features:
+        batch.module(each).sum().backward()
+
+
+def _versions(batch: TableBatch) -> list[int]:
+    return [storage._version for storage in batch.storage()]
+
+
+def mask_updates(device: torch.device) -> str:
     """Time, waits and memory of mask updates of one table of normal weights."""
-    figures: Json = {}
     lines = []
-    sizes = (1_000_000, 10_000_000) if _is_gpu(device) else (20_000, 100_000)
-    for rows, block in product(sizes, ("row", "1x4")):
-        name = f"{rows} x 128, {block}"
-        one = figures[name] = _mask_update(device, rows, block)
-        more = ""
-        if _is_gpu(device):
-            more = f", {one['waits']} waits, {percent(one['peak_share'])} more memory"
-        lines.append(f"{name}: {one['milliseconds']:.0f} ms{more}")
-    return "; ".join(lines), figures
+    sizes = {"cuda": (1_000_000, 10_000_000), "cpu": (20_000, 100_000)}
+    for rows, block in product(sizes[device.type], ("row", "1x4")):
+        lines.append(f"{rows} x 128, {block}: {_mask_update(device, rows, block)}")
+    return "; ".join(lines)
 
 
-def _mask_update(device: torch.device, rows: int, block: str) -> Json:
+def _mask_update(device: torch.device, rows: int, block: str) -> str:
     model = trial_model({"table": (rows, 128)}, device)
-    sparsifier = _sparsifier(BLOCKS[block], 0.5)
+    sparsifier = _sparsifier(block, 0.5)
     sparsifier.add_model(model)
     [data] = sparsifier.masks.tables.locate().values()
     for shard in data.shards:
         shard.tensor.normal_()
     nbytes = sum(shard.tensor.nbytes for shard in data.shards)
-    figures: Json = {"waits": None, "peak_share": None}
+    says = ""
     with MaskEnforcer(sparsifier).attach(layers_optimizer(model)):
         sparsifier.step()
         # Once to warm up, once for the waits, which take longer to note than to pass, once timed.
@@ -239,14 +231,15 @@ def _mask_update(device: torch.device, rows: int, block: str) -> Json:
         if _is_gpu(device):
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            with _waits("warn") as waits:
+            with _waits("warn") as caught:
                 _update(device, sparsifier, 0.6)
-            more = torch.cuda.max_memory_allocated(device) - before
-            figures = {"waits": len(waits), "peak_share": more / nbytes}
+            share = (torch.cuda.max_memory_allocated(device) - before) / nbytes
+            waits = sum("synchronizing" in str(each.message) for each in caught)
+            says = f", {waits} waits, {percent(share)} more memory"
         started = time.perf_counter()
         _update(device, sparsifier, 0.65)
-        figures["milliseconds"] = 1_000 * (time.perf_counter() - started)
-    return figures
+        milliseconds = 1_000 * (time.perf_counter() - started)
+    return f"{milliseconds:.0f} ms{says}"
 
 
 def _update(device: torch.device, sparsifier: DataNormSparsifier, level: float) -> None:
@@ -254,27 +247,26 @@ def _update(device: torch.device, sparsifier: DataNormSparsifier, level: float) 
     for group in sparsifier.data_groups.values():
         group["sparsity_level"] = level
     sparsifier.step()
-    if _is_gpu(device):
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
 
 
-def pipeline(device: torch.device, kind: str) -> Found:
+def pipeline(device: torch.device, kind: str) -> str:
     """A pipeline of TorchRec's, with mask updates between its steps, against the plain loop."""
-    found = []
-    for piped in (True, False):
-        trial = _Trial(device, "1x4", 0.3)
-        batches = iter(trial.batches(12))
-        piped_model = pipeline_of(kind, trial.model, trial.optimizer, device)
-        for step in range(12):
-            if piped:
-                piped_model.progress(batches)
-            else:
-                trial.train(next(batches))
-            if step % 4 == 3:
-                _update(device, trial.sparsifier, 0.3 + step / 20)
-        trial.sparsifier.audit()
-        found.append(trial.shards())
-    return f"12 steps, 3 mask updates: {_compare('weights', *found)}", {}
+    piped, plain = _Trial(device, "1x4", 0.3), _Trial(device, "1x4", 0.3)
+    progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
+    found, expected = _with_updates(piped, progress), _with_updates(plain, plain.train)
+    return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}"
+
+
+def _with_updates(trial: _Trial, train: Callable[[Iterator[Any]], object]) -> list[Tensor]:
+    """Take steps by ``train``, and a mask update after each fourth. Return the weights."""
+    batches = islice(trial.batches(), 12)
+    for step in range(12):
+        train(batches)
+        if step % 4 == 3:
+            _update(trial.device, trial.sparsifier, 0.3 + step / 20)
+    trial.sparsifier.audit()
+    return trial.shards()
 
 
 def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
@@ -292,25 +284,23 @@ def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
     return f"within {most:.1g}"
 
 
-_ON_EVERY_DEVICE: Final[tuple[str, ...]] = ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")
-_ON_GPUS: Final = ("ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD")
+_ON_EVERY_DEVICE: Final = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
+# FBGEMM has some for CUDA only.
+_ON_GPUS: Final = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
 
 
-def fused_optimizers(device: torch.device) -> Found:
+def fused_optimizers(device: torch.device) -> str:
     """FBGEMM's optimizers: rows zeroed as they are read, against all rows after every step."""
-    # FBGEMM has some for CUDA only.
-    done = _ON_EVERY_DEVICE + _ON_GPUS
-    says = ", ".join(done)
-    if not _is_gpu(device):
-        done = _ON_EVERY_DEVICE
-        says = f"{', '.join(done)}; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
-    figures = {}
+    done, more = _ON_EVERY_DEVICE, f"; not run, for they need a GPU: {', '.join(_ON_GPUS)}"
+    if _is_gpu(device):
+        done, more = _ON_EVERY_DEVICE + _ON_GPUS, ""
+    lines = []
     for name in done:
-        weights = [
-            _train_masked(device, "1x4", attach=attach, optimizer=name) for attach in (True, False)
-        ]
-        figures[name] = _compare(f"weights of {name}", *weights)
-    return says, figures
+        found = _train_masked(device, "1x4", optimizer=name)
+        expected = _train_masked(device, "1x4", attach=False, optimizer=name)
+        near = _compare(f"weights of {name}", found, expected)
+        lines.append(f"{name} {near}")
+    return f"{', '.join(lines)}{more}"
 
 
 def _train_masked(
@@ -319,41 +309,36 @@ def _train_masked(
     """Check the masks of a model, and after five steps what they remove. Return its weights."""
     trial = _Trial(device, block, 0.5, attach, **options)
     trial.check_masks(" ".join([block, *map(str, options.values())]))
-    for batch in trial.batches(5):
-        trial.train(batch)
+    batches = trial.batches()
+    for _ in range(5):
+        trial.train(batches)
         if not attach:
             trial.sparsifier.apply_masks()
     trial.sparsifier.audit()
     return trial.shards()
 
 
-def half_precision(device: torch.device) -> Found:
-    """float16 weights, which FBGEMM rounds stochastically on CUDA."""
-    for block in ("row", "1x4"):
-        _train_masked(device, block, half=True)
-    return "masks bit for bit, removed weights 0", {}
-
-
-def unified_memory(device: torch.device, kernel: str, blocks: Sequence[str]) -> Found:
-    """Tables in unified memory."""
+def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -> str:
+    """Tables of another type, or in unified memory."""
     for block in blocks:
-        _train_masked(device, block, kernel=kernel)
-    return "masks bit for bit, 5 steps, removed weights 0", {}
+        _train_masked(device, block, **options)
+    return "masks bit for bit, 5 steps, removed weights 0"
 
 
-CHECKS: Final[dict[str, Callable[[torch.device], Found]]] = {
+# By name, in the order in which they run.
+CHECKS: Final[dict[str, Callable[[torch.device], str]]] = {
     "masks": masks_equal_the_cpus,
     "ordinary steps": ordinary_steps_never_wait,
     "mask updates": mask_updates,
     "TrainPipelineSparseDist": partial(pipeline, kind="TrainPipelineSparseDist"),
     "TrainPipelineFusedSparseDist": partial(pipeline, kind="TrainPipelineFusedSparseDist"),
     "fused optimizers": fused_optimizers,
-    "float16": half_precision,
-    "fused_uvm": partial(unified_memory, kernel="fused_uvm", blocks=("row", "1x4")),
+    # FBGEMM rounds it stochastically on CUDA.
+    "float16": partial(other_storage, blocks=("row", "1x4"), data_type="FP16"),
+    "fused_uvm": partial(other_storage, blocks=("row", "1x4"), kernel="fused_uvm"),
     # Rows in a cache can't be zeroed after each backward: finer blocks are refused.
-    "fused_uvm_caching": partial(unified_memory, kernel=CACHED, blocks=("row",)),
+    "fused_uvm_caching": partial(other_storage, blocks=("row",), kernel=CACHED),
 }
-"""By name, in the order in which they run."""
 
 # TorchRec's fused pipeline records streams, whatever the device.
 _FOR_GPUS: Final = (
@@ -378,11 +363,10 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
     Raises:
         ValueError: the machine has no GPU, or too few; or ``nproc`` is below 1.
     """
-    if nproc is not None:
-        checks.integer("nproc", nproc, least=1)
     gpus = torch.cuda.device_count()
     device = device or ("cuda" if gpus else "cpu")
-    world = nproc or {"cuda": max(gpus, 1), "cpu": 2}[device]
+    usual = {"cuda": max(gpus, 1), "cpu": 2}[device]
+    world = checks.integer("nproc", usual if nproc is None else nproc, least=1)
     if device == "cuda" and gpus < world:
         processes = number_of(world, "process", "processes")
         raise ValueError(f"Invalid {device=} for {processes}: torch finds {gpus} GPUs here.")
@@ -405,19 +389,20 @@ def selftest(device: str | None, nproc: int | None, progress: Callable[[str], No
 
 def as_text(found: Json) -> str:
     """Return the conclusion of :func:`selftest` and a table."""
-    outcomes = found["outcomes"]
     rows = []
-    for each in outcomes:
+    by_status = defaultdict(list)
+    for each in found["outcomes"]:
         says = printable(f"{each['says']} ({duration(each['seconds'])})")
         rows.append((each["check"], each["status"], says))
+        by_status[each["status"]].append(each["check"])
     where = f"on {found['device']}, {number_of(found['nproc'], 'process', 'processes')}"
-    skipped = sum(each["status"] == "not run" for each in outcomes)
-    verdict = f"As it should be {where}; {skipped} of {len(outcomes)} checks not run."
-    if wrong := [each["check"] for each in outcomes if each["status"] in _WRONG]:
+    skipped = len(by_status["not run"])
+    verdict = f"As it should be {where}; {skipped} of {len(rows)} checks not run."
+    if wrong := [*by_status["differs"], *by_status["failed"]]:
         verdict = f"Not as it should be {where}: {', '.join(wrong)}."
     machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
-    lines = [*wrapped(verdict), *wrapped(printable(machine)), ""]
-    return "\n".join([*lines, *table_lines(("check", "status", "result"), rows)])
+    table = table_lines(("check", "status", "result"), rows)
+    return "\n".join([*wrapped(verdict), *wrapped(printable(machine)), "", *table])
 
 
 def _attempt(
@@ -457,35 +442,31 @@ def _attempt(
 def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> Json:
     """Return the outcome of the next check: the worst of all ranks."""
     started = time.monotonic()
-    while True:
+    while (took := time.monotonic() - started) < _LIMIT:
         # Asked before the files are read: a process that has ended writes no more.
         ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        found = _answers(folder, number, len(processes))
+        found = _answers(folder, number)
         worst: Json = max(
             found.values(), key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
         )
         if worst["status"] in _WRONG or len(found) == len(processes):
             return worst | {"seconds": max(each["seconds"] for each in found.values())}
-        lost = not ended <= found.keys()
-        took = time.monotonic() - started
-        if lost or took > _LIMIT:
-            says = "a process ended" if lost else f"no answer in {_LIMIT:.0f} s"
-            # The end of what each process has printed.
-            logs = [
-                log.read_text(errors="replace")[-2_000:] for log in sorted(folder.glob("*.log"))
-            ]
-            return {"status": "failed", "says": says, "seconds": took, "figures": {"logs": logs}}
+        if not ended <= found.keys():
+            return _lost("a process ended", took, folder)
         time.sleep(0.05)
+    return _lost(f"no answer in {_LIMIT:.0f} s", took, folder)
 
 
-def _answers(folder: Path, number: int, world: int) -> dict[int, Json]:
+def _lost(says: str, seconds: float, folder: Path) -> Json:
+    # The end of what each process has printed.
+    logs = [log.read_text(errors="replace")[-2_000:] for log in sorted(folder.glob("*.log"))]
+    return {"status": "failed", "says": says, "seconds": seconds, "details": logs}
+
+
+def _answers(folder: Path, number: int) -> dict[int, Json]:
     """Return by rank what has been found in a check so far."""
-    files = {rank: _file(folder, number, rank) for rank in range(world)}
-    return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
-
-
-def _file(folder: Path, number: int, rank: int) -> Path:
-    return folder / f"{number}-{rank}.json"
+    files = folder.glob(f"{number}-*.json")
+    return {int(file.stem.rpartition("-")[2]): json.loads(file.read_text()) for file in files}
 
 
 def worker(words: Sequence[str]) -> int:
@@ -503,31 +484,31 @@ def worker(words: Sequence[str]) -> int:
         part = folder / f"{rank}.part"
         part.write_text(json.dumps(outcome))
         # Whole, or not there.
-        part.rename(_file(folder, number, rank))
+        part.rename(folder / f"{number}-{rank}.json")
         if outcome["status"] in _WRONG:
             return 1
     # The store ends with the first process: the others may not have begun.
-    group_over(world_ranks()).all_reduce(torch.zeros(1))
+    world_group().all_reduce(torch.zeros(1))
     dist.destroy_process_group()
     return 0
 
 
 def _outcome(name: str, device: torch.device) -> Json:
     started = time.perf_counter()
-    figures: Json = {}
+    details = []
     try:
         if name in _FOR_GPUS and not _is_gpu(device):
             status, says = "not run", "needs a GPU"
         else:
-            status, (says, figures) = "ok", CHECKS[name](device)
+            status, says = "ok", CHECKS[name](device)
     except Difference as difference:
         status, says = "differs", str(difference)
     except Exception as error:
         # The whole report goes into an issue: where it was raised is what helps.
         status, says = "failed", f"{type(error).__name__}: {error}"
-        figures = {"traceback": traceback.format_exc()}
+        details.append(traceback.format_exc())
     seconds = time.perf_counter() - started
-    return {"status": status, "says": says, "seconds": seconds, "figures": figures}
+    return {"status": status, "says": says, "seconds": seconds, "details": details}
 
 
 if __name__ == "__main__":

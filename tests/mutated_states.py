@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dist_sparse import SparseTraining
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import world_group
 from dist_sparse.sparsifiers.pieces import hash_tensor
 from dist_sparse.tables.chunked import ChunkedTensor
 
@@ -74,7 +74,7 @@ def outcomes(
             raise AssertionError(
                 f"case {case} ({what}): {type(error).__name__}: {error}"
             ) from error
-        everywhere = group_over(world_ranks()).all_gather_json(said)
+        everywhere = world_group().all_gather_json(said)
         assert len(set(everywhere)) == 1, f"case {case} ({what}): {everywhere}"
         if said == "accepted":
             said = "equivalent" if _everything(training)[1:] == known else "another valid state"

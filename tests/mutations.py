@@ -39,7 +39,7 @@ MUTATIONS = [
     # -- masking
     # ---------------------------------------------------------------------------------------------------------
     M("masking/selection.py", "bits[:ties] <= self.bits, bits[ties:]", "bits[: ties - 1] <= self.bits, bits[ties - 1 :]", "tests/dist/test_sharded_tensors.py"),
-    M("masking/selection.py", "_histograms_of_ties, group)", "_histograms_of_ties, Group(None, None))", "tests/dist/test_sharded_tensors.py -k spread and ties"),
+    M("masking/selection.py", "_histograms_of_ties, group)", "_histograms_of_ties, Group())", "tests/dist/test_sharded_tensors.py -k spread and ties"),
     M("masking/selection.py", "bucket = (upto < wanted)", "bucket = (upto <= wanted)", "tests/masking/test_selection.py"),
     M("masking/selection.py", "counts[:, 1 + (KEPT >> LEADING_SHIFT)] = 0", "pass", "tests/dist/test_sharded_tensors.py"),
     M("masking/selection.py", "    _refuse_not_finite(counts, searches)\n", "", "tests/dist/test_bad_values.py -k overflow"),
@@ -66,7 +66,7 @@ MUTATIONS = [
     # -- groups
     # ----------------------------------------------------------------------------------------------------------
     M("groups.py", "[error is not None, digest", "[False, digest", "tests/dist/test_groups.py -k exception"),
-    M("groups.py", "if int(balances.sum()) == 0:", "if True:", "tests/dist/test_bad_replicas.py -k drifted"),
+    M("groups.py", "if int(balances.sum()) != 0:", "if False:", "tests/dist/test_bad_replicas.py -k drifted"),
     M("groups.py", "            error = refused\n    if", "            raise\n    if", "tests/dist/test_groups.py -k small_group"),
     M("groups.py", "weight = digest(name) | 1", "weight = 0", "tests/dist/test_bad_replicas.py -k drifted"),
     # -- schedulers
@@ -84,8 +84,8 @@ MUTATIONS = [
     M("enforcer/fused.py", "lookup.masks_key != self._masks_key()", "not lookup.masks_key", "tests/enforcer/test_weighing.py -k move"),
     M("enforcer/fused.py", "self._batch.restore_pooling()", "None", "tests/enforcer/test_weighing.py -k mean-rowwise"),
     M("enforcer/fused.py", "whole if self._batch.keeps_zeros else set()", "whole", "tests/enforcer/test_weighing.py -k no_eps"),
-    M("torchrec/collections.py", "    batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
-    M("torchrec/collections.py", "    batch.reset_cache_states()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
+    M("torchrec/collections.py", "        self._batch.flush()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
+    M("torchrec/collections.py", "        self._batch.reset_cache_states()\n", "", "tests/enforcer/test_unified_memory.py -k memory_of"),
     M("enforcer/fused.py", "        for reader in self._readers - {stream}:\n", "        for reader in ():\n", "tests/enforcer/test_streams.py"),
     M("torchrec/collections.py", "given.masked_fill(~flags, 0)", "given", "tests/enforcer/test_weighing.py -k weighted-rowwise"),
     M("torchrec/collections.py", "weights *= _shares(offsets, ids.numel())", "pass", "tests/enforcer/test_weighing.py -k mean-rowwise"),

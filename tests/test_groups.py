@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from dist_sparse import groups
 from dist_sparse.groups import (
     Group,
     Parcels,
+    RankGroup,
     agreeing,
     explain_actions,
     explain_errors,
@@ -20,7 +22,7 @@ from dist_sparse.groups import (
     traffic,
 )
 
-ALONE = Group(None, None)
+ALONE = Group()
 WORLD = range(512)
 
 
@@ -79,7 +81,7 @@ def test_messages_are_sent_from_a_device_of_the_backend(
     monkeypatch.setattr(groups, "_bound_device", lambda: bound)
     monkeypatch.setattr(groups, "_weights_device", None)
     made: Any = object()
-    group = Group((0, 1), made)
+    group = RankGroup((0, 1), made)
     # The first group is often older than the tables.
     groups.weights_are_on(weights)
     assert str(group.device) == expected
@@ -105,6 +107,7 @@ def test_no_group_is_split_off_a_world_bound_to_devices(
     monkeypatch.setattr(groups.dist, "new_group", new_group)
     monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(groups.dist, "group", SimpleNamespace(WORLD=object()))
     monkeypatch.setattr(groups, "world_ranks", lambda: (0, 1, 2, 3))
     monkeypatch.setattr(groups, "_bound_device", lambda: bound)
     assert group_over(ranks).rank == 1 - ranks[0]
@@ -112,8 +115,7 @@ def test_no_group_is_split_off_a_world_bound_to_devices(
 
 
 def test_one_mistake_on_512_ranks_is_said_once() -> None:
-    report = {"action": "step()", "error": "ValueError: " + "x" * 300, "facts": {}}
-    message = explain_errors(WORLD, [report] * 512)
+    message = explain_errors(WORLD, "step()", ["ValueError: " + "x" * 300] * 512)
     assert message.startswith(
         "step() was refused on every rank, nothing was changed. ranks 0-511: ValueError: xxx"
     )
@@ -121,8 +123,8 @@ def test_one_mistake_on_512_ranks_is_said_once() -> None:
 
 
 def test_512_different_mistakes_are_cut() -> None:
-    reports = [{"action": "step()", "error": f"ValueError: {rank} " + "x" * 5000} for rank in WORLD]
-    message = explain_errors(WORLD, reports)
+    errors = [f"ValueError: {rank} " + "x" * 5000 for rank in WORLD]
+    message = explain_errors(WORLD, "step()", errors)
     assert (
         "rank 0: ValueError: 0 xxx" in message
         and "ranks 3-511: other errors" in message
@@ -131,9 +133,9 @@ def test_512_different_mistakes_are_cut() -> None:
 
 
 def test_other_actions_are_grouped() -> None:
-    reports = [{"action": "audit()" if rank in (3, 5, 6) else "step()"} for rank in WORLD]
+    actions = ["audit()" if rank in (3, 5, 6) else "step()" for rank in WORLD]
     assert "ranks 3, 5-6 at 'audit()' while rank 0 is at 'step()'" in explain_actions(
-        WORLD, reports
+        WORLD, actions
     )
 
 
@@ -144,7 +146,7 @@ def test_the_part_that_differs_is_shown_alone() -> None:
         {"table 'a'": {"config": {"level": 0.5}, "tiling": other if rank == 9 else tiling}}
         for rank in WORLD
     ]
-    message = explain_facts(WORLD, "add_model()", ["table 'a'"], values, 1)
+    message = explain_facts(WORLD, "add_model()", ["table 'a'"], values)
     assert (
         "[7, 0, 100, 64], [301" in message
         and "on rank 9 and ..." in message
@@ -156,10 +158,10 @@ def test_the_part_that_differs_is_shown_alone() -> None:
 def test_differences_on_many_ranks_are_cut() -> None:
     keys = [f"table {number}" for number in range(3)]
     values = [{key: f"{rank} " * 1000 for key in keys} for rank in WORLD]
-    message = explain_facts(WORLD, "add_model()", keys, values, 500)
+    message = explain_facts(WORLD, "add_model()", keys, values)
     assert len(message) < 2000 and message.endswith("...")
 
 
 def test_a_key_that_one_rank_lacks() -> None:
-    message = explain_facts(range(2), "step()", ["b"], [{"b": {"level": 0.5}}, {}], 1)
+    message = explain_facts(range(2), "step()", ["b"], [{"b": {"level": 0.5}}, {}])
     assert "b is nothing on rank 1 and {'level': 0.5} on rank 0" in message

@@ -34,7 +34,7 @@ from dist_sparse.checkpoint.state import (
     quiet,
     split,
 )
-from dist_sparse.groups import Group, group_over, rank_in, world_ranks
+from dist_sparse.groups import Group, world_group, world_rank
 from dist_sparse.text import number_of, size, table_lines
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Checkpoints:
 
     def _group(self) -> Group:
         """Of all ranks, apart from other messages: DCP sends through it, in a thread if need be."""
-        return group_over(world_ranks(), apart="checkpoints")
+        return world_group(apart="checkpoints")
 
     @quiet()
     def _collected(
@@ -388,7 +388,7 @@ def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
 
 def _rng() -> Tensors:
     """The state of this rank's generators of random numbers."""
-    rank = rank_in(world_ranks())
+    rank = world_rank()
     found = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         found[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()

@@ -22,7 +22,7 @@ from dist_sparse.codes.books import ENTRIES, assign, entries_at, learned, refit,
 from dist_sparse.compaction import tables as compact
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.fused import collections_of, lookups_of
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import group_over, rank_in, world_group
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.score import DataNormSparsifier
@@ -109,7 +109,7 @@ def quantize(
         >>> books.shape, torch.equal(row[0, :4], books[0, int(code[0])].float())
         (torch.Size([2, 256, 4]), True)
     """
-    world = group_over(world_ranks())
+    world = world_group()
     with world.agreeing("quantize()") as facts:
         schedule = Window(begin=begin, end=end, every=every)
         pull = number("commitment", commitment, least=0)
@@ -210,7 +210,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             RuntimeError: the handle is detached.
         """
         attached = self._while_attached()
-        with group_over(world_ranks()).agreeing("load_state_dict()") as facts:
+        with world_group().agreeing("load_state_dict()") as facts:
             if not isinstance(state_dict, Mapping) or set(state_dict) != _KEYS:
                 raise ValueError(f"Invalid state of codes: it must have the keys {sorted(_KEYS)}.")
             step, fitted = state_dict["step"], state_dict["fitted"]
@@ -299,7 +299,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
     @torch.no_grad()
     def _fit(self) -> None:
         """Fit the books and assign the codes. Collective."""
-        with group_over(world_ranks()).agreeing("step()") as facts:
+        with world_group().agreeing("step()") as facts:
             facts["step, schedule"] = [self._step, asdict(self._schedule)]
             attached = self._while_attached()
             self._settle()

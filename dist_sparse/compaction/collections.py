@@ -245,7 +245,7 @@ class IndexedCollection(CompactCollection):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables, self.pooled), is_weighted
+        self.tables, self.weighted = table_configs(tables), is_weighted
         # On the device of the indexes: on the meta device they would lose their values.
         self.ids = self.translation(tables, indexes, self)
         # In a list: pipelines put another module in the place of the attribute.

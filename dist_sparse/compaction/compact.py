@@ -24,7 +24,7 @@ from dist_sparse.checks import choice, integer
 from dist_sparse.compaction.moving import kept_rows
 from dist_sparse.compaction.replacing import Change, Planner, Rebuild, Site, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import world_group
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
@@ -99,7 +99,7 @@ def compact(
         ... )
         (torch.Size([20, 8]), True)
     """
-    world = group_over(world_ranks())
+    world = world_group()
     # Phase 1: check. Arguments are compared first: counting rows communicates over the groups of
     # the tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
@@ -291,7 +291,7 @@ def expand(
         >>> type(model[0]).__name__, bool((model[0].weight == masked).all())
         ('EmbeddingBag', True)
     """
-    world = group_over(world_ranks())
+    world = world_group()
     # Phase 1: check.
     with world.agreeing("expand()") as facts:
         choice("initial", initial, ("zero", "init"))

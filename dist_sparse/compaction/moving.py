@@ -148,10 +148,10 @@ def move_rows(
 
         >>> import torch
         >>> from dist_sparse.compaction.moving import move_rows
-        >>> from dist_sparse.tables.modules import model_source
+        >>> from dist_sparse.tables.modules import ModelTables
         >>> from dist_sparse.tables.shards import Rect
         >>> table = torch.nn.EmbeddingBag.from_pretrained(torch.arange(8.0).view(4, 2))
-        >>> [source] = model_source(table).locate()
+        >>> [source] = ModelTables(table).locate()
         >>> kept, wanted = torch.tensor([False, True, False, True]), [[Rect(0, 1, 2, 1)]]
         >>> [
         ...     (str(rect), rows.tolist())

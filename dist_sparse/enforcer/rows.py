@@ -401,9 +401,9 @@ def add_pruned(flags: Mapping[int, RowFlags], before: Slots, after: Slots) -> No
 
 
 class HostRowCleaner:
-    """Flags and cleans rows as :class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` does, where
-    there is no such kernel: on a CPU. On a device without Triton, which CUDA builds of torch bring,
-    the host waits for the ends.
+    """Flags and cleans rows as :class:`~dist_sparse.enforcer.row_kernels.TritonRowCleaner` does,
+    where there is no such kernel: on a CPU. On a device without Triton, which CUDA builds of torch
+    bring, the host waits for the ends.
 
     Args:
         slots: the tables that lose weights.

@@ -23,7 +23,7 @@ from typing import Any, Final
 from torch import nn
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import rank_in, world_group
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
@@ -39,7 +39,7 @@ from dist_sparse.rotation.rotate import Rotate, rotation_groups
 from dist_sparse.serving.encodings import BITS
 from dist_sparse.serving.sources import check_range
 from dist_sparse.sparsifiers.pieces import hash_tensor
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import percent, progress, table_lines
 from dist_sparse.training.arguments import protected
@@ -296,7 +296,7 @@ def frontier(
         >>> found.points[0].method  # four columns hold all
         'rotated'
     """
-    world = group_over(world_ranks())
+    world = world_group()
     # Whatever would stop a rank later is checked here: an evaluation may take hours.
     with world.agreeing("frontier()") as facts:
         # Small dense tables have to be trained.
@@ -308,7 +308,7 @@ def frontier(
             raise ValueError(f"Invalid {budgets=}: must be fractions of the tables' bytes.")
         kinds = [*map(partial(checks.choice, "dtypes", known=BITS), dtypes)]
         checks.number("tolerance", tolerance, least=0)
-        located = {data.name: data for data in model_source(model).locate()}
+        located = {data.name: data for data in ModelTables(model).locate()}
         guarded = protected(located, checks.name_list("protect", protect))
         # As sparsify() does, small tables keep all rows.
         large = {name for name, data in located.items() if data.shape[0] >= 16}
@@ -430,7 +430,7 @@ class _Measurements:
     """
 
     def __init__(self, model: nn.Module, evaluate: Evaluate, folder: Any) -> None:
-        self._world = group_over(world_ranks())
+        self._world = world_group()
         self._whole = model, evaluate
         self._folder: Path | None = None
         with self._world.agreeing("measuring a model") as facts:
@@ -438,7 +438,7 @@ class _Measurements:
             if self._world.rank == 0 and folder is not None:
                 self._folder = Path(folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
-            located = model_source(model).locate()
+            located = ModelTables(model).locate()
             # A metric would not name the weights that are not finite.
             check_range(located, "fp32")
             facts["tables"] = [[data.name, data.shape, str(data.dtype)] for data in located]
@@ -469,7 +469,7 @@ class _Measurements:
         """Measure the trials of one model."""
         # Without train() there is no trial of a narrower model.
         model, evaluate = self._whole if trained == 1 else train(trained)
-        tables = tuple(map(shape_of, model_source(model).locate()))
+        tables = tuple(map(shape_of, ModelTables(model).locate()))
         for trial in trials:
             # The weights are restored on leaving, also after an error of evaluate().
             with serving(model, trial.candidate):

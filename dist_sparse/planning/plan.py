@@ -31,7 +31,7 @@ from dist_sparse import checks
 from dist_sparse.compaction.moving import gather_rows
 from dist_sparse.enforcer.dense import leaves, same_storage, sums_of
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import world_group, world_rank
 from dist_sparse.planning.candidates import (
     BY_COLUMN,
     CODED,
@@ -217,7 +217,7 @@ def plan(
         >>> [str(choice.candidate) for choice in plan(tables, "30%").recommended]
         ['int8']
     """
-    world = group_over(world_ranks())
+    world = world_group()
     with world.agreeing("plan()") as facts:
         limit = parse_budget(budget)
         located: list[ShardedData] = []
@@ -505,7 +505,7 @@ def untouched_rows(
     Raises:
         ValueError: something in ``optimizer`` is no optimizer.
     """
-    world, here = group_over(world_ranks()), rank_in(world_ranks())
+    world, here = world_group(), world_rank()
     with world.agreeing("plan()"):
         # An optimizer may list fused tables that it never steps.
         sums = _stepped_sums(located, optimizer) | fused_sums(model)

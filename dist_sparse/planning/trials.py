@@ -24,14 +24,14 @@ from dist_sparse.checks import refuse
 from dist_sparse.codes.books import assign, decode_books, learned, sampled
 from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
 from dist_sparse.rotation.rotate import check_group, find_lookup
 from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, share_, turn_
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import check_range, lookups_of
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
 
 
@@ -69,9 +69,9 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         >>> model.weight[0].data
         tensor([0.0000, 0.1000])
     """
-    world = group_over(world_ranks())
+    world = world_group()
     with world.agreeing("a trial") as facts:
-        located = {data.name: data for data in model_source(model).locate()}
+        located = {data.name: data for data in ModelTables(model).locate()}
         tables = list(located.values())
         # export() refuses tables whose lookup it does not know; so does a trial.
         lookups_of(model, tables)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import integer, refuse
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import group_over, world_group
 from dist_sparse.records import FATES, GuardCheck, SlotUpdate, StepRecord
 from dist_sparse.report.folder import LogFile, check_config, check_log, open_log
 from dist_sparse.report.summary import table_json
@@ -159,7 +159,7 @@ class RunLog:
             enforcer = enforcer or sparsifier.enforcer
             self._validations = sparsifier.validations
             sparsifier = sparsifier.sparsifier
-        world = group_over(world_ranks())
+        world = world_group()
         self._writes = world.rank == 0
         with world.agreeing("RunLog()"):
             # Whatever is wrong on one rank is raised on all: none is left waiting.
@@ -555,7 +555,7 @@ class Quality:
         if kept:
             logits, labels = map(torch.cat, zip(*kept, strict=True))
             mine = torch.stack([logits.double(), labels.double()]).cpu()
-        group = group_over(world_ranks())
+        group = world_group()
         sizes = group.all_gather(torch.tensor([mine.shape[1]])).flatten().tolist()
         # Known to all ranks, so all return here.
         if not sum(sizes):

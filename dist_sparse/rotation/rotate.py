@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from dist_sparse.checks import refuse
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.enforcer import MaskEnforcer
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import group_over, world_group
 from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
@@ -67,7 +67,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
         (True, False)
     """
     packed = sparsifier.masks.tables
-    with group_over(world_ranks()).agreeing("rotate()") as facts:
+    with world_group().agreeing("rotate()") as facts:
         if plain := list(sparsifier.masks.plain.names):
             raise ValueError(
                 f"Plain data can't be rotated, but {plain} was given to add_data(): use"

@@ -17,7 +17,7 @@ from glob import escape
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from dist_sparse.checks import UNTOUCHED, number, scheduled_level
-from dist_sparse.groups import group_over, world_ranks
+from dist_sparse.groups import world_group
 from dist_sparse.schedulers import curves
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.schedulers.curves import Curve, Window
@@ -154,7 +154,7 @@ class ReadyDataScheduler(BaseDataScheduler):
         """Return the values in force, once all ranks have the same plan. Collective over all
         ranks."""
         if self._by_plan_alone:
-            return self._agreed_answer(group_over(world_ranks()))
+            return self._agreed_answer(world_group())
         return super()._agreed_values()
 
     def _updates_masks(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
-from dist_sparse.groups import Group, group_over, ranks_text, world_ranks
+from dist_sparse.groups import Facts, Group, ranks_text, world_group
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
@@ -175,7 +175,7 @@ class BaseDataScheduler:
 
     def _agreed_values(self) -> Mapping[str, Any]:
         """Return rank 0's values; rank 0 warns where other ranks have others. Collective."""
-        group = group_over(world_ranks())
+        group = world_group()
         answer = self._agreed_answer(group)
         # Nothing was sent, and nothing was converted.
         if group.size == 1:
@@ -276,7 +276,7 @@ class BaseDataScheduler:
     def _refuse(self, error: Exception) -> NoReturn:
         """Raise ``error`` on every rank."""
         # The other ranks wait in the agreement of their first step.
-        group_over(world_ranks()).agree(f"construction of {type(self).__name__}", {}, error)
+        world_group().agree(f"construction of {type(self).__name__}", Facts(), error)
         raise error
 
     def _check_order(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import dist_sparse
 from dist_sparse.checks import choice, hex_of
 from dist_sparse.codes.quantize import CodedTraining
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
     added,
@@ -160,7 +160,7 @@ def export(
         >>> exported.manifest.tables["0"].kept, exported.manifest.tables["0"].bytes.index
         (200, 128)
     """
-    world = group_over(world_ranks())
+    world = world_group()
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
         coded, sparsifier = _sparsifier(sparse)

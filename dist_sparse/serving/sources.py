@@ -20,7 +20,7 @@ from dist_sparse.codes.quantize import refuse_lookup
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import EmbeddingSite, Site, sites_of
 from dist_sparse.compaction.row_index import RowIndex
-from dist_sparse.groups import group_over, rank_in, world_ranks
+from dist_sparse.groups import world_group, world_rank
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.rotation.rotate import bases_of_outputs
 from dist_sparse.serving.artifact import all_kept
@@ -225,7 +225,7 @@ class ServedTable:
         table: they must exhaust it; on others it ends at once."""
         data, slots = self.data if self.codes is None else self.codes, self.lookup.slots
         # move_rows() is collective over the holders alone.
-        if rank_in(world_ranks()) not in (data.ranks or (0,)):
+        if world_rank() not in (data.ranks or (0,)):
             return
         rows = self.stored & self.changed
         for part in _moved(data, rows) if slots is None else _by_id(data, slots):
@@ -351,7 +351,7 @@ def check_zero(
         # Where an enforcer notes what is written, it has kept them at zero.
         return
     revived = sparsifier.masks.count_revived("export()", registered)
-    with group_over(world_ranks()).agreeing("export()"):
+    with world_group().agreeing("export()"):
         for name in revived.keys() & tables.keys():
             if revived[name]:
                 raise ValueError(

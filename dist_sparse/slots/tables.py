@@ -25,7 +25,7 @@ from dist_sparse import checks
 from dist_sparse.compaction.collections import initial_bounds
 from dist_sparse.compaction.moving import Steppers, StoredTables
 from dist_sparse.compaction.tables import draw_rows
-from dist_sparse.groups import Group, group_over, world_ranks
+from dist_sparse.groups import Group, world_group
 from dist_sparse.records import SlotChange, SlotUpdate
 from dist_sparse.slots.collections import (
     FollowingCollection,
@@ -225,7 +225,7 @@ class FollowingTables:
         candidates: int = 4,
         seed: int = 0,
     ) -> None:
-        self._group = group_over(world_ranks())
+        self._group = world_group()
         with self._group.agreeing("FollowingTables()") as facts:
             self.every = checks.integer("every", every, least=1)
             self.admit_after = checks.integer("admit_after", admit_after, least=1)

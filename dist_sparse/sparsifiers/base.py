@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dist_sparse.groups import group_over, weights_are_on, world_ranks
+from dist_sparse.groups import weights_are_on, world_group
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import (
     DenseStore,
@@ -190,9 +190,8 @@ class BaseDataSparsifier(MaskMaker):
                 or a name is known to be wrong, or the ranks disagree; on every rank, and nothing is
                 registered.
         """
-        with group_over(world_ranks()).agreeing(f"add_model() of {type(self).__name__}") as facts:
+        with world_group().agreeing(f"add_model() of {type(self).__name__}") as facts:
             self._refuse_while_enforced()
-            # Not model_source(), which would walk the model once more.
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             overrides = _overrides(config or {}, self.defaults, located)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory, matrix_shape
+from dist_sparse.tables.shards import check_memory, matrix_shape
 
 
 class Masked(nn.Module):
@@ -210,20 +210,6 @@ def refuse_attribute(name: str) -> None:
 def as_matrix(mask: Tensor) -> Tensor:
     """Return a mask as ``(rows, columns)``."""
     return mask.reshape(matrix_shape(mask.shape))
-
-
-def as_sharded(name: str, matrix: Tensor) -> ShardedData:
-    """Return plain data as a sharded table over a world of one."""
-    rect = Rect(0, 0, *matrix.shape)
-    return ShardedData(
-        name=name,
-        shape=(rect.rows, rect.cols),
-        dtype=matrix.dtype,
-        sharding="plain",
-        ranks=None,
-        tiling=((rect,),),
-        shards=(Shard(rect, matrix),),
-    )
 
 
 def _attach(

@@ -27,7 +27,7 @@ from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import BlockMask, count_bits
 from dist_sparse.records import MaskChange, StepRecord, TableStats
-from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix, as_sharded
+from dist_sparse.sparsifiers.dense_store import DenseStore, as_matrix
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import (
     assembled,
@@ -37,7 +37,7 @@ from dist_sparse.sparsifiers.pieces import (
     removed_blocks,
     shape_hash,
 )
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, whole
 from dist_sparse.text import (
     block_shape_text,
     block_text,
@@ -413,8 +413,9 @@ class Masks:
             found[name] = _Held(data, table.block, table.masks, owned, nbytes)
         for name in self.plain.names:
             # Masks of plain data may have any dtype.
-            mask, data = self.plain.mask(name), as_sharded(name, as_matrix(self.plain.held(name)))
-            elements = BlockMask.of_elements(data.shards[0].rect, as_matrix(mask))
+            mask, weight = self.plain.mask(name), as_matrix(self.plain.held(name))
+            data = whole(name, weight, sharding="plain")
+            elements = BlockMask.of_elements(Rect(0, 0, *data.shape), as_matrix(mask))
             found[name] = _Held(data, (1, 1), [elements], [elements], mask.nbytes)
         return found
 

@@ -37,7 +37,6 @@ from dist_sparse.masking.kept_scores import (
 )
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.dense_store import as_sharded
 from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located
 from dist_sparse.tables.shards import (
     COL,
@@ -49,6 +48,7 @@ from dist_sparse.tables.shards import (
     grid_of,
     matrix_shape,
     resolve_block,
+    whole,
 )
 
 BlockShape: TypeAlias = tuple[int | str, int | str] | str
@@ -160,9 +160,11 @@ class ScoreSparsifier(BaseDataSparsifier):
                 f"Data {name!r} of dtype {data.dtype}: only real floating dtypes can be scored."
             )
         matrix = _as_scored_matrix(name, data.detach())
-        table = as_sharded(name, matrix)
-        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group(None, None))
-        self.get_mask(name).data = made.masks[0].mask.dense().view(data.shape)
+        table = whole(name, matrix, sharding="plain")
+        [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
+        # Nobody holds a table without elements.
+        for new in made.masks:
+            self.get_mask(name).data = new.mask.dense().view(data.shape)
 
     @property
     def measure(self) -> Literal["L1", "L2"] | None:

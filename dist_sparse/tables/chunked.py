@@ -52,6 +52,7 @@ class ChunkedTensor(torch.Tensor):
         wants: Sequence[tuple[Offset, Offset]],
         kept: Sequence[dict[str, Any]] = (),
     ) -> ChunkedTensor:
+        # Without storage: a global tensor of the size of a table would not fit.
         made: ChunkedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype
         )
@@ -84,6 +85,7 @@ class ChunkedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        # Zero: DCP leaves what no chunk of the checkpoint covers as it is.
         self.loaded = [torch.zeros(size, dtype=self.dtype) for _, size in self.wants]
         return [
             ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
@@ -123,8 +125,10 @@ class ChunkedTensor(torch.Tensor):
         """What the stagers of ``async_save`` and copies of a state need."""
         aten = torch.ops.aten
         self = args[0]
+        # Views share their chunks, as views of a tensor share its storage.
         if func in (aten.detach.default, aten.alias.default):
             return self._with(self.__dict__)
+        # In new memory, and whole: a stager copies its contents into what it has made this way.
         if func in (
             aten.clone.default,
             aten._to_copy.default,

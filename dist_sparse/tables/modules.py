@@ -1,6 +1,6 @@
 """The tables of a model, on request its dense parameters too, and the paths of its modules.
 
-:func:`model_source` walks a DistributedModelParallel, a DDP module or a plain module. It imports
+:class:`ModelTables` walks a DistributedModelParallel, a DDP module or a plain module. It imports
 torch only: TorchRec's modules are handled behind :func:`torchrec_port`, the one way from the rest
 of the package to TorchRec. Each ``locate()`` repeats the walk, so that its result is never stale.
 Nothing here communicates.
@@ -14,8 +14,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,10 +24,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dist_sparse.checks import name_list
+from dist_sparse.checks import name_list, refuse
+from dist_sparse.groups import several
 from dist_sparse.tables.protocols import Collection as TableCollection
 from dist_sparse.tables.protocols import TorchRecPort
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_data, matrix_shape, whole
+from dist_sparse.tables.shards import (
+    Rect,
+    Shard,
+    ShardedData,
+    check_data,
+    matrix_shape,
+    not_empty,
+    whole,
+)
 
 Patterns = str | Sequence[str] | None
 
@@ -38,10 +47,11 @@ _WRAPPED: Final = {
     "_orig_mod",
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
+    # Many a user's attribute is called "module". By name of the class, for those of other packages
+    # (apex) too.
+    "DataParallel.module",
+    "DistributedDataParallel.module",
 }
-# Wrappers whose attribute is called "module", as many a user's is. By name, for those of other
-# packages (apex) too.
-_WRAPPERS: Final = {"DataParallel", "DistributedDataParallel"}
 
 
 def torchrec_port() -> TorchRecPort | None:
@@ -51,6 +61,7 @@ def torchrec_port() -> TorchRecPort | None:
     Raises:
         ImportError: the installed releases do not fit, or lack private names that are needed.
     """
+    # A model without modules of TorchRec's must not pay for the import, which takes seconds.
     if "torchrec" not in sys.modules:
         return None
     # Not above: the package needs torch alone.
@@ -65,11 +76,15 @@ def collection_of(module: nn.Module) -> TableCollection:
     Raises:
         TypeError: the module is none.
     """
-    port = torchrec_port()
-    found = None if port is None else port.collection(module)
+    found = _collection(module)
     if found is None:
         raise TypeError(f"{type(module).__name__} is no collection of TorchRec's.")
     return found
+
+
+def _collection(module: nn.Module) -> TableCollection | None:
+    port = torchrec_port()
+    return port.collection(module) if port else None
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
@@ -79,21 +94,6 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     is that of the module inside them. A module that is reached twice has its first path.
     """
     return {at.path: at.module for at in _places(model, set())}
-
-
-def _child_path(module: nn.Module, path: str, name: str) -> str:
-    """The path of the child ``name`` of the module at ``path``."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    wrapped = name in _WRAPPED or (name == "module" and _WRAPPERS & kinds)
-    return path if wrapped else _join(path, name)
-
-
-def model_source(model: nn.Module, **selection: Any) -> ModelTables:
-    """Return the tables of a model, selected and located once; for the arguments and errors see
-    :class:`ModelTables`."""
-    source = ModelTables(model, **selection)
-    source.locate()
-    return source
 
 
 class ModelTables:
@@ -126,7 +126,7 @@ class ModelTables:
         # None is all.
         self._include = None if include is None else name_list("include", include)
         self._exclude = name_list("exclude", exclude)
-        self._dense = None if dense is True else name_list("dense", dense or None)
+        self._dense = None if dense is True else name_list("dense", dense or ())
         self._slots = slots
         self._names: dict[str, str] | None = None
         self._found: dict[str, _Found] = {}
@@ -144,18 +144,20 @@ class ModelTables:
                 be sparsified; the model may have changed since.
         """
         walked = _Walk(slots=self._slots).found_in(self.model)
+        # Checked once: of 1,000 ranks the rectangles take long to compare.
         first = self._names is None
         if self._names is None:
             self._names = {found.fqn: name for name, found in self._select(walked).items()}
         known = self._names
-        selected = {known[found.fqn]: found for found in walked if found.fqn in known}
-        wanted = selected.keys() if names is None else selected.keys() & names
-        # What the walk read of a collection, views of its weights too, must not outlive it.
-        self._found = {
-            name: replace(found, locate=found.later or found.locate)
-            for name, found in selected.items()
-        }
-        located = [found.locate(name) for name, found in selected.items() if name in wanted]
+        self._found = {known[found.fqn]: found for found in walked if found.fqn in known}
+        wanted = self._found.keys() if names is None else names
+        # One reading of a collection serves all its tables. It has views of their weights, and must
+        # not outlive this call: a reshard replaces them.
+        read = cache(collection_of)
+        located = []
+        for name, found in self._found.items():
+            if name in wanted:
+                located.append(found.locate(name, read))
         for data in located if first else ():
             check_data(data)
         return located
@@ -166,33 +168,34 @@ class ModelTables:
         Raises:
             ValueError: it is no longer where it was.
         """
+        # Found in the last walk. A model that has changed since is walked again.
         found = self._found.get(name)
-        if found is None or not found.present(self.model):
-            located = self.locate([name])
-            if not located:
-                raise ValueError(f"The registered table {name!r} is no longer in the model.")
-            return located[0]
-        return found.locate(name)
+        if found is not None and found.present(self.model):
+            return found.locate(name, collection_of)
+        for data in self.locate([name]):
+            return data
+        raise ValueError(f"The registered table {name!r} is no longer in the model.")
 
     def _select(self, walked: list[_Found]) -> _Named:
-        everything = _named(walked)
-        tables = {name: found for name, found in everything.items() if found.dense is None}
-        parameters = {name: found for name, found in everything.items() if name not in tables}
-        hint = "" if self._dense != () else " Dense parameters are selected by dense=."
-        included = _matching("include", self._include, tables, "tables", hint)
-        dense = _matching("dense", self._dense, parameters, "parameters")
-        chosen = {**included, **dense}
+        tables: _Named = {}
+        parameters: _Named = {}
+        for name, found in _named(walked).items():
+            (tables if found.dense is None else parameters)[name] = found
+        hint = " Dense parameters are selected by dense=."
+        chosen = _matching("include", self._include, tables, "tables", hint)
+        chosen = chosen | _matching("dense", self._dense, parameters, "parameters")
         # Parameters that were not selected are no candidates: a pattern for them is a mistake.
-        candidates = tables if self._dense == () else everything
-        for name in _matching("exclude", self._exclude, candidates, "tables"):
+        for name in _matching("exclude", self._exclude, tables | chosen, "tables"):
             chosen.pop(name, None)
-        if not chosen and tables:
-            raise ValueError(f"include and exclude leave none of the tables {_listed(tables)}.")
-        if not chosen:
-            raise ValueError(
+        refuse(
+            {
+                f"include and exclude leave none of the tables {_listed(tables)}.": (
+                    tables and not chosen
+                ),
                 f"{type(self.model).__name__} holds no tables: no TorchRec collection,"
-                " nn.Embedding(Bag). Other parameters are selected by dense=."
-            )
+                " nn.Embedding(Bag). Other parameters are selected by dense=.": not chosen,
+            }
+        )
         return chosen
 
 
@@ -207,18 +210,23 @@ class _Place(NamedTuple):
     ddp: DistributedDataParallel | None = None
 
     def child(self, name: str, module: nn.Module) -> _Place:
-        path, trail = _child_path(self.module, self.path, name), _join(self.trail, name)
+        kinds = type(self.module).__mro__
+        spelled = {name, *(f"{kind.__name__}.{name}" for kind in kinds)}
+        path = self.path if _WRAPPED & spelled else _join(self.path, name)
+        trail = _join(self.trail, name)
+        # The innermost DDP counts: its process group may be smaller than the one around it.
         if isinstance(self.module, DistributedDataParallel):
             return _Place(module, path, trail, "", self.module)
         return _Place(module, path, trail, _join(self.inside, name), self.ddp)
 
     def ranks(self, parameter: str) -> tuple[int, ...] | None:
         """Return the ranks that hold a copy of a parameter of the module; None is this one."""
+        # What TorchRec's wrapper told DDP to leave out: other ranks hold other parts of it. Its
+        # names are paths inside DDP.
         ignored = getattr(self.ddp, "parameters_to_ignore", ())
         if self.ddp is None or _join(self.inside, parameter) in ignored:
             return None
-        ranks = tuple(dist.get_process_group_ranks(self.ddp.process_group))
-        return ranks if len(ranks) > 1 else None
+        return several(dist.get_process_group_ranks(self.ddp.process_group))
 
 
 def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
@@ -233,7 +241,11 @@ def _places(model: nn.Module, seen: set[int]) -> Iterator[_Place]:
         yield at
         # Only now: the caller may have added what is below.
         children = [at.child(*each) for each in at.module.named_children()]
+        # A stack: reversed, so that the first child is taken next, in the order of named_modules().
         waiting += reversed(children)
+
+
+_Read = Callable[[nn.Module], TableCollection]
 
 
 @dataclass(frozen=True)
@@ -245,8 +257,7 @@ class _Found:
         path: of the module that gave it its name.
         fqn: fully qualified name.
         at: the module that holds it.
-        locate: looks it up under a registered name.
-        later: does so after the walk, where that is another function.
+        locate: looks it up under a registered name, with a function that reads collections.
         dense: the parameter, if it is no embedding table.
     """
 
@@ -254,20 +265,20 @@ class _Found:
     path: str
     fqn: str
     at: _Place
-    locate: Callable[[str], ShardedData]
-    later: Callable[[str], ShardedData] | None = None
+    locate: Callable[[str, _Read], ShardedData]
     dense: nn.Parameter | None = None
 
     def present(self, model: nn.Module) -> bool:
         """Whether the module that holds it is still where it was."""
+        # By attributes: a path leaves wrappers out, and get_submodule() knows nothing of them.
         try:
             return model.get_submodule(self.at.trail) is self.at.module
         except AttributeError:
             return False
 
 
+# What is in a model, by unique name.
 _Named = dict[str, _Found]
-"""What is in a model, by unique name."""
 
 
 class _Walk:
@@ -275,10 +286,10 @@ class _Walk:
 
     def __init__(self, *, slots: bool) -> None:
         self._seen: set[int] = set()
-        self._seen_dense: set[int] = set()
+        # A module without a bias has None in its place.
+        self._seen_dense = {id(None)}
         self._table_weights: set[int] = set()
         self._slots = slots
-        self._torchrec = torchrec_port()
 
     def found_in(self, model: nn.Module) -> list[_Found]:
         """Return everything in a model, in its order."""
@@ -295,10 +306,9 @@ class _Walk:
             # Whether it is selected, and so refused, is not known yet.
             self._take_whole(module)
             kind = type(module).__name__
-            refuse = partial(_refuse, kind, at.path, reason)
-            yield _Found(label or kind, "", at.path or kind, at, refuse)
+            yield _Found(label or kind, "", at.path, at, partial(_refused, kind, at.path, reason))
             return
-        collection = self._torchrec.collection(module) if self._torchrec else None
+        collection = _collection(module)
         if collection is not None:
             self._take_whole(module)
             yield from (self._sharded if collection.is_sharded else self._unsharded)(collection, at)
@@ -309,6 +319,7 @@ class _Walk:
 
     def _take_whole(self, holder: nn.Module) -> None:
         """Leave out what is below a module that is taken as a whole."""
+        # By id, as these sets hold tensors too, whose == compares elements.
         for module in holder.modules():
             self._seen.add(id(module))
             self._note_weight(module)
@@ -318,6 +329,7 @@ class _Walk:
         the module is one."""
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if is_embedding:
+            # A parametrized one has no weight of its own: then the module stands for it.
             self._table_weights.add(id(module._parameters.get("weight", module)))
         return is_embedding
 
@@ -326,23 +338,23 @@ class _Walk:
         reason: str | None = getattr(module, "refused", None)
         if reason is not None and not self._slots:
             return reason
+        # By its method, as FBGEMM may not be installed.
         if hasattr(module, "split_embedding_weights"):
             return (
                 "a bare FBGEMM table batch has no table names; use TorchRec's collections, or"
                 " add_data on its weights"
             )
-        return self._torchrec.refusal(module) if self._torchrec else None
+        port = torchrec_port()
+        return port.refusal(module) if port else None
 
     def _sharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
         for table in collection.tables:
             fqn = collection.fqn(at.path, table.name)
-            # What one collection has read serves all its tables during the walk. Later it is read
-            # again: a reshard replaces it.
-            locate = partial(collection.locate, table.name, fqn)
-            later = partial(_find_sharded, at.module, table.name, fqn)
-            yield _Found(table.name, at.path, fqn, at, locate, later)
+            locate = partial(_sharded, at.module, table.name, fqn)
+            yield _Found(table.name, at.path, fqn, at, locate)
 
     def _unsharded(self, collection: TableCollection, at: _Place) -> Iterator[_Found]:
+        # Each embedding is a place of its own: DDP may ignore some tables of a collection.
         embeddings = collection.embeddings()
         for table in collection.tables:
             place = at.child(f"{collection.attribute}.{table.name}", embeddings[table.name])
@@ -353,37 +365,39 @@ class _Walk:
     ) -> Iterator[_Found]:
         """An embedding module of torch's: one replica per rank of the DDP around it, or all of it
         here."""
+        # Not .weight, which would compute a parametrized one.
         weight = at.module._parameters.get("weight")
         if weight is None or id(weight) not in self._seen:
             self._seen.add(id(weight))
             fqn = _join(at.path, "weight")
-            locate = partial(_replica, at, "weight", fqn, features=features)
+            locate = partial(_replica, at, "weight", fqn, features)
             yield _Found(name, path, fqn, at, locate)
 
     def _dense_parameters(self, at: _Place) -> Iterator[_Found]:
         """The parameters that a module holds itself and that are no table."""
         for name, parameter in at.module._parameters.items():
-            if parameter is None or id(parameter) in self._seen_dense:
+            if id(parameter) in self._seen_dense:
                 continue
             # Not in _seen: an embedding that comes later may share it, and is a table.
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
-            label, locate = fqn.replace(".", "/"), partial(_replica, at, name, fqn)
-            yield _Found(label, "", fqn, at, locate, dense=parameter)
+            label, locate = fqn.replace(".", "/"), partial(_replica, at, name, fqn, ())
+            yield _Found(label, "", fqn, at, locate, parameter)
 
 
-def _find_sharded(module: nn.Module, table: str, fqn: str, name: str) -> ShardedData:
-    return collection_of(module).locate(table, fqn, name)
+def _sharded(module: nn.Module, table: str, fqn: str, name: str, read: _Read) -> ShardedData:
+    return read(module).locate(table, fqn, name)
 
 
 def _replica(
-    at: _Place, attribute: str, fqn: str, name: str, features: tuple[str, ...] = ()
+    at: _Place, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
 ) -> ShardedData:
     """A parameter that every rank of the DDP around it holds whole."""
     parameter, ranks = at.module._parameters.get(attribute), at.ranks(attribute)
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
+    # Of .data: autograd must not see the masks being applied.
     view = parameter.data.view(matrix_shape(parameter.shape))
     return whole(name, view, ranks, fqn=fqn, features=features)
 
@@ -401,7 +415,7 @@ def _no_matrix(parameter: Any) -> str | None:
     return None
 
 
-def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
+def _refused(kind: str, path: str, reason: str, name: str, _: _Read) -> ShardedData:
     if not path:
         # The model itself has no path by which it could be left out.
         raise ValueError(f"The tables of {kind} can't be sparsified: {reason}.")
@@ -414,6 +428,7 @@ def _refuse(kind: str, path: str, reason: str, name: str) -> ShardedData:
 def _named(walked: list[_Found]) -> _Named:
     """Names that are unique in the model: a table's own name, or module path and name where several
     things have it."""
+    # State is saved by name, so that a name must not depend on what is selected.
     times = Counter(each.name for each in walked)
     named: _Named = {}
     for each in walked:
@@ -434,16 +449,20 @@ def _matching(
     all, and may match nothing."""
     if patterns is None:
         return named
-    matching = set()
+    matching: _Named = {}
     for pattern in patterns:
-        here = [name for name in named if fnmatch.filter([name, named[name].fqn], pattern)]
+        here = {
+            name: found
+            for name, found in named.items()
+            if fnmatch.filter([name, found.fqn], pattern)
+        }
         if not here:
             raise ValueError(
                 f"Invalid {option} pattern {pattern!r}: matches none of the {kind}"
                 f" {_listed(named)}.{hint}"
             )
-        matching.update(here)
-    return {name: named[name] for name in named if name in matching}
+        matching |= here
+    return matching
 
 
 def _listed(named: _Named) -> str:
@@ -463,6 +482,7 @@ def _join(path: str, name: str, separator: str = ".") -> str:
 def is_sharded(data: object) -> bool:
     """Whether ``data`` is a ShardedTensor or a DTensor. By name, so that their modules are imported
     only by programs that use them."""
+    # Torch moved DTensor out of torch.distributed._tensor: the package alone is compared.
     kinds = {(kind.__name__, kind.__module__.partition(".")[0]) for kind in type(data).__mro__}
     return not kinds.isdisjoint({("ShardedTensor", "torch"), ("DTensor", "torch")})
 
@@ -498,8 +518,9 @@ class TensorSource:
 
 
 def _from_sharded_tensor(name: str, data: Any) -> ShardedData:
-    group = data._process_group if data._process_group is not None else dist.group.WORLD
-    held: dict[int, list[Rect]] = {rank: [] for rank in dist.get_process_group_ranks(group)}
+    # Placements have global ranks, whatever the process group.
+    ranks = dist.get_process_group_ranks(data._process_group)
+    held: dict[int, list[Rect]] = {rank: [] for rank in ranks}
     for shard in data.metadata().shards_metadata:
         held[shard.placement.rank()].append(_rect(shard))
     local = {_rect(shard.metadata): shard.tensor for shard in data.local_shards()}
@@ -513,6 +534,8 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
         _compute_local_shape_and_global_offset as local_shape_and_offset,
     )
 
+    # Torch tells a rank its own part alone: what its own function computes for each place of the
+    # mesh gives the parts of all, without communication.
     mesh = data.device_mesh.mesh
     if any(not isinstance(placement, (Shard, Replicate)) for placement in data.placements):
         raise ValueError(
@@ -525,7 +548,7 @@ def _from_dtensor(name: str, data: Any) -> ShardedData:
             data.shape, mesh.shape, list(position), data.placements
         )
         held[int(mesh[position])] = [_rect(ShardMetadata(list(offsets), list(sizes)))]
-    local = {rect: data.to_local() for rect in held.get(dist.get_rank(), ())}
+    local = dict.fromkeys(held.get(dist.get_rank(), ()), data.to_local())
     return _located(name, data, "dtensor", held, local)
 
 
@@ -538,7 +561,7 @@ def _located(
         raise ValueError(
             f"Data {name!r} is stored on the ranks {ranks}, and this is rank {dist.get_rank()}."
         )
-    tiling = tuple(tuple(filter(_numel, held[rank])) for rank in ranks)
+    tiling = tuple(not_empty(held[rank]) for rank in ranks)
     shards = []
     for rect in tiling[ranks.index(dist.get_rank())]:
         tensor = torch.as_tensor(local[rect]).detach()
@@ -548,7 +571,7 @@ def _located(
         shape=matrix_shape(data.shape),
         dtype=data.dtype,
         sharding=kind,
-        ranks=ranks if len(ranks) > 1 else None,
+        ranks=several(ranks),
         tiling=tiling,
         shards=tuple(shards),
     )
@@ -556,10 +579,7 @@ def _located(
 
 def _rect(shard: Any) -> Rect:
     """The rectangle in the metadata of a shard; of one dimension it is a row."""
+    # sum() and prod() of nothing are 0 and 1: the first row, and one row.
     *row, col = shard.shard_offsets
     *rows, cols = shard.shard_sizes
     return Rect(int(sum(row)), int(col), int(math.prod(rows)), int(cols))
-
-
-def _numel(rect: Rect) -> int:
-    return rect.numel

@@ -24,10 +24,11 @@ class TableConfig(NamedTuple):
     pooling: Literal["sum", "mean", "none"]
 
 
+# Which ids of a lookup keep their weight; see TableBatch.weighed().
 KeptOf = Callable[[Tensor, Sequence[int] | Tensor], Tensor | None]
-"""Which ids of a lookup keep their weight; see :meth:`TableBatch.weighed`."""
 
 
+# Read-only properties, as mypy takes an attribute for a property, and never the other way round.
 class LookupKernel(Protocol):
     """The tables of one FBGEMM kernel on this rank, as lookups see them."""
 
@@ -111,6 +112,7 @@ class TableBatch(LookupKernel, Protocol):
         """Return the optimizer's hyperparameters that FBGEMM can change, and its step count."""
 
 
+# One protocol for both kinds: the same code compacts and exports them.
 class Collection(Protocol):
     """A collection of tables, sharded or not."""
 
@@ -183,6 +185,7 @@ class Replacement(NamedTuple):
     new_path: str
 
 
+# A module fulfils it: mypy compares its functions with these methods.
 class TorchRecPort(Protocol):
     """What the package needs of TorchRec. Modules of other libraries are not refused: each function
     says what it returns for them."""

@@ -9,21 +9,22 @@ the rectangles of the other ranks come from metadata.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer
+from dist_sparse.checks import integer, refuse
 
+# TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED: Final = "fused_uvm_caching"
-"""TorchRec's compute kernel for tables in unified memory whose rows are cached on the device."""
 
+# TorchRec's compute kernels whose lookups an enforcer sees.
 FUSED: Final = ("fused", "fused_uvm", CACHED)
-"""TorchRec's compute kernels whose lookups an enforcer sees."""
 
 ROW: Final = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
@@ -33,8 +34,8 @@ COL: Final = "COL"
 
 Block = tuple[int, int]
 
+# Of weights that can be scored.
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Of weights that can be scored."""
 
 
 class Rect(NamedTuple):
@@ -60,6 +61,7 @@ class Rect(NamedTuple):
     def intersect(self, other: Rect) -> Rect | None:
         """The common rectangle, or None when it is empty."""
         row, col = max(self.row, other.row), max(self.col, other.col)
+        # Below zero where they are apart: not a rectangle.
         rows, cols = min(self.row_end, other.row_end) - row, min(self.col_end, other.col_end) - col
         return Rect(row, col, rows, cols) if rows > 0 and cols > 0 else None
 
@@ -87,8 +89,8 @@ class ShardedData:
             for messages only.
         ranks: global ranks of the group that holds the tensor, in group order; ``None`` is a world
             of one.
-        tiling: for each group rank the rectangles it holds, in the order of its shards. Equal
-            rectangles on several ranks are replicas.
+        tiling: for each group rank the rectangles it holds, in the order of its shards; none of
+            them is empty. Equal rectangles on several ranks are replicas.
         shards: this rank's own, in the order of ``tiling[rank]``.
         kernel: TorchRec's compute kernel, where there is one.
         fqn: the fully qualified name in the model, where there is one.
@@ -112,8 +114,7 @@ class ShardedData:
     @property
     def replicated(self) -> bool:
         """Whether any rectangle is held more than once."""
-        rects = [rect for held in self.tiling for rect in held]
-        return len(set(rects)) < len(rects)
+        return len(self.rects) < sum(map(len, self.tiling))
 
     @property
     def kept_equal(self) -> bool:
@@ -137,42 +138,55 @@ class ShardedData:
     @property
     def rects(self) -> list[Rect]:
         """The distinct rectangles over all ranks, in row-major order of their corners."""
-        return sorted({rect for held in self.tiling for rect in held if rect.numel})
+        return sorted(set(chain.from_iterable(self.tiling)))
+
+
+def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
+    """Return the rectangles with elements: a row-wise table smaller than the world leaves the last
+    ranks pieces of zero rows, which nobody holds."""
+    return tuple(rect for rect in rects if rect.numel)
 
 
 def whole(
-    name: str, weight: Tensor, ranks: tuple[int, ...] | None = None, **more: Any
+    name: str,
+    weight: Tensor,
+    ranks: tuple[int, ...] | None = None,
+    sharding: str = "replicated",
+    **more: Any,
 ) -> ShardedData:
     """Return a matrix that every rank of ``ranks`` holds whole, with ``more`` of its arguments."""
     rect = Rect(0, 0, *weight.shape)
-    held = (rect,) if rect.numel else ()
+    held = not_empty([rect])
     return ShardedData(
         name=name,
         shape=(rect.rows, rect.cols),
         dtype=weight.dtype,
-        sharding="replicated",
+        sharding=sharding,
         ranks=ranks,
         tiling=(held,) * len(ranks or (0,)),
-        shards=tuple(Shard(rect, weight) for rect in held),
+        shards=(Shard(rect, weight),) * len(held),
         **more,
     )
 
 
 def steps_in_backward(parameter: object) -> bool:
     """Whether an optimizer inside the backward updates a parameter: torch's, or a fused one."""
-    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update.
+    # Set by torch's apply_optimizer_in_backward(), and by TorchRec on what its kernels update. The
+    # name is private, and that of torch 2.13 and TorchRec 1.8.
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the shape of a tensor as a matrix: one dimension is a row, of more than two the first
     ones are rows."""
+    # A scalar is (1, 1): its one column is the 1 in front.
     *rows, columns = 1, *shape
     return math.prod(rows), columns
 
 
 def owners(tiling: Sequence[Sequence[Rect]]) -> list[list[Rect]]:
     """Return for each rank the rectangles that it owns: the first of several holders does."""
+    # The same on every rank without communication: all have the same tiling.
     seen: set[Rect] = set()
     owned = []
     for held in tiling:
@@ -205,9 +219,10 @@ def resolve_block(name: str, block: object, shape: tuple[int, int]) -> Block:
         ValueError: it is not two positive ints, ``(int, ROW)`` or ``(COL, int)``.
     """
     try:
-        sides: Any = () if isinstance(block, str) else block
+        sides: Any = block
         height, width = sides
-        # A table without columns or rows still has blocks of one.
+        # A table without columns or rows still has blocks of one. ROW as a height, COL as a width
+        # and (COL, ROW) are left, and no ints.
         if width == ROW:
             width = max(shape[1], 1)
         elif height == COL:
@@ -232,12 +247,12 @@ def check_data(data: ShardedData) -> None:
             f"Table {data.name!r}: weights of type {data.dtype} are not supported; floating point"
             " ones of 16, 32 or 64 bits are."
         )
-    if any(shard.tensor.is_meta for shard in data.shards):
-        raise ValueError(
-            f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the"
-            " model first."
-        )
     for shard in data.shards:
+        if shard.tensor.is_meta:
+            raise ValueError(
+                f"Table {data.name!r} is on the meta device: it has no weights yet; materialize the"
+                " model first."
+            )
         check_memory(data.name, shard.tensor)
     check_tiling(data)
 
@@ -249,13 +264,16 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
+    start, rule = f"Table {data.name!r}: its weights are a", "which can't be zeroed in place."
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
-        if shard.tensor.is_neg() or shard.tensor.is_inference():
-            kind = "negated view" if shard.tensor.is_neg() else "tensor made in inference mode"
-            raise ValueError(
-                f"Table {data.name!r}: its weights are a {kind}, which can't be zeroed in place."
-            )
+        refuse(
+            {
+                f"{start} negated view, {rule}": shard.tensor.is_neg(),
+                # Torch lets nothing outside inference mode write them in place.
+                f"{start} tensor made in inference mode, {rule}": shard.tensor.is_inference(),
+            }
+        )
 
 
 def check_cached(data: ShardedData, block: Block) -> Block:
@@ -282,8 +300,6 @@ def check_memory(name: str, tensor: Tensor) -> None:
     Raises:
         ValueError: names the table, shape and strides.
     """
-    if not tensor.numel():
-        return
     # From the innermost dimension out: a step must lead beyond all elements so far.
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -299,6 +315,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
 def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of a tensor that is not empty, and behind its last
     one. It has passed :func:`check_memory`."""
+    # Strides need not fall: the last element is that with the largest index in every dimension.
     sides = zip(tensor.stride(), tensor.shape, strict=True)
     length = sum(stride * (size - 1) for stride, size in sides) + 1
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
@@ -334,22 +351,30 @@ def check_tiling(data: ShardedData) -> None:
     Raises:
         ValueError: a rectangle is out of bounds, or there is a gap or an overlap; names the table.
     """
-    whole = Rect(0, 0, *data.shape)
-    rects, fault = data.rects, ""
-    outside = [rect for rect in rects if whole.intersect(rect) != rect]
-    rows, cols, heights, widths = torch.tensor([whole, *rects])[1:].unsqueeze(2).unbind(1)
+    rects = data.rects
+    # All pairs at once: a loop over those of 1,000 ranks would take long, for each table.
+    sides = torch.tensor(rects, dtype=torch.int64).view(-1, 4, 1)
+    rows, cols, heights, widths = sides.unbind(1)
+    bottoms, rights = rows + heights, cols + widths
+    outside = (rows < 0) | (cols < 0) | (bottoms > data.shape[0]) | (rights > data.shape[1])
     # Of each two shards, whether the first ends above the second, or left of it.
-    apart = (rows + heights <= rows.T) | (cols + widths <= cols.T)
-    overlapping = (~(apart | apart.T)).triu(1).nonzero().tolist()
-    if outside:
-        fault = f"the shard {outside[0]} is outside the shape {data.shape}"
-    elif overlapping:
-        first, second = overlapping[0]
-        fault = f"the shards {rects[first]} and {rects[second]} overlap"
-    elif sum(rect.numel for rect in rects) != whole.numel:
-        fault = f"the shards leave a gap in {data.shape}"
-    if fault:
-        raise ValueError(f"Table {data.name!r}: {fault}; shards must cover a table exactly once.")
+    apart = (bottoms <= rows.T) | (rights <= cols.T)
+    overlapping = (~(apart | apart.T)).triu(1)
+    # The first of each kind says enough.
+    faults = [f"the shard {rects[i]} is outside the shape {data.shape}" for i, _ in _first(outside)]
+    faults += [f"the shards {rects[i]} and {rects[j]} overlap" for i, j in _first(overlapping)]
+    if int((heights * widths).sum()) != math.prod(data.shape):
+        faults.append(f"the shards leave a gap in {data.shape}")
+    if faults:
+        raise ValueError(
+            f"Table {data.name!r}: {faults[0]}; shards must cover a table exactly once."
+        )
+
+
+def _first(flags: Tensor) -> list[list[int]]:
+    """Return the place of the first flag that is set, if one is."""
+    places: list[list[int]] = flags.nonzero()[:1].tolist()
+    return places
 
 
 class Grid(NamedTuple):
@@ -380,6 +405,7 @@ def grid_of(rect: Rect, block: Block) -> Grid:
     """Return the blocks that touch ``rect``, on the grid anchored at the global (0, 0); none if it
     is empty."""
     row, col = rect.row // block[0], rect.col // block[1]
+    # Rounding up would give an empty rectangle inside a block that block.
     if rect.numel == 0:
         return Grid(row, col, 0, 0)
     return Grid(row, col, -(-rect.row_end // block[0]) - row, -(-rect.col_end // block[1]) - col)
@@ -387,9 +413,9 @@ def grid_of(rect: Rect, block: Block) -> Grid:
 
 def sent(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return a tensor of ``values`` on a device, without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    # A copy out of pageable memory would wait for the device.
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
+    return pinned.to(device, non_blocking=True)
 
 
 # Bytes of what finds the kept parts of a table: the formulas of budgets and plans.

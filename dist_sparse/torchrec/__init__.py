@@ -11,8 +11,8 @@ import warnings
 from contextlib import suppress
 from typing import Any, Final
 
+# Releases of TorchRec and FBGEMM by that of torch.
 _TESTED: Final[dict[Any, tuple[int, int]]] = {(2, 12): (1, 7), (2, 13): (1, 8)}
-"""Releases of TorchRec and FBGEMM by that of torch."""
 
 
 def installed() -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,8 +25,19 @@ import torchrec
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_sparse.checks import refuse
+from dist_sparse.groups import several
 from dist_sparse.tables.protocols import Collection, KeptOf, TableConfig
-from dist_sparse.tables.shards import CACHED, Rect, Shard, ShardedData, steps_in_backward, whole
+from dist_sparse.tables.shards import (
+    CACHED,
+    FUSED,
+    Rect,
+    Shard,
+    ShardedData,
+    not_empty,
+    steps_in_backward,
+    whole,
+)
 from dist_sparse.torchrec import check_versions
 
 # Before TorchRec's own modules, whose errors name no release.
@@ -64,18 +76,13 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-_FUSED: Final = ("fused", "fused_uvm", CACHED)
-_KERNELS: Final = ("dense", *_FUSED)
+_KERNELS: Final = ("dense", *FUSED)
 _TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
 
-_KNOWN: Final = (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-)
 _BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+_SEQUENCES: Final = (EmbeddingCollection, ShardedEmbeddingCollection)
+# A sharded feature processor is a collection to TorchRec; the tables are in another one inside it.
+_KNOWN: Final = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
 _SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _ANY_COLLECTION: Final = (
     EmbeddingBagCollectionInterface,
@@ -88,6 +95,8 @@ _COLLISIONS: Final = "managed collisions move ids between rows"
 _ITEP: Final = "in-training pruning (ITEP) moves ids between rows"
 _PEC: Final = "PEC collections handle colliding ids on their own"
 
+# Python modules whose collections change behind a mask which row an id means, or the row itself,
+# and why. Not imported: several are slow.
 REFUSED: Final = {
     "torchrec.modules.mc_embedding_modules": _COLLISIONS,
     "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
@@ -105,8 +114,6 @@ REFUSED: Final = {
     "torchrec.distributed.quant_embedding": _QUANTIZED,
     "torchrec.distributed.quant_embeddingbag": _QUANTIZED,
 }
-"""Python modules whose collections change behind a mask which row an id means, or the row itself,
-and why. Not imported: several are slow."""
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -146,31 +153,31 @@ def collection(module: nn.Module) -> Collection | None:
     """Return a collection as it is now, None for another module."""
     if is_sharded(module):
         return ShardedTables(module)
-    if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+    if isinstance(module, _BAGS + _SEQUENCES):
         return UnshardedTables(module)
     return None
 
 
 def configs_of(module: Any) -> list[Any]:
     """Return TorchRec's own configurations of a collection's tables, of a compact one too."""
-    if isinstance(module, ShardedEmbeddingBagCollection):
-        return list(module._embedding_bag_configs)
-    if isinstance(module, ShardedEmbeddingCollection):
-        return list(module._embedding_configs)
+    if is_sharded(module):
+        return list(module._table_name_to_config.values())
     bags = hasattr(module, "embedding_bag_configs")
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
 
 
-def table_configs(configs: Sequence[Any], pooled: bool) -> list[TableConfig]:
-    """Return TorchRec's configurations as the package has them, of bags if ``pooled``."""
+def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
+    """Return TorchRec's configurations as the package has them."""
     found = []
     for config in configs:
-        pooling: Any = config.pooling.value.lower() if pooled else "none"
+        # Configurations of sequences have no such field.
+        pooling: Any = getattr(config, "pooling", PoolingType.NONE).value.lower()
         features = tuple(config.feature_names)
         found.append(TableConfig(config.name, features, config.num_embeddings, pooling))
     return found
 
 
+# Optimizers that write no other rows than a batch has looked up.
 ROW_WRITERS: Final = {
     "SGD",
     "EXACT_SGD",
@@ -184,9 +191,9 @@ ROW_WRITERS: Final = {
     "EXACT_ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_WEIGHTED_ADAGRAD",
 }
-"""Optimizers that write no other rows than a batch has looked up."""
 
 
+# Optimizers whose step is a multiple of the gradient and of the weight.
 STILL: Final = {
     "SGD",
     "EXACT_SGD",
@@ -194,49 +201,18 @@ STILL: Final = {
     "ROWWISE_ADAGRAD",
     "EXACT_ROWWISE_ADAGRAD",
 }
-"""Optimizers whose step is a multiple of the gradient and of the weight."""
 
 
+# Multiples of the weight: the other modes count the lookups of each row, or compare norms.
 _PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
-"""Multiples of the weight: the other modes count the lookups of each row, or compare norms."""
 
 
 _HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
 
 
+# By FBGEMM's module, lookups whose backward is to come. Not only in FbgemmBatch: tables
+# are located anew for every mask update.
 _pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
-"""By FBGEMM's module, lookups whose backward is to come. Not only in :class:`FbgemmBatch`: tables
-are located anew for every mask update."""
-
-
-def write_back(kernel: Any) -> None:
-    """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
-    :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`.
-
-    Args:
-        kernel: TorchRec's module around the batch.
-    """
-    batch = kernel.emb_module
-    # FBGEMM has no cache on CPUs, and none for other kernels.
-    if not batch.lxu_cache_weights.numel():
-        return
-    configs = kernel._config.embedding_tables
-    tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
-    if batch.timesteps_prefetched:
-        raise ValueError(
-            f"The tables {tables} have the compute kernel {CACHED!r}, and rows in their cache are"
-            " prefetched for a coming lookup, so that they can't be written back: train with"
-            " TrainPipelineSparseDist, which prefetches none."
-        )
-    # The backward would write to places in the cache that other rows have by then.
-    if _pending.get(batch):
-        raise ValueError(
-            f"The tables {tables} have the compute kernel {CACHED!r}, and a lookup waits for its"
-            " backward, so that rows in their cache can't be written back: update masks and read"
-            " weights after the backward, and free outputs that get none."
-        )
-    batch.flush()
-    batch.reset_cache_states()
 
 
 class Kernel:
@@ -247,7 +223,7 @@ class Kernel:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.module: nn.Module = kernel
+        self.module: Any = kernel
         self._batch: Any = kernel.emb_module
         self.features: list[int] = list(kernel._feature_table_map)
         self._own_pooling: Any = self._batch.pooling_mode
@@ -255,8 +231,30 @@ class Kernel:
 
     def weights(self) -> list[Tensor]:
         """Return live views of the shards."""
-        views: list[Tensor] = self._batch.split_embedding_weights()
-        return views
+        return list(self._batch.split_embedding_weights())
+
+    def write_back(self) -> None:
+        """Write rows that FBGEMM caches on the device back to the tables, and empty the cache; see
+        :meth:`~dist_sparse.tables.protocols.TableBatch.write_back`."""
+        # FBGEMM has no cache on CPUs, and none for other kernels.
+        if not self._batch.lxu_cache_weights.numel():
+            return
+        configs = self.module._config.embedding_tables
+        tables = [config.name for config in configs if config.compute_kernel.value == CACHED]
+        start = f"The tables {tables} have the compute kernel {CACHED!r}, and"
+        refuse(
+            {
+                f"{start} rows in their cache are prefetched for a coming lookup, so that they"
+                " can't be written back: train with TrainPipelineSparseDist, which prefetches"
+                " none.": self._batch.timesteps_prefetched,
+                # The backward would write to places in the cache that other rows have by then.
+                f"{start} a lookup waits for its backward, so that rows in their cache can't be"
+                " written back: update masks and read weights after the backward, and free outputs"
+                " that get none.": _pending.get(self._batch),
+            }
+        )
+        self._batch.flush()
+        self._batch.reset_cache_states()
 
 
 class FbgemmBatch(Kernel):
@@ -281,10 +279,6 @@ class FbgemmBatch(Kernel):
                 " may write rows that no batch has looked up, as far as dist_sparse knows: removed"
                 " weights would come back unseen."
             )
-        # Where its tables are: on the device, on the host, or in unified memory.
-        places = ("weights_dev", "weights_host", "weights_uvm")
-        self._silent: Tensor | None = None
-        self._stored = [place for place in places if getattr(self._batch, place).numel()]
 
     @property
     def keeps_zeros(self) -> bool:
@@ -299,18 +293,12 @@ class FbgemmBatch(Kernel):
     @property
     def cached(self) -> set[int]:
         """The tables whose rows FBGEMM caches on the device. TorchRec groups them with others."""
-        kernel: Any = self.module
-        kinds = [config.compute_kernel.value for config in kernel._config.embedding_tables]
-        return {table for table, kind in enumerate(kinds) if kind == CACHED}
+        return {table for table, kind in enumerate(_kinds(self.module)) if kind == CACHED}
 
     @property
     def pending(self) -> MutableSet[object]:
         """Lookups whose backward is to come."""
         return _pending.setdefault(self.kernel, WeakSet())
-
-    def write_back(self) -> None:
-        """Write cached rows back, and empty the cache; see :func:`write_back`."""
-        write_back(self.module)
 
     def states(self) -> list[Sequence[Tensor]]:
         """Return live views of each shard's optimizer state."""
@@ -319,7 +307,10 @@ class FbgemmBatch(Kernel):
 
     def storage(self) -> list[Tensor]:
         """Return the tensors that hold the weights of all shards."""
-        return [getattr(self._batch, place) for place in self._stored]
+        batch = self._batch
+        # On the device, on the host, or in unified memory; the others are empty.
+        places = (batch.weights_dev, batch.weights_host, batch.weights_uvm)
+        return [place for place in places if place.numel()]
 
     def weighed(self, call: Mapping[str, Any], kept: KeptOf) -> dict[str, Any] | None:
         """Return the keywords of a pooled lookup in which some ids weigh nothing; see
@@ -331,27 +322,25 @@ class FbgemmBatch(Kernel):
         if flags is None:
             return None
         given = call.get("per_sample_weights")
-        weights: Tensor = flags.float() if given is None else given.masked_fill(~flags, 0)
-        # FBGEMM's mean does not work with weights: a sum of weights 1 / L takes its place. What it
-        # makes of a caller's own weights stays as it is.
-        if self.pooling == "mean" and given is None:
-            weights *= _shares(offsets, ids.numel())
-            self._batch.pooling_mode = type(self._own_pooling).SUM
+        if given is not None:
+            # What FBGEMM's mean makes of a caller's own weights stays as it is.
+            weights: Tensor = given.masked_fill(~flags, 0)
+        else:
+            weights = flags.float()
+            # FBGEMM's mean does not work with weights: a sum of weights 1 / L takes its place.
+            if self.pooling == "mean":
+                weights *= _shares(offsets, ids.numel())
+                self._batch.pooling_mode = type(self._own_pooling).SUM
         changed = {**call, "per_sample_weights": weights}
         # Otherwise FBGEMM makes gradients of the weights, which nothing asks for.
         if not weights.requires_grad:
-            changed["feature_requires_grad"] = self._no_gradients(ids.device)
+            silent = torch.zeros(len(self.features), dtype=torch.int32, device=ids.device)
+            changed["feature_requires_grad"] = silent
         return changed
 
     def restore_pooling(self) -> None:
         """Pool as before :meth:`weighed`."""
         self._batch.pooling_mode = self._own_pooling
-
-    def _no_gradients(self, device: torch.device) -> Tensor:
-        """Return for each feature that its weights require no gradient."""
-        if self._silent is None:
-            self._silent = torch.zeros(len(self.features), dtype=torch.int32, device=device)
-        return self._silent
 
     def _ends(
         self, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
@@ -387,8 +376,7 @@ class FbgemmBatch(Kernel):
         self._batch.set_optimizer_step(int(changed.pop("step")))
         self._batch.update_hyper_parameters(changed)
         # TorchRec's optimizer hands its own rate to the batch at every step.
-        kernel: Any = self.module
-        for group in kernel.fused_optimizer.param_groups:
+        for group in self.module.fused_optimizer.param_groups:
             group["lr"] = changed["lr"]
 
 
@@ -403,7 +391,7 @@ class UnshardedTables:
     """An ``EmbeddingBagCollection`` or ``EmbeddingCollection``: a
     :class:`~dist_sparse.tables.protocols.Collection`."""
 
-    is_sharded = weighted = needs_indices = False
+    is_sharded = False
 
     def __init__(self, module: Any) -> None:
         self._module = module  # TorchRec is untyped for us
@@ -411,15 +399,13 @@ class UnshardedTables:
         self.pooled = isinstance(module, _BAGS)
         self.attribute = "embedding_bags" if self.pooled else "embeddings"
         # Only bags have weighted ids, and only sequences return the ids themselves.
-        if self.pooled:
-            self.weighted = module._is_weighted
-        else:
-            self.needs_indices = module._need_indices
+        self.weighted: bool = getattr(module, "_is_weighted", False)
+        self.needs_indices: bool = getattr(module, "_need_indices", False)
 
     @property
     def tables(self) -> list[TableConfig]:
         """The tables in TorchRec's order."""
-        return table_configs(self._configs, self.pooled)
+        return table_configs(self._configs)
 
     def fqn(self, path: str, table: str) -> str:
         """Return the fully qualified name of a table's weight in a collection at ``path``."""
@@ -450,21 +436,51 @@ class UnshardedTables:
         weight = self.embeddings()[table].get_parameter("weight")
         return whole(name, weight.data, fqn=fqn)
 
+    def _kernels(self) -> Iterator[Any]:
+        """TorchRec's modules around this rank's table batches."""
+        return iter(())
+
+    def _placed(self) -> Iterator[tuple[int, Any]]:
+        """The rank and the config of every shard, in kernel order."""
+        return iter(())
+
     def kernels(self) -> Iterator[Kernel]:
-        """Yield this rank's kernels."""
-        yield from ()
+        """Yield this rank's kernels, whoever steps their tables."""
+        yield from map(Kernel, self._kernels())
 
     def batches(self) -> Iterator[FbgemmBatch]:
         """Yield this rank's table batches with a fused optimizer."""
-        yield from ()
+        for kernel in self._kernels():
+            if not set(FUSED).isdisjoint(_kinds(kernel)):
+                yield FbgemmBatch(kernel)
+
+    def fused_params(self) -> dict[str, dict[str, Any]]:
+        """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same
+        on every rank."""
+        return {
+            config.name: dict(config.fused_params or {})
+            for _, config in self._placed()
+            if "fused" in config.compute_kernel.value
+        }
 
     def bounds_checks(self) -> dict[str, str]:
         """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
-        return {}
+        # FBGEMM lets this variable overrule the argument.
+        overruling = os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE")
+        modes = {}
+        for name, params in self.fused_params().items():
+            mode = params.get("bounds_check_mode", BoundsCheckMode.WARNING)
+            if overruling:
+                mode = BoundsCheckMode(int(overruling))
+            # The second version of the check has the same modes.
+            modes[name] = mode.name.removeprefix("V2_")
+        return modes
 
     def optimizers(self) -> list[Any]:
         """Return the fused optimizers."""
-        return []
+        # A collection that is not sharded has none, and no such attribute.
+        fused = getattr(self._module, "fused_optimizer", CombinedOptimizer([]))
+        return [optimizer for _, optimizer in fused.optimizers]
 
     def set_hyperparameters(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Set the hyperparameters of fused optimizers by table.
@@ -488,7 +504,7 @@ class _Pieces:
     in kernel order, and the kernel of each view."""
 
     config: Any
-    held: list[list[Rect]]
+    held: defaultdict[int, list[Rect]] = field(default_factory=lambda: defaultdict(list))
     views: list[Tensor] = field(default_factory=list)
     kernels: list[Any] = field(default_factory=list)
 
@@ -503,44 +519,8 @@ class ShardedTables(UnshardedTables):
         """Return {}: kernels have the weights."""
         return {}
 
-    def kernels(self) -> Iterator[Kernel]:
-        """Yield this rank's kernels, whoever steps their tables."""
-        yield from map(Kernel, self._kernels())
-
     def _kernels(self) -> Iterator[Any]:
         return chain.from_iterable(map(_kernels_of, self._module._lookups))
-
-    def batches(self) -> Iterator[FbgemmBatch]:
-        """Yield this rank's table batches with a fused optimizer."""
-        for kernel in self._kernels():
-            configs = kernel._config.embedding_tables
-            if any(config.compute_kernel.value in _FUSED for config in configs):
-                yield FbgemmBatch(kernel)
-
-    def fused_params(self) -> dict[str, dict[str, Any]]:
-        """Return the arguments of FBGEMM's kernels for each table with a fused optimizer, the same
-        on every rank."""
-        return {
-            config.name: dict(config.fused_params or {})
-            for sharding in self._shardings()
-            for _, config in _placed(sharding)
-            if "fused" in config.compute_kernel.value
-        }
-
-    def bounds_checks(self) -> dict[str, str]:
-        """Return FBGEMM's ``bounds_check_mode`` by table with a fused kernel."""
-        modes = {
-            name: params.get("bounds_check_mode", BoundsCheckMode.WARNING)
-            for name, params in self.fused_params().items()
-        }
-        # FBGEMM lets this variable overrule the argument.
-        if overruling := os.environ.get("FBGEMM_TBE_BOUNDS_CHECK_MODE"):
-            modes = dict.fromkeys(modes, BoundsCheckMode(int(overruling)))
-        return {name: mode.name.removeprefix("V2_") for name, mode in modes.items()}
-
-    def optimizers(self) -> list[Any]:
-        """Return the fused optimizers."""
-        return [optimizer for _, optimizer in self._module.fused_optimizer.optimizers]
 
     def locate(self, table: str, fqn: str, name: str) -> ShardedData:
         """Return a table as it is stored now, under a registered name.
@@ -548,37 +528,32 @@ class ShardedTables(UnshardedTables):
         Raises:
             ValueError: it is stored in a way that masks do not follow.
         """
-        places = self._places
+        places, env = self._places, self._module._env
         pieces = self._pieces[table]
         config = pieces.config
-        copied = isinstance(self._module._env, ShardingEnv2D) and config.local_metadata is not None
+        # Data-parallel tables are kept equal by DDP, in 2-D parallelism too.
+        copied = isinstance(env, ShardingEnv2D) and config.local_metadata is not None
         _refuse_unknown_storage(name, config, copied)
-        held = pieces.held[self._module._env.rank]
-        sizes = [(rect.rows, rect.cols) for rect in held]
-        found = [tuple(view.shape) for view in pieces.views]
-        if found != sizes:
-            raise ValueError(
-                f"Table {name!r}: TorchRec's metadata says this rank holds {sizes}, its kernels"
-                f" hold {found}."
-            )
+        shards = []
+        for rect, view in zip(pieces.held[env.rank], pieces.views, strict=True):
+            if view.shape != rect[2:]:
+                raise ValueError(
+                    f"Table {name!r}: TorchRec's metadata says this rank holds {rect}, its kernel"
+                    f" holds {tuple(view.shape)}."
+                )
+            shards.append(Shard(rect, view.data))
         if config.compute_kernel.value == CACHED:
             # The caller may read and write the weights until the next lookup.
             for kernel in pieces.kernels:
-                write_back(kernel)
+                Kernel(kernel).write_back()
         return ShardedData(
             name=name,
             shape=_shape(config),
             dtype=data_type_to_dtype(config.data_type),
             sharding=self._module.module_sharding_plan[table].sharding_type,
-            ranks=tuple(places) if len(places) > 1 else None,
-            # A row-wise table smaller than the world leaves the last ranks pieces of zero rows:
-            # nothing to hold.
-            tiling=tuple(_not_empty(pieces.held[place]) for place in places.values()),
-            shards=tuple(
-                Shard(rect, view.data)
-                for rect, view in zip(held, pieces.views, strict=True)
-                if rect.numel
-            ),
+            ranks=several(places),
+            tiling=tuple(not_empty(pieces.held[place]) for place in places.values()),
+            shards=tuple(shard for shard in shards if shard.rect.numel),
             kernel=config.compute_kernel.value,
             fqn=fqn,
             features=tuple(config.feature_names),
@@ -604,65 +579,53 @@ class ShardedTables(UnshardedTables):
                 " process group."
             )
         ranks = dist.get_process_group_ranks(env.process_group)
-        return {rank: place for place, rank in enumerate(ranks)}
+        return dict(zip(ranks, range(len(ranks)), strict=True))
 
     @cached_property
     def _pieces(self) -> dict[str, _Pieces]:
         pieces: dict[str, _Pieces] = {}
-        world = self._module._env.world_size
-        # TorchRec has one lookup for each sharding, in the same order.
-        for sharding, lookup in zip(self._shardings(), self._module._lookups, strict=True):
-            for rank, config in _placed(sharding):
-                empty = _Pieces(config, [[] for _ in range(world)])
-                pieces.setdefault(config.name, empty).held[rank].append(_rect(config))
-            for kernel in _kernels_of(lookup):
-                for config, view in _views(kernel):
-                    pieces[config.name].views.append(view)
-                    pieces[config.name].kernels.append(kernel)
+        for rank, config in self._placed():
+            pieces.setdefault(config.name, _Pieces(config)).held[rank].append(_rect(config))
+        # TorchRec has one lookup for each sharding, and one kernel for each of its table groups, in
+        # the same order: the views of this rank come in the order of its rectangles.
+        for kernel in self._kernels():
+            for config, view in _views(kernel):
+                pieces[config.name].views.append(view)
+                pieces[config.name].kernels.append(kernel)
         return pieces
 
-    def _shardings(self) -> list[Any]:
+    def _placed(self) -> Iterator[tuple[int, Any]]:
+        # The same of bags and of sequences, under other names.
         if self.pooled:
-            return list(self._module._embedding_shardings)
-        return list(self._module._sharding_type_to_sharding.values())
-
-
-def _placed(sharding: Any) -> Iterator[tuple[int, Any]]:
-    """The rank and the config of every shard of a sharding's tables, in kernel order."""
-    for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
-        for group in groups:
-            for config in group.embedding_tables:
-                yield rank, config
+            shardings = self._module._embedding_shardings
+        else:
+            shardings = self._module._sharding_type_to_sharding.values()
+        for sharding in shardings:
+            for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+                for config in chain.from_iterable(group.embedding_tables for group in groups):
+                    yield rank, config
 
 
 def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
-    kernel = config.compute_kernel.value
+    kernel, start = config.compute_kernel.value, f"Table {name!r}:"
     types = ", ".join(each.value for each in _TYPES)
-    rules = (
-        (
-            kernel not in _KERNELS,
-            f"the compute kernel {kernel!r} is not supported; {', '.join(_KERNELS)} are.",
-        ),
-        # Releases before 1.8 have no such field.
-        (
-            getattr(config, "stash_weights", False),
-            "memory stashing moves its weights away between forward and backward, where masks do"
-            " not follow. Set stash_weights=False in its configuration.",
-        ),
-        (
-            config.data_type not in _TYPES,
-            f"weights of type {config.data_type.value} are not supported; {types} are.",
-        ),
-        (
-            copied and kernel not in _FUSED,
-            "TorchRec's 2-D parallelism never averages tables with the compute kernel"
+    refuse(
+        {
+            f"{start} the compute kernel {kernel!r} is not supported;"
+            f" {', '.join(_KERNELS)} are.": kernel not in _KERNELS,
+            f"{start} memory stashing moves its weights away between forward and backward, where"
+            " masks do not follow. Set stash_weights=False in its configuration.": (
+                # Releases before 1.8 have no such field.
+                getattr(config, "stash_weights", False)
+            ),
+            f"{start} weights of type {config.data_type.value} are not supported; {types} are.": (
+                config.data_type not in _TYPES
+            ),
+            f"{start} TorchRec's 2-D parallelism never averages tables with the compute kernel"
             f" {kernel!r}, so that its copies drift apart. Give it a fused optimizer, or make it"
-            " data-parallel.",
-        ),
+            " data-parallel.": copied and kernel not in FUSED,
+        }
     )
-    for holds, reason in rules:
-        if holds:
-            raise ValueError(f"Table {name!r}: {reason}")
 
 
 def _shape(config: Any) -> tuple[int, int]:
@@ -680,20 +643,21 @@ def _rect(config: Any) -> Rect:
     return Rect(*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
 
 
-def _not_empty(rects: Sequence[Rect]) -> tuple[Rect, ...]:
-    return tuple(rect for rect in rects if rect.numel)
-
-
 def _kernels_of(lookup: Any) -> Iterator[Any]:
     while isinstance(lookup, DistributedDataParallel):
         lookup = lookup.module
     yield from lookup._emb_modules
 
 
+def _kinds(kernel: Any) -> list[str]:
+    """Return the compute kernel of each table of a lookup's module."""
+    return [config.compute_kernel.value for config in kernel._config.embedding_tables]
+
+
 def _views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
     """The live weights of a kernel, shard by shard, as (config, view)."""
-    configs = kernel._config.embedding_tables
     # Key-value and virtual tables materialise their weights when read: locate() refuses them,
     # nothing reads them.
-    if all(config.compute_kernel.value in _KERNELS for config in configs):
+    if set(_kinds(kernel)) <= set(_KERNELS):
+        configs = kernel._config.embedding_tables
         yield from zip(configs, kernel.emb_module.split_embedding_weights(), strict=True)

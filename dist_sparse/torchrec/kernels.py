@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# FBGEMM is not imported for its enums. EmbeddingLocation.HOST as a number;
 HOST = 3
-"""``EmbeddingLocation.HOST`` as a number."""
 
+# SparseTypes as numbers;
 SPARSE_TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3}
-"""``SparseType``s as numbers."""
 
+# PoolingModes as numbers.
 POOLING = {"sum": 0, "mean": 1, "none": 2}
-"""``PoolingMode``s as numbers."""
 
 
 def available() -> bool:
@@ -172,8 +172,8 @@ def bag_collection(tables: Sequence[StoredRows], is_weighted: bool) -> nn.Module
     return module
 
 
+# Keeps logarithms finite.
 _ETA = 1e-12
-"""Keeps logarithms finite."""
 
 
 def auc_and_ne(predictions: Tensor, labels: Tensor) -> tuple[float, float]:

@@ -8,7 +8,7 @@ the arithmetic of training stays the same.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_sparse.checks import refuse
 from dist_sparse.tables.protocols import Collection, Replacement
 from dist_sparse.tables.shards import steps_in_backward
 from dist_sparse.torchrec.collections import (
@@ -60,6 +61,7 @@ def processes_features(module: nn.Module) -> bool:
 def averages(module: nn.Module) -> bool:
     """Return whether a module averages copies of its tables now and then, by its method
     ``sync``."""
+    # Its training loops call sync() every few steps, which averages weights over the copies.
     return isinstance(module, DMPCollection)
 
 
@@ -87,90 +89,86 @@ def compact_refusal(model: Any, module: Any) -> str | None:
     if found is None:
         return "it is no collection of TorchRec's"
     averaged = [table.name for table in found.tables if table.pooling == "mean"]
-    in_backward = any(map(steps_in_backward, module.parameters()))
-    reasons = [
-        (
-            any(_processes(each) and module in each.modules() for each in model.modules()),
-            "a feature processor weights ids by their positions, which removed ids would shift",
+    processors = filter(_weighs_by_position, model.modules())
+    around = _wrapper_reasons(model) if is_sharded_model(model) else _module_reasons(module)
+    reasons = {
+        "a feature processor weights ids by their positions, which removed ids would shift": (
+            any(module in each.modules() for each in processors)
         ),
-        *(_wrapper_reasons(model) if is_sharded_model(model) else ()),
-        (
-            found.is_sharded and not is_sharded_model(model),
-            "it is sharded, but the model is no DistributedModelParallel; pass that",
+        **around,
+        # Pipelines put a function of theirs into the instance.
+        "a train pipeline has replaced its forward; call pipeline.detach() first": (
+            getattr(module.forward, "__self__", None) is not module
         ),
-        (
-            in_backward and not is_sharded_model(model),
-            "its optimizer runs in the backward though it is not sharded; shard the model first",
-        ),
-        (
-            getattr(module.forward, "__self__", None) is not module,
-            "a train pipeline has replaced its forward; call pipeline.detach() first",
-        ),
-        (
-            found.weighted and averaged,
-            "it has weighted means, which TorchRec divides differently in different shardings; use"
-            " weighted sums",
-        ),
-        (
-            found.is_sharded and _misdivided(module, averaged),
-            "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
-            " divides those too; give them collections of their own",
-        ),
-        (found.needs_indices, "need_indices=True is not supported"),
-    ]
-    return next((reason for holds, reason in reasons if holds), None)
+        "it has weighted means, which TorchRec divides differently in different shardings; use"
+        " weighted sums": found.weighted and averaged,
+        "it has means of row-wise tables beside tables of other sharding types, and TorchRec"
+        " divides those too; give them collections of their own": _misdivided(module, averaged),
+        "need_indices=True is not supported": found.needs_indices,
+    }
+    return next(filter(reasons.get, reasons), None)
 
 
-def _processes(module: nn.Module) -> bool:
+def _weighs_by_position(module: nn.Module) -> bool:
+    # An unsharded processor weighs the ids before the collection removes some.
     return isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
 
 
-def _wrapper_reasons(model: Any) -> list[tuple[bool, str]]:
+def _module_reasons(module: nn.Module) -> dict[str, bool]:
+    """Return reasons against a collection in a model without TorchRec's wrapper, and whether each
+    holds."""
+    return {
+        "it is sharded, but the model is no DistributedModelParallel; pass that": (
+            is_sharded(module)
+        ),
+        "its optimizer runs in the backward though it is not sharded; shard the model first": (
+            any(map(steps_in_backward, module.parameters()))
+        ),
+    }
+
+
+def _wrapper_reasons(model: Any) -> dict[str, bool]:
     """Return reasons against a DistributedModelParallel, and whether each holds."""
     if type(model) is not DistributedModelParallel:
         name = type(model).__name__
-        return [
-            (
-                True,
-                f"the model is a {name}; 2-D parallelism is not supported,"
-                " DistributedModelParallel is",
-            )
-        ]
+        return {
+            f"the model is a {name}; 2-D parallelism is not supported, DistributedModelParallel"
+            " is": True
+        }
     wrapper = type(dense_layers(model))
-    return [
-        (
-            bool(model.model_trackers),
-            "the model tracks its ids; compact it before the tracker is initialized",
+    return {
+        "the model tracks its ids; compact it before the tracker is initialized": (
+            bool(model.model_trackers)
         ),
-        (
-            wrapper not in (DistributedDataParallel, type(unwrapped(model))),
-            f"its dense part is wrapped in {wrapper.__name__}; DistributedDataParallel works",
+        f"its dense part is wrapped in {wrapper.__name__}; DistributedDataParallel works": (
+            wrapper not in (DistributedDataParallel, type(unwrapped(model)))
         ),
-    ]
+    }
 
 
-def _misdivided(module: Any, averaged: Iterable[str]) -> bool:
+def _plan_of(module: Any) -> dict[str, ParameterSharding]:
+    """Return the sharding of each table of a collection; none if it is not sharded."""
+    return dict(getattr(module, "module_sharding_plan", {}))
+
+
+def _misdivided(module: nn.Module, averaged: Iterable[str]) -> bool:
     """Whether TorchRec's divisor for row-wise means is applied to tables that it is not meant
     for."""
-    plan = module.module_sharding_plan
-    by_rows = {name: "row_wise" in plan[name].sharding_type for name in plan}
-    return any(by_rows[name] for name in averaged) and not all(by_rows.values())
+    # The callback that divides runs on the output of the whole collection.
+    by_rows = {name: "row_wise" in cut.sharding_type for name, cut in _plan_of(module).items()}
+    return any(map(by_rows.get, averaged)) and not all(by_rows.values())
 
 
-def row_shards(module: Any) -> dict[str, int]:
+def row_shards(module: nn.Module) -> dict[str, int]:
     """Return into how many pieces a sharded collection cuts the rows of each table; tables that are
     whole on each rank are missing."""
-    plan = module.module_sharding_plan if is_sharded(module) else {}
-    specs = {name: sharding.sharding_spec for name, sharding in plan.items()}
-    return {name: max(map(len, _by_columns(spec.shards))) for name, spec in specs.items() if spec}
+    specs = {name: sharding.sharding_spec for name, sharding in _plan_of(module).items()}
+    return {name: max(_heights(spec.shards).values()) for name, spec in specs.items() if spec}
 
 
-def _by_columns(shards: Iterable[ShardMetadata]) -> list[list[ShardMetadata]]:
-    """The shards of each group of columns."""
-    groups: dict[int, list[ShardMetadata]] = defaultdict(list)
-    for shard in shards:
-        groups[shard.shard_offsets[1]].append(shard)
-    return list(groups.values())
+def _heights(shards: Iterable[ShardMetadata]) -> Counter[int]:
+    """Return of how many shards each group of columns consists, by its first column."""
+    return Counter(shard.shard_offsets[1] for shard in shards)
 
 
 def compact_plan(
@@ -210,19 +208,21 @@ def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
         return sharding
     rows, columns = table.num_embeddings, table.embedding_dim
     left = [shard for shard in spec.shards if shard.shard_offsets[1] < columns]
-    cut: dict[int, ShardMetadata] = {}  # by the id of the old shard, to keep TorchRec's order
-    for group in _by_columns(left):
-        block = -(-rows // len(group))
-        for number, shard in enumerate(group):
-            top, bottom = min(number * block, rows), min((number + 1) * block, rows)
-            column = shard.shard_offsets[1]
-            sizes = [bottom - top, min(shard.shard_sizes[1], columns - column)]
-            cut[id(shard)] = ShardMetadata([top, column], sizes, shard.placement)
+    heights, above = _heights(left), Counter[int]()
+    cut = []
+    # In TorchRec's order, in which the shards of one group of columns go from top to bottom.
+    for shard in left:
+        column = shard.shard_offsets[1]
+        block = -(-rows // heights[column])
+        top = min(above[column] * block, rows)
+        sizes = [min(block, rows - top), min(shard.shard_sizes[1], columns - column)]
+        cut.append(ShardMetadata([top, column], sizes, shard.placement))
+        above[column] += 1
+    # As the planner wrote them, as long as no shard goes.
     ranks = sharding.ranks
     if len(left) < len(spec.shards):
         ranks = [shard.placement.rank() for shard in left]
-    shards = EnumerableShardingSpec([cut[id(shard)] for shard in left])
-    return replace(sharding, ranks=ranks, sharding_spec=shards)
+    return replace(sharding, ranks=ranks, sharding_spec=EnumerableShardingSpec(cut))
 
 
 def reshard(model: Any, root: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
@@ -268,8 +268,8 @@ def rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
     """Replace a parameter where keyed optimizers hold it a second time, by name."""
     for inside in combined(optimizer) or filter(None, [getattr(optimizer, "_optimizer", None)]):
         rename(inside, old, new)
-    # A CombinedOptimizer collects the parameters of its parts anew at each read.
-    if isinstance(optimizer, KeyedOptimizer) and not isinstance(optimizer, CombinedOptimizer):
+    if isinstance(optimizer, KeyedOptimizer):
+        # A CombinedOptimizer collects the parameters of its parts anew at each read: no matter.
         named = optimizer.params
         named.update({name: new for name, parameter in named.items() if parameter is old})
 
@@ -283,11 +283,11 @@ def reordered(ids: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTen
     Raises:
         ValueError: a feature is missing.
     """
-    places = {key: place for place, key in enumerate(ids.keys())}
-    if missing := sorted(set(features) - set(places)):
-        raise ValueError(
-            f"Features {missing} are not in the KeyedJaggedTensor, which has {ids.keys()}."
-        )
+    keys = ids.keys()
+    # Once a forward, and models have thousands of features: not by keys.index().
+    places = dict(zip(keys, range(len(keys)), strict=True))
+    if missing := sorted(set(features).difference(places)):
+        raise ValueError(f"Features {missing} are not in the KeyedJaggedTensor, which has {keys}.")
     return ids.permute([places[feature] for feature in features])
 
 
@@ -320,13 +320,16 @@ def _refuse_unfit(ids: KeyedJaggedTensor, weighted: bool) -> None:
             " lengths."
         )
     # Both say that outputs have other rows than inputs.
-    if ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None:
-        raise ValueError(
+    resized = ids.variable_stride_per_key() or ids.inverse_indices_or_none() is not None
+    refuse(
+        {
             "A KeyedJaggedTensor with batches of different sizes or inverse indices is not"
-            " supported."
-        )
-    if weighted and ids.weights_or_none() is None:
-        raise ValueError("The collection is weighted, and the KeyedJaggedTensor has no weights.")
+            " supported.": resized,
+            "The collection is weighted, and the KeyedJaggedTensor has no weights.": (
+                weighted and ids.weights_or_none() is None
+            ),
+        }
+    )
 
 
 def give(
@@ -350,6 +353,7 @@ def among(features: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
     through which gradients flow back."""
     values, lengths = select_jagged(features.values(), features.lengths(), chosen)
     weights = features.weights_or_none()
+    # Either one stride for all features, or one for each and each rank (TorchRec's VBE).
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -373,11 +377,6 @@ def with_outputs(output: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
         output.callbacks.append(lambda arrived: with_outputs(arrived, change))
         return output
     if isinstance(output, KeyedTensor):
-        if output.values().dim() != 2:
-            raise ValueError(
-                f"Outputs of shape {tuple(output.values().shape)} can't be turned back: must be"
-                " 2-D."
-            )
         keys = output.keys()
         values = output.values().split(output.length_per_key(), dim=1)
         parts = [change(key, part) for key, part in zip(keys, values, strict=True)]

@@ -18,14 +18,14 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+# Rows and columns by table.
 Shapes = Mapping[str, tuple[int, int]]
-"""Rows and columns by table."""
 
 
 class TrialModel(nn.Module):
     """Bags of some tables and a linear layer, in a forward that TorchRec's pipelines can trace."""
 
-    def __init__(self, shapes: Shapes, half: bool) -> None:
+    def __init__(self, shapes: Shapes, data_type: DataType) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(
@@ -33,7 +33,7 @@ class TrialModel(nn.Module):
                 num_embeddings=rows,
                 embedding_dim=cols,
                 feature_names=[f"{name}_ids"],
-                data_type=DataType.FP16 if half else DataType.FP32,
+                data_type=data_type,
             )
             for name, (rows, cols) in shapes.items()
         ]
@@ -53,7 +53,7 @@ def trial_model(
     *,
     optimizer: str = "EXACT_SGD",
     kernel: str = "fused",
-    half: bool = False,
+    data_type: str = "FP32",
 ) -> DistributedModelParallel:
     """Return a model whose tables are cut by rows over all ranks. Collective.
 
@@ -62,25 +62,26 @@ def trial_model(
         device: of this rank.
         optimizer: FBGEMM's name of the fused optimizer.
         kernel: TorchRec's compute kernel.
-        half: whether weights are float16, rounded stochastically where FBGEMM does.
+        data_type: TorchRec's name of the type of weights; FBGEMM rounds FP16 stochastically on
+            CUDA.
     """
     torch.manual_seed(0)  # the layers are equal on all ranks
-    net = TrialModel(shapes, half)
+    net = TrialModel(shapes, DataType[data_type])
     fused: dict[str, Any] = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
     if kernel == "fused_uvm_caching":
         fused["cache_load_factor"] = 0.2
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    sharder: Any = EmbeddingBagCollectionSharder(fused_params=fused)
+    world = dist.get_world_size()
     plan = construct_module_sharding_plan(
         net.tables,
         dict.fromkeys(shapes, row_wise(compute_kernel=kernel)),
         sharder=sharder,
-        local_size=dist.get_world_size(),
-        world_size=dist.get_world_size(),
+        local_size=world,
+        world_size=world,
         device_type=device.type,
     )
-    sharders: list[Any] = [sharder]
     return DistributedModelParallel(
-        net, device=device, plan=ShardingPlan({"tables": plan}), sharders=sharders
+        net, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder]
     )
 
 
@@ -90,11 +91,11 @@ def layers_optimizer(model: nn.Module) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(layers, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
-def trial_batch(shapes: Shapes, seed: int, bags: int = 64, each: int = 8) -> KeyedJaggedTensor:
-    """Return a batch in CPU memory: ``each`` ids of each table in each bag, drawn by ``seed``."""
+def trial_batch(shapes: Shapes, seed: int) -> KeyedJaggedTensor:
+    """Return a batch in CPU memory: 64 bags of 8 ids for each table, drawn by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(rows, (bags * each,), generator=generator) for rows, _ in shapes.values()]
-    lengths = torch.full((len(shapes) * bags,), each)
+    ids = [torch.randint(rows, (64 * 8,), generator=generator) for rows, _ in shapes.values()]
+    lengths = torch.full((len(shapes) * 64,), 8)
     return KeyedJaggedTensor([f"{name}_ids" for name in shapes], torch.cat(ids), lengths=lengths)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeAlias
 from torch import Tensor
 
 from dist_sparse import checks
-from dist_sparse.groups import group_over, warn_on_first_rank, world_ranks
+from dist_sparse.groups import warn_on_first_rank, world_group
 from dist_sparse.records import GuardCheck
 from dist_sparse.schedulers import (
     CurveDataScheduler,
@@ -258,7 +258,7 @@ def prepare_load(
             between ranks, masks and schedule are of different steps, or no mask update could
             follow. On every rank; nothing has changed.
     """
-    together = group_over(world_ranks())
+    together = world_group()
     # First what each rank can check alone; an error on one is an error on all.
     with together.agreeing(_ACTION) as facts:
         schedule, settings, guarded = _parsed(state, sparsifier, scheduler)

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dist_sparse.groups import (
+    Facts,
     Group,
     Replica,
     cut,
-    group_over,
     ranks_text,
     warn_on_first_rank,
-    world_ranks,
+    world_group,
 )
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.sparsifiers.masks import Located
@@ -33,21 +33,23 @@ def replicas_of(located: Located) -> list[str]:
     Args:
         located: the registered tables, as they are stored now.
     """
-    world = group_over(world_ranks())
+    world = world_group()
     names = [name for name, data in located.items() if data.ranks is None]
     # One rank has no replicas, and does not communicate.
     if world.size == 1 or not names:
         return []
     # Reported, not raised: ranks may train models of their own on purpose.
-    drifted = world.agree("sparsify()", {}, None, _hashes(world, names, located))
+    facts = Facts()
+    facts.replicas |= _hashes(world, names, located)
+    world.agree("sparsify()", facts)
     replicas = names
     rule = (
         "They are equal on all ranks, so they are taken for replicas: mask updates raise an error"
         " once they have drifted apart."
     )
-    if drifted:
+    if facts.drifted:
         replicas = []
-        place, ranks = next(iter(drifted.items()))
+        place, ranks = next(iter(facts.drifted.items()))
         rule = (
             f"They differ between ranks (rank 0's {place} is not that of {ranks_text(ranks)}): "
             "each rank trains and prunes a model of its own, with masks of its own."
@@ -67,7 +69,7 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
     Raises:
         ValueError: weights or configurations differ; on every rank.
     """
-    world = group_over(world_ranks())
+    world = world_group()
     with world.agreeing("step()") as facts:
         # Replicas by now: a difference is an error.
         facts.on_drift = _refuse

@@ -16,7 +16,7 @@ from dist_sparse import checks
 from dist_sparse.enforcer import Hook
 from dist_sparse.enforcer.dense import combines
 from dist_sparse.enforcer.enforcer import MaskEnforcer, Walked
-from dist_sparse.groups import group_over, warn_on_first_rank, world_ranks
+from dist_sparse.groups import warn_on_first_rank, world_group
 from dist_sparse.records import GuardCheck
 from dist_sparse.rotation.rotate import Rotate
 from dist_sparse.rotation.rotate import rotate as rotate_tables
@@ -201,7 +201,7 @@ class SparseTraining:
         """
         if not self.enforcer.attached:
             raise RuntimeError("guard() needs an attached SparseTraining: this one is detached.")
-        with group_over(world_ranks()).agreeing("guard()") as facts:
+        with world_group().agreeing("guard()") as facts:
             value = self._guard.check(metric, mode)
             most = float(checks.number("tolerance", tolerance, least=0))
             facts.update(metric=value, tolerance=most, mode=mode)
@@ -486,7 +486,7 @@ def sparsify(
         80
         >>> sparse.detach()
     """
-    together = group_over(world_ranks())
+    together = world_group()
     with together.agreeing("sparsify()") as facts:
         args = SparsifyArgs(
             level=level,
@@ -510,7 +510,6 @@ def sparsify(
             rotate=rotate,
             decay=decay,
         )
-        # Not model_source(), which would walk the model once more.
         source = ModelTables(model, include=include, exclude=exclude, dense=dense)
         located = {data.name: data for data in source.locate()}
         # One walk for all that asks for modules below.
@@ -583,7 +582,7 @@ def _scheduler(
         final = args.level
     window = {"begin": args.begin, "end": args.end, "every": args.every}
     wrong = f"Invalid schedule={args.schedule!r}: must make a ready scheduler"
-    with group_over(world_ranks()).agreeing("sparsify()"):
+    with world_group().agreeing("sparsify()"):
         try:
             made = args.schedule(sparsifier, "sparsity_level", final=final, **window)
         except TypeError as fault:

@@ -33,7 +33,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from dist_sparse import DataNormSparsifier, MaskEnforcer, compact, sparsify
 from dist_sparse.compaction.collections import CompactEmbeddingBagCollection
 from dist_sparse.compaction.moving import kept_rows
-from dist_sparse.tables.modules import collection_of, model_source
+from dist_sparse.tables.modules import ModelTables, collection_of
 from tests.dist.cells import Cell, batch, build, cells, gathered, marked
 from tests.dist.plugin import on_ranks
 
@@ -379,7 +379,7 @@ def test_another_plan() -> None:
     before = run.model(features).detach()
     run.compact(plan=planned)
     torch.testing.assert_close(run.model(features), before, rtol=1e-6, atol=1e-6)
-    [table] = [data for data in model_source(run.model).locate() if data.name == "user"]
+    [table] = [data for data in ModelTables(run.model).locate() if data.name == "user"]
     assert table.sharding == "table_wise" and table.tiling[0] == ()
     run.train(2)
 

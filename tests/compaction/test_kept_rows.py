@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dist_sparse import DataNormSparsifier
 from dist_sparse.compaction.moving import kept_rows, move_rows
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData
 from tests.dist.cells import build, cells, gathered
 from tests.dist.plugin import on_ranks
@@ -77,7 +77,7 @@ def test_weights_move(world: int, name: str) -> None:
     """Every wanted element arrives once and bit for bit, whatever the chunks."""
     model = build(cells(world)[name])
     full = gathered(model)
-    for source in model_source(model).locate():
+    for source in ModelTables(model).locate():
         cols = source.shape[1]
         for share in (0.0, 0.4, 1.0):
             kept = drawn(source.shape[0], share)
@@ -103,7 +103,7 @@ def test_weights_move(world: int, name: str) -> None:
 def test_rowwise_state_moves(world: int, name: str) -> None:
     """One value for each row of a shard arrives for each row of what is wanted with the same
     columns."""
-    for source in model_source(build(cells(world)[name])).locate():
+    for source in ModelTables(build(cells(world)[name])).locate():
         kept = drawn(source.shape[0], 0.5)
         rows = int(kept.sum())
         state = [
@@ -124,7 +124,7 @@ def test_rowwise_state_moves(world: int, name: str) -> None:
 
 
 def test_refused() -> None:
-    [source] = model_source(torch.nn.EmbeddingBag(6, 4)).locate()
+    [source] = ModelTables(torch.nn.EmbeddingBag(6, 4)).locate()
     kept = torch.tensor([True, False] * 3)
     with pytest.raises(
         ValueError, match=r"row-wise optimizer state of .*cut into the columns \[\(0, 4\)\]"
@@ -137,7 +137,7 @@ def test_a_chunk_spans_many_removed_rows() -> None:
     kept = torch.zeros(50_000, dtype=torch.bool)
     kept[[0, 4095, 4096, 40_000, 49_999]] = True
     table = torch.nn.Embedding(50_000, 2)
-    [source] = model_source(table).locate()
+    [source] = ModelTables(table).locate()
     pieces = list(
         move_rows(source, [table.weight.data], kept, [[Rect(0, 0, 5, 2)]], chunk_bytes=4 * 8)
     )

@@ -32,7 +32,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import SEQUENCES, TABLES, Cell, Net, weights
 
 __all__ = ["COPIES", "SHARE", "build_copies", "copied_cells", "first_copy"]
@@ -103,7 +103,7 @@ def build_copies(
             **options,
         )
     full = weights(cell)
-    for data in model_source(model).locate():
+    for data in ModelTables(model).locate():
         for (row, col, rows, cols), tensor in data.shards:
             tensor.copy_(full[data.name][row : row + rows, col : col + cols])
     return model
@@ -113,7 +113,7 @@ def first_copy(model: DMPCollection) -> dict[str, Tensor]:
     """The global weights of the first copy, by table name, on every rank. Collective."""
     mine = [
         (data.name, data.shape, data.owned(dist.get_rank()), data.shards)
-        for data in model_source(model).locate()
+        for data in ModelTables(model).locate()
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(

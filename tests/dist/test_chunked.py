@@ -27,7 +27,7 @@ from dist_sparse import (
     compact,
     sparsify,
 )
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.copies import build_copies, copied_cells, first_copy
 from tests.dist.enforcing import loss_of, optimizer_of
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(model: nn.Module, level: float) -> DataNormSparsifier:
     sparsifier = DataNormSparsifier(None, level, norm="L2")
-    tables = {data.name for data in model_source(model).locate()}
+    tables = {data.name for data in ModelTables(model).locate()}
     config = {
         name: {"sparse_block_shape": block} for name, block in BLOCKS.items() if name in tables
     }

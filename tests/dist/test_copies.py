@@ -15,7 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import Cell, batch
 from tests.dist.copies import COPIES, SHARE, build_copies, copied_cells, first_copy
 from tests.dist.enforcing import read_as_zeros
@@ -90,7 +90,7 @@ def test_a_bare_replica_drifts() -> None:
     model = build_copies(cell)
     sparsifier = DataNormSparsifier(sparsity_level=LEVEL, sparse_block_shape=(1, 4), norm="L1")
     sparsifier.add_model(model)
-    tables = {data.name: data for data in model_source(model).locate()}
+    tables = {data.name: data for data in ModelTables(model).locate()}
     assert [data.name for data in tables.values() if data.copied] == ["user", "item", "word"]
     if dist.get_rank() == 3:
         tables["tiny"].shards[0].tensor[0, 0] += 1
@@ -123,7 +123,7 @@ class _Reader:
     def revived(self) -> int:
         """How many removed weights of this rank's shards are not zero."""
         count = 0
-        for data in model_source(self.model).locate():
+        for data in ModelTables(self.model).locate():
             for (_, mask), shard in zip(
                 self.sparsifier.local_masks(data.name), data.shards, strict=True
             ):
@@ -160,7 +160,7 @@ class _Reader:
     def _by_place(self) -> dict[int, Tensor]:
         return {
             shard.tensor.data_ptr(): mask
-            for data in model_source(self.model).locate()
+            for data in ModelTables(self.model).locate()
             for (_, mask), shard in zip(
                 self.sparsifier.local_masks(data.name), data.shards, strict=True
             )
@@ -195,7 +195,7 @@ def _masks_are(
 def _same_in_all_copies(model: DMPCollection) -> None:
     mine = {
         (data.name, rect): tensor.clone()
-        for data in model_source(model).locate()
+        for data in ModelTables(model).locate()
         for rect, tensor in data.shards
     }
     everyone: list[Any] = [None] * dist.get_world_size()

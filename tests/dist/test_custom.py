@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.kinds import names_of, some_cells
 from tests.dist.pieces import by_rows, sharded, watched, write
@@ -84,7 +84,7 @@ def test_own_update_mask(world: int) -> None:
         own = {names_of(cell)[0]: {"below": -0.5}}
         names = sparsifier.add_model(model, config=own)
         assert sparsifier.calls == []
-        held = {data.name: data for data in model_source(model).locate()}
+        held = {data.name: data for data in ModelTables(model).locate()}
         with watched() as sent:
             sparsifier.step()
         assert len(sent.calls) == (1 if world > 1 else 0)
@@ -225,7 +225,7 @@ def test_several_shards_or_none(world: int) -> None:
         model = build(cells(world)[name])
         sparsifier.add_model(model)
         sparsifier.step()
-        for data in model_source(model).locate():
+        for data in ModelTables(model).locate():
             table = data.name
             pieces, full = sparsifier.local_masks(table), sparsifier.full_mask(table)
             seen.add(len(data.shards))

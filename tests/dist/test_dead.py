@@ -7,7 +7,7 @@ import torch
 
 from dist_sparse import ROW, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import build, cells, marked, set_weights, weights
 from tests.dist.plugin import on_ranks
 
@@ -48,7 +48,7 @@ def test_dead_rows(world: int, name: str, block: str) -> None:
         # The status and the sums.
         assert traffic().collectives <= 2
         cut = set()
-        for data in model_source(model).locate():
+        for data in ModelTables(model).locate():
             if block != "rows" and any(rect.cols != data.shape[1] for rect in data.rects):
                 cut.add(data.name)
         full = {}

@@ -26,7 +26,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import DataNormSparsifier, MaskEnforcer, sparsify
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import batch, build, cells
 from tests.dist.pieces import by_rows, local_tensors, sharded
 from tests.dist.plugin import on_ranks
@@ -124,7 +124,7 @@ def pieces(model: nn.Module, dense: bool) -> dict[str, list[Tensor]]:
     """The live weights of this rank by name."""
     return {
         data.name: [shard.tensor for shard in data.shards]
-        for data in model_source(model, dense=dense or None).locate()
+        for data in ModelTables(model, dense=dense or None).locate()
     }
 
 
@@ -178,7 +178,7 @@ def test_models(name: str) -> None:
     sparsifier = DataNormSparsifier(sparsity_level=0.5, sparse_block_shape=(1, 4), norm="L2")
     names = sparsifier.add_model(registered, dense=case.dense or None)
     sparsifier.step()
-    replicated = {data.name for data in model_source(model).locate() if data.replicated}
+    replicated = {data.name for data in ModelTables(model).locate() if data.replicated}
     history: list[Masks] = []
     seen: list[int] = []
 

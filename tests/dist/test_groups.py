@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from dist_sparse import DataNormSparsifier
 from dist_sparse.groups import (
+    Facts,
     Parcels,
     Replica,
     agreeing,
     group_over,
     set_timeout,
     traffic,
-    world_ranks,
+    world_group,
 )
 from tests.dist.harness import run_ranks
 from tests.dist.pieces import by_rows, sharded
@@ -30,7 +31,7 @@ def refused(
 ) -> ValueError:
     with (
         pytest.raises(ValueError, match=words) as caught,
-        group_over(world_ranks()).agreeing("load()") as mine,
+        world_group().agreeing("load()") as mine,
     ):
         mine.update(facts or {})
         if error is not None:
@@ -59,7 +60,7 @@ def test_other_facts() -> None:
 @on_ranks(2)
 def test_one_exchange_when_all_is_well() -> None:
     before = traffic()
-    with group_over(world_ranks()).agreeing("load()") as facts:
+    with world_group().agreeing("load()") as facts:
         facts["level"] = 0.5
     assert (traffic().collectives, traffic().bytes) == (before.collectives + 1, before.bytes + 32)
 
@@ -75,7 +76,7 @@ def test_facts_that_json_can_not_hold() -> None:
         "set": {1},
         "nan": float("nan"),
     }
-    with group_over(world_ranks()).agreeing("load()") as facts:
+    with world_group().agreeing("load()") as facts:
         facts.update(odd)
     refused("keys: a is 1 on rank 1 and 0 on rank 0", facts={"keys": {"a": dist.get_rank()}})
     if dist.get_rank() == 1:
@@ -99,7 +100,7 @@ def test_a_config_with_keys_of_two_kinds_on_one_rank() -> None:
 @on_ranks(2)
 def test_errors_and_drift_reach_the_larger_group() -> None:
     """A group of one rank knows something; the group of all hears it."""
-    groups = [group_over((dist.get_rank(),)), group_over(world_ranks())]
+    groups = [group_over((dist.get_rank(),)), world_group()]
     with pytest.raises(ValueError, match="rank 0: ValueError: mine"), agreeing("step()", groups):
         if dist.get_rank() == 0:
             raise ValueError("mine")
@@ -107,7 +108,7 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
     def refuse(drifted: dict[str, list[int]]) -> None:
         raise ValueError(f"drifted: {drifted}")
 
-    def agree(on_drift: Callable[[dict[str, list[int]]], object] | None) -> dict[str, list[int]]:
+    def agree(on_drift: Callable[[dict[str, list[int]]], object]) -> dict[str, list[int]]:
         with agreeing("step()", groups) as (_, facts):
             facts.replicas["bias"] = Replica(
                 hash=7 + dist.get_rank(), first=dist.get_rank() == 0, holders=2
@@ -115,7 +116,7 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
             facts.on_drift = on_drift
         return facts.drifted
 
-    assert agree(None) == {"bias": [1]}
+    assert agree(list) == {"bias": [1]}
     with pytest.raises(ValueError, match=r"drifted: \{'bias': \[1\]\}"):
         agree(refuse)
 
@@ -123,7 +124,7 @@ def test_errors_and_drift_reach_the_larger_group() -> None:
 @on_ranks(4)
 def test_an_error_in_a_small_group_reaches_all() -> None:
     """Ranks 2 and 3 are not in the group in which it is found first."""
-    groups = [*([group_over((0, 1))] if dist.get_rank() < 2 else []), group_over(world_ranks())]
+    groups = [*([group_over((0, 1))] if dist.get_rank() < 2 else []), world_group()]
     with pytest.raises(ValueError, match="mine"), agreeing("step()", groups):
         if dist.get_rank() == 1:
             raise ValueError("mine")
@@ -131,7 +132,7 @@ def test_an_error_in_a_small_group_reaches_all() -> None:
 
 @on_ranks(2)
 def test_parcels_come_as_they_were_packed() -> None:
-    group, rank = group_over(world_ranks()), dist.get_rank()
+    group, rank = world_group(), dist.get_rank()
     parcels, expected = Parcels(group), []
     for receiver in range(2):
         # Leaves doubles unaligned.
@@ -149,12 +150,12 @@ def test_parcels_come_as_they_were_packed() -> None:
 
 def _alone() -> str:
     set_timeout(2)
-    group = group_over(world_ranks())
-    group.agree("start", {})
+    group = world_group()
+    group.agree("start", Facts())
     if dist.get_rank() == 1:
         return ""  # it never steps
     with pytest.raises(RuntimeError) as caught:
-        group.agree("step()", {})
+        group.agree("step()", Facts())
     return str(caught.value)
 
 

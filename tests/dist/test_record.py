@@ -12,7 +12,7 @@ from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
 from dist_sparse.groups import reset_traffic, traffic
 from dist_sparse.records import MaskChange
 from dist_sparse.sparsifiers.masks import Recorder
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.pieces import by_rows, sharded, write
 from tests.dist.plugin import on_ranks
@@ -77,7 +77,7 @@ def test_records(world: int, name: str, block: str) -> None:
         sparsifier.step()
         records += recorder.take()
         after = {name: sparsifier.full_mask(name) for name in names}
-        located = {data.name: data for data in model_source(model).locate()}
+        located = {data.name: data for data in ModelTables(model).locate()}
         wanted.append({})
         for name in names:
             shape = located[name].shape

@@ -22,7 +22,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, gathered, set_weights, weights
 from tests.dist.pieces import move as move_tensor
 from tests.dist.pieces import sharded, watched
@@ -97,7 +97,7 @@ def check_pieces(
     sparsifier: BaseDataSparsifier, model: nn.Module, full: Mapping[str, Tensor]
 ) -> None:
     """This rank's masks are those of what it holds now."""
-    for data in model_source(model).locate():
+    for data in ModelTables(model).locate():
         name = data.name
         want = [((s.rect.row, s.rect.col), cut(full[name], s.rect)) for s in data.shards]
         got = sparsifier.local_masks(name)
@@ -154,11 +154,9 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
     prints = sparsifier.fingerprint()
     stats = {each.name: (each.removed_blocks, each.kept_bytes) for each in sparsifier.table_stats()}
     assert all(int((mask == 0).sum()) for mask in before.values())
-    tilings = {data.name: data.tiling for data in model_source(model).locate()}
+    tilings = {data.name: data.tiling for data in ModelTables(model).locate()}
     reshard(model, move, world)
-    assert {d.name for d in model_source(model).locate() if d.tiling != tilings[d.name]} == set(
-        move
-    )
+    assert {d.name for d in ModelTables(model).locate() if d.tiling != tilings[d.name]} == set(move)
     for name in move:  # not yet those of what is held here, so not handed out
         with pytest.raises(ValueError, match=rf"{name}.*have moved.*step"):
             sparsifier.local_masks(name)
@@ -176,7 +174,7 @@ def test_masks_follow(world: int, sharding: str, kind: str, look: str) -> None:
             assert torch.equal(weight, weights(cell, seed=5)[name] * before[name])
     elif look == "state":
         saved = sparsifier.state_dict()["sharded"]["masks"]
-        for data in model_source(model).locate():
+        for data in ModelTables(model).locate():
             assert [piece["rect"] for piece in saved[data.name].kept] == [
                 tuple(s.rect) for s in data.shards
             ]

@@ -33,7 +33,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData, check_tiling
 from tests.dist.cells import LOCAL, Cell, batch, build, cells, every_cell, gathered, weights
 from tests.dist.plugin import on_ranks
@@ -44,7 +44,7 @@ from tests.dist.plugin import on_ranks
 def test_tables_are_found_in_place(world: int, name: str) -> None:
     cell = cells(world)[name]
     model = build(cell)
-    source = model_source(model)
+    source = ModelTables(model)
     located = source.locate()
     _check_metadata(cell, located)
     _check_truth(model, located)
@@ -134,7 +134,7 @@ def test_reshard_moves_the_views(world: int) -> None:
         model = build(every[name])
         features = batch(every[name], seed=dist.get_rank())
         model(features).sum().backward()
-        source = model_source(model)
+        source = ModelTables(model)
         before = {data.name: data for data in source.locate()}
         was = gathered(list(before.values()))
         tables = model.module.sparse.tables
@@ -203,11 +203,11 @@ def test_two_collections_with_one_name() -> None:
     model = _shard(
         net, {"left": row_wise(), "right": table_wise(rank=1)}, [EmbeddingBagCollectionSharder()]
     )
-    located = model_source(model).locate()
+    located = ModelTables(model).locate()
     assert [data.name for data in located] == ["left/id", "age", "right/id"]
     assert [data.sharding for data in located] == ["row_wise", "row_wise", "table_wise"]
-    assert [data.name for data in model_source(model, include="right/*").locate()] == ["right/id"]
-    assert [data.name for data in model_source(model, exclude="left.*").locate()] == ["right/id"]
+    assert [data.name for data in ModelTables(model, include="right/*").locate()] == ["right/id"]
+    assert [data.name for data in ModelTables(model, exclude="left.*").locate()] == ["right/id"]
 
 
 @on_ranks(2)
@@ -223,7 +223,7 @@ def test_tables_in_the_dense_part() -> None:
         }
     )
     model = _shard(net, {"sharded": row_wise()}, [EmbeddingBagCollectionSharder()])
-    located = {data.name: data for data in model_source(model, dense=True).locate()}
+    located = {data.name: data for data in ModelTables(model, dense=True).locate()}
     assert list(located) == ["id", "age", "position", "over/weight", "over/bias"]
     for name in ("age", "position", "over/weight", "over/bias"):
         assert located[name].ranks == (0, 1)
@@ -252,13 +252,13 @@ def test_feature_processors() -> None:
         {"fp": row_wise()},
         [FeatureProcessedEmbeddingBagCollectionSharder()],
     )
-    located = model_source(model).locate()
+    located = ModelTables(model).locate()
     assert [(data.name, data.fqn) for data in located] == [
         ("id", "fp._embedding_bag_collection.embedding_bags.id.weight")
     ]
     assert located[0].fqn in model.state_dict()
     _check_truth(model, located)
-    names = [data.name for data in model_source(model, include=[], dense=True).locate()]
+    names = [data.name for data in ModelTables(model, include=[], dense=True).locate()]
     assert [name for name in names if not name.endswith("position_weight")] == []
     assert names
 
@@ -273,7 +273,7 @@ def test_plain_ddp() -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["local.weight"])
     located = {
         data.name: data
-        for data in model_source(
+        for data in ModelTables(
             DistributedDataParallel(net, process_group=group), dense="*.weight"
         ).locate()
     }
@@ -285,7 +285,7 @@ def test_plain_ddp() -> None:
     assert located["id"].tiling == ((Rect(0, 0, 5, 4),),) * 2
     alone = [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
     assert (
-        model_source(DistributedDataParallel(_ebc("id"), process_group=alone)).locate()[0].ranks
+        ModelTables(DistributedDataParallel(_ebc("id"), process_group=alone)).locate()[0].ranks
         is None
     )
 
@@ -301,7 +301,7 @@ def test_lazy_data_parallel() -> None:
         [EmbeddingBagCollectionSharder()],
         init_data_parallel=False,
     )
-    source = model_source(model)
+    source = ModelTables(model)
     assert [data.ranks for data in source.locate()] == [(0, 1), None]
     model.init_data_parallel()
     assert [data.ranks for data in source.locate()] == [(0, 1), (0, 1)]
@@ -329,15 +329,15 @@ def test_refused_modules() -> None:
             r"ManagedCollisionEmbeddingBagCollection at 'managed'.*move ids.*exclude=\['managed'\]"
         ),
     ):
-        model_source(net)
+        ModelTables(net).locate()
     sharders = [ManagedCollisionEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder()]
     model = _shard(net, {"managed": row_wise(), "plain": row_wise()}, sharders)
     with pytest.raises(
         ValueError, match=r"ShardedManagedCollisionEmbeddingBagCollection at 'managed'.*move ids"
     ):
-        model_source(model)
-    assert [data.name for data in model_source(model, exclude="managed").locate()] == ["age"]
-    assert [data.name for data in model_source(model, include="age").locate()] == ["age"]
+        ModelTables(model).locate()
+    assert [data.name for data in ModelTables(model, exclude="managed").locate()] == ["age"]
+    assert [data.name for data in ModelTables(model, include="age").locate()] == ["age"]
 
 
 @on_ranks(2)
@@ -346,7 +346,7 @@ def test_refused_kernels() -> None:
     # A sharding of its own, so that its kernel holds no other table.
     cached = table_wise(rank=0, compute_kernel="fused_uvm_caching")
     model = build(replace(cell, plan={**cell.plan, "item": cached}))
-    [found] = model_source(model, include="item").locate()
+    [found] = ModelTables(model, include="item").locate()
     assert found.kernel == "fused_uvm_caching"
     # CPUs have no such kernel. The kernels of all ranks have the same configurations.
     for sharding in model.module.sparse.tables._embedding_shardings:
@@ -358,8 +358,8 @@ def test_refused_kernels() -> None:
         ValueError,
         match="Table 'item': the compute kernel 'key_value' is not supported; dense, fused, fused_u",
     ):
-        model_source(model)
-    assert [data.name for data in model_source(model, exclude="item").locate()] == [
+        ModelTables(model).locate()
+    assert [data.name for data in ModelTables(model, exclude="item").locate()] == [
         "user",
         "tiny",
         "word",

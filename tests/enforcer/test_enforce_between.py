@@ -22,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dist_sparse import ROW, DataNormSparsifier, MaskEnforcer, sparsify
 from dist_sparse.enforcer import Wrapped
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import batch, build, cells
 from tests.dist.enforcing import read_as_zeros
 
@@ -83,7 +83,7 @@ class Case:
 
     def shards(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The live shards and their masks."""
-        for data in model_source(self.model, exclude=self.exclude, dense=self.dense).locate():
+        for data in ModelTables(self.model, exclude=self.exclude, dense=self.dense).locate():
             for (_, mask), shard in zip(
                 self.sparsifier.local_masks(data.name), data.shards, strict=True
             ):

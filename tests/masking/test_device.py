@@ -50,7 +50,7 @@ def test_thresholds_and_masks_do_not_depend_on_the_device(
         for piece in pieces:
             segment.add((piece * 2).to(torch.int32))
         candidates = Candidates("table", k, 43 * 70, [segment])
-        [threshold] = select_smallest([candidates], Group(None, None))
+        [threshold] = select_smallest([candidates], Group())
         return torch.cat([threshold.removes(segment, *chunk) for chunk in segment.chunks()])
 
     expected = removed()

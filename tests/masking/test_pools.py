@@ -20,7 +20,7 @@ def together(tables: list[Tensor], most: list[int], prices: list[int], need: int
         segment.add(scores.view(torch.int32).view(-1, 1).clone())
     candidates = [Candidates(str(i), k, len(tables[i]), [segments[i]]) for i, k in enumerate(most)]
     pool = Pool(need, [price for price, k in zip(prices, most, strict=True) if k])
-    thresholds = select_smallest(candidates, Group(None, None), pool=pool)
+    thresholds = select_smallest(candidates, Group(), pool=pool)
     found = []
     for segment, threshold, scores in zip(segments, thresholds, tables, strict=True):
         parts = [threshold.removes(segment, at, bits) for at, bits in segment.chunks()]

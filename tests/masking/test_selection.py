@@ -13,7 +13,7 @@ from dist_sparse.masking import selection
 from dist_sparse.masking.scores import Segment
 from dist_sparse.masking.selection import Candidates, select_smallest
 
-ALONE = Group(None, None)
+ALONE = Group()
 
 
 def smallest(scores: Tensor, k: int, cols: int = 1, pieces: int = 1) -> Tensor:

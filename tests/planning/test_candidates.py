@@ -21,7 +21,7 @@ from dist_sparse.planning.candidates import (
     dense_bytes,
     shape_of,
 )
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
 
 pytest.importorskip("safetensors")
@@ -35,7 +35,7 @@ def two() -> tuple[nn.Module, list[ShardedData]]:
     model = nn.ModuleDict(
         {"user": nn.Embedding(70, 24), "item": nn.Embedding(33, 24), "odd": nn.EmbeddingBag(40, 7)}
     )
-    return model, model_source(model).locate()
+    return model, ModelTables(model).locate()
 
 
 def check(
@@ -90,7 +90,7 @@ def test_codes_of_large_tables_and_others_in_int4(dtype: str, tmp_path: Path) ->
         | {"small": nn.Embedding(19_999, 16)}
     )
     candidate = Candidate(dtype=dtype)
-    tables = [shape_of(table) for table in model_source(model).locate()]
+    tables = [shape_of(table) for table in ModelTables(model).locate()]
     codes = {table.name: candidate.codes(table) for table in tables}
     assert codes == {"large": 16 // CODED[dtype], "odd": 0, "small": 0}
     handle = quantize(model, [], codes={"large": codes["large"]}, begin=0, end=0)

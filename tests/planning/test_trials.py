@@ -18,7 +18,7 @@ from dist_sparse.planning.candidates import BY_COLUMN, Candidate
 from dist_sparse.planning.frontier import frontier
 from dist_sparse.planning.trials import serving
 from dist_sparse.serving.encodings import decode, encode
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.dist.cells import Cell, build, cells, gathered, plain
 from tests.dist.copies import build_copies, copied_cells
 from tests.dist.enforcing import optimizer_of
@@ -224,7 +224,7 @@ def test_errors() -> None:
     with pytest.raises(KeyError), serving(model, Candidate(dtype="int4", levels={"user": 0.5})):
         assert not (gathered(model)["user"] == before["user"]).all()
         raise KeyError
-    located = {data.name: data for data in model_source(model).locate()}
+    located = {data.name: data for data in ModelTables(model).locate()}
     if rank == 1:
         located["word"].shards[0].tensor[3, 4] = torch.inf
     broken = gathered(model)

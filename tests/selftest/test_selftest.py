@@ -51,7 +51,7 @@ from dist_sparse import selftest
 def differs(device):
     if dist.get_rank() == 1:
         raise selftest.Difference("a weight differs")
-    return "right", {}
+    return "right"
 
 def ends(device):
     sys.exit(5)
@@ -59,7 +59,7 @@ def ends(device):
 selftest.CHECKS.update({"masks": differs, "ordinary steps": ends, "float16": lambda device: 1 / 0})
 for name in selftest.CHECKS:
     if name not in ("masks", "ordinary steps", "float16"):
-        selftest.CHECKS[name] = lambda device: ("right", {})
+        selftest.CHECKS[name] = lambda device: "right"
 selftest._FOR_GPUS = ()
 sys.exit(selftest.worker(sys.argv[1:]))
 """

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from dist_sparse import DataNormSparsifier, compact, export, groups, load_served, sparsify
 from dist_sparse.groups import reset_traffic, traffic
-from dist_sparse.tables.modules import model_source, modules_by_path
+from dist_sparse.tables.modules import ModelTables, modules_by_path
 from tests.dist.cells import (
     Cell,
     TableSpec,
@@ -79,7 +79,7 @@ BIG = Cell("big", 2, {"big": row_wise(), "other": table_wise(rank=1)}, tables=(
 def exported(model: torch.nn.Module, path: Path, kind: str) -> None:
     block, dtype, config = KINDS[kind]
     sparsifier = DataNormSparsifier(sparsity_level=0.7, sparse_block_shape=block, norm="L2")
-    located = {data.name for data in model_source(model).locate()}
+    located = {data.name for data in ModelTables(model).locate()}
     sparsifier.add_model(
         model, config={name: entry for name, entry in config.items() if name in located} or None
     )
@@ -169,7 +169,7 @@ def test_copies(world: int, tmp_path: Path, expected: dict[Any, Any]) -> None:
     """Of two copies that were trained apart (2-D parallelism), the first one is written."""
     cell = copied_cells()["mixed"]
     model = build_copies(cell)
-    for data in model_source(model).locate():
+    for data in ModelTables(model).locate():
         for shard in data.shards:
             if data.copied and shard.rect not in data.owned(dist.get_rank()):
                 shard.tensor.add_(1.0)
@@ -231,7 +231,7 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
 def rows_held(model: torch.nn.Module) -> int:
     """The kept rows of this rank's shards."""
     return sum(
-        int(s.tensor.any(1).sum()) for data in model_source(model).locate() for s in data.shards
+        int(s.tensor.any(1).sum()) for data in ModelTables(model).locate() for s in data.shards
     )
 
 
@@ -295,7 +295,7 @@ def test_errors_are_raised_on_all_ranks(world: int, tmp_path: Path) -> None:
     refused(
         f"rank {last}: ValueError: Invalid sparse", "sparse" if rank == last else sparsifier, served
     )
-    other = next(data for data in model_source(model).locate() if data.name == "other")
+    other = next(data for data in ModelTables(model).locate() if data.name == "other")
     if rank == last:
         kept = tuple(other.shards[0].tensor.nonzero()[9])
         other.shards[0].tensor[kept] = torch.nan

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dist_sparse import DataNormSparsifier
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData, check_data, check_tiling
 
 torchrec = pytest.importorskip("torchrec")
@@ -76,14 +76,14 @@ DENSE = ["scale", "over/0/weight", "over/0/bias", "over/1/weight", "over/1/bias"
 
 
 def names(model: nn.Module, **selection: Any) -> list[str]:
-    return [data.name for data in model_source(model, **selection).locate()]
+    return [data.name for data in ModelTables(model, **selection).locate()]
 
 
 def test_plain_modules_need_no_torchrec() -> None:
     code = (
-        "import sys, torch; from dist_sparse.tables.modules import model_source; "
+        "import sys, torch; from dist_sparse.tables.modules import ModelTables; "
         "model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)); "
-        "located = model_source(model, dense=True).locate(); "
+        "located = ModelTables(model, dense=True).locate(); "
         "assert [data.name for data in located] == ['0', '1/weight', '1/bias'], located; "
         "assert not {'torchrec', 'fbgemm_gpu', 'dist_sparse.torchrec'} & set(sys.modules)"
     )
@@ -92,7 +92,7 @@ def test_plain_modules_need_no_torchrec() -> None:
 
 def test_tables_have_their_own_names_and_parameters_their_paths() -> None:
     model = TwoTower()
-    located = model_source(model, dense=True).locate()
+    located = ModelTables(model, dense=True).locate()
     assert sorted(data.name for data in located) == sorted(TABLES + DENSE)
     assert names(model) == TABLES
     state = model.state_dict()
@@ -160,19 +160,19 @@ def test_globs_select_by_name_or_path(selection: dict[str, Any], expected: list[
 )
 def test_patterns_that_select_nothing_are_errors(selection: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model_source(TwoTower(), **selection)
+        ModelTables(TwoTower(), **selection).locate()
 
 
 def test_a_model_without_tables_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"Linear holds no tables: no TorchRec collection, nn.Embedding"
     ):
-        model_source(nn.Linear(2, 2))
+        ModelTables(nn.Linear(2, 2)).locate()
     assert names(nn.Linear(2, 2), dense=True) == ["weight", "bias"]
     with pytest.raises(
         ValueError, match=r"Invalid model of type Tensor: must be a torch.nn.Module"
     ):
-        model_source(torch.ones(2, 2))  # type: ignore[arg-type]
+        ModelTables(torch.ones(2, 2))  # type: ignore[arg-type]
 
 
 def test_equal_table_names_get_the_module_path() -> None:
@@ -188,12 +188,12 @@ def test_equal_table_names_get_the_module_path() -> None:
             r" a/b.embedding_bags.t.weight. Rename"
         ),
     ):
-        model_source(clash)
+        ModelTables(clash).locate()
 
 
 def test_the_model_itself_can_be_a_table_or_a_collection() -> None:
     assert names(nn.Embedding(3, 2)) == ["weight"]
-    assert [data.fqn for data in model_source(bags("id")).locate()] == ["embedding_bags.id.weight"]
+    assert [data.fqn for data in ModelTables(bags("id")).locate()] == ["embedding_bags.id.weight"]
 
 
 def test_shared_modules_and_parameters_count_once() -> None:
@@ -207,15 +207,15 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     wrapped = nn.ModuleDict(
         {"tower": checkpoint_wrapper(nn.ModuleDict({"words": nn.Embedding(3, 2)}))}
     )
-    assert [data.fqn for data in model_source(wrapped).locate()] == ["tower.words.weight"]
+    assert [data.fqn for data in ModelTables(wrapped).locate()] == ["tower.words.weight"]
     assert [
-        data.fqn for data in model_source(torch.compile(nn.Sequential(bags("id")))).locate()
+        data.fqn for data in ModelTables(torch.compile(nn.Sequential(bags("id")))).locate()
     ] == ["0.embedding_bags.id.weight"]
 
 
 def test_views_are_those_of_the_moment() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(3, 2)})
-    source = model_source(model)
+    source = ModelTables(model)
     old = source.locate()[0].shards[0].tensor
     model["words"].weight = nn.Parameter(torch.ones(3, 2))
     source.locate()[0].shards[0].tensor.zero_()
@@ -227,14 +227,14 @@ def test_writes_between_forward_and_backward_go_unnoticed() -> None:
     model = nn.Embedding(3, 2)
     before = model.weight.detach().clone()
     out = (model(torch.arange(3)) ** 2).sum()
-    model_source(model).locate()[0].shards[0].tensor.zero_()
+    ModelTables(model).locate()[0].shards[0].tensor.zero_()
     out.backward()
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, 2 * before) and not model.weight.any()
 
 
 def test_a_table_without_rows_is_held_by_nobody() -> None:
-    data = model_source(nn.Embedding(0, 4)).locate()[0]
+    data = ModelTables(nn.Embedding(0, 4)).locate()[0]
     assert (data.shape, data.tiling, data.shards) == ((0, 4), ((),), ())
 
 
@@ -269,7 +269,7 @@ REFUSED_TENSORS = {
 def test_weights_that_are_refused(case: str) -> None:
     make, message = REFUSED_TENSORS[case]
     with pytest.raises(ValueError, match=message):
-        model_source(make(), dense=case in ("lazy", "n-d"))
+        ModelTables(make(), dense=case in ("lazy", "n-d")).locate()
 
 
 class OtherBags(EmbeddingBagCollectionInterface):
@@ -347,14 +347,14 @@ def test_modules_that_are_refused(case: str) -> None:
     make, message = REFUSED_MODULES[case]
     model = nn.ModuleDict({"odd": make(), "even": bags("id")})
     with pytest.raises(ValueError, match=message) as raised:
-        model_source(model)
+        ModelTables(model).locate()
     assert str(raised.value).startswith(
         f"The tables of {type(model['odd']).__name__} at 'odd' can't be sparsified: "
     )
     assert str(raised.value).endswith("It can be left out: exclude=['odd'].")
     assert names(model, exclude="odd") == ["id"]
     with pytest.raises(ValueError, match=message):
-        model_source(model["odd"])
+        ModelTables(model["odd"]).locate()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_a_weight_shared_with_a_dense_module_is_a_table_whichever_comes_first() 
             self.emb = nn.Embedding(9, 4)
             self.out.weight = self.emb.weight
 
-    assert [data.name for data in model_source(Tied()).locate()] == ["emb"]
+    assert [data.name for data in ModelTables(Tied()).locate()] == ["emb"]
 
 
 def test_a_weight_is_registered_once() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from tests.optim.optim_loop import Steady
 
 
@@ -55,7 +55,7 @@ def test_wrappers_add_nothing_to_paths(
             setattr(model, name, wrap(model.get_submodule(name)))
     else:
         model = checkpoint_wrapper(wrap(model))
-    located = model_source(model).locate()
+    located = ModelTables(model).locate()
     assert [data.fqn for data in located] == ["user.module.weight", "item.weight"]
     for data, table in zip(located, tables, strict=True):
         assert data.shards[0].tensor.data_ptr() == table.data_ptr()

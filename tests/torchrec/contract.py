@@ -27,10 +27,10 @@ NAMES: Final = {
     "torchrec.distributed": {
         # Collections: the lookups of this rank, the table groups of all ranks.
         "embeddingbag.ShardedEmbeddingBagCollection": (
-            "_env _lookups _embedding_bag_configs _embedding_shardings _is_weighted fused_optimizer"
+            "_env _lookups _embedding_shardings _is_weighted _table_name_to_config fused_optimizer"
         ),
         "embedding.ShardedEmbeddingCollection": (
-            "_env _lookups _embedding_configs _need_indices _sharding_type_to_sharding"
+            "_env _lookups _need_indices _sharding_type_to_sharding _table_name_to_config"
         ),
         "embedding_types.GroupedEmbeddingConfig": "embedding_tables",
         "embedding_types.ShardedEmbeddingTable": (

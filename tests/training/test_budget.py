@@ -11,13 +11,13 @@ from torch import nn
 
 from dist_sparse import COL, ROW, sparsify
 from dist_sparse.planning.candidates import Candidate
-from dist_sparse.tables.modules import model_source
+from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.training.arguments import SparsifyArgs, budget_levels, parse_budget
 
 
 def tables_of(model: nn.Module) -> dict[str, ShardedData]:
-    return {data.name: data for data in model_source(model).locate()}
+    return {data.name: data for data in ModelTables(model).locate()}
 
 
 def arguments(**given: Any) -> SparsifyArgs:
