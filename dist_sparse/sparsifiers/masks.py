@@ -259,7 +259,7 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
         packed: the registered tables.
         action: the public call, for messages.
     """
-    located = packed.current(action)
+    located = packed.current_for(action)
     return packed.summed(
         {name: _lookups_here(packed.table(name), data) for name, data in located.items()}
     )
@@ -425,14 +425,14 @@ class Masks:
         ``count`` returns for them. Collective: one all-reduce a group, after an exchange of status;
         ``located`` spares the status and a walk."""
         if located is None:
-            located = self.tables.current(action)
+            located = self.tables.current_for(action)
         held = self.held(located)
         sums = self.tables.summed({name: count(one) for name, one in held.items()})
         return {name: (one, sums[name]) for name, one in held.items()}
 
     def table_stats(self, configs: Configs) -> dict[str, TableStats]:
         """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
-        located = self.tables.current("table_stats()")
+        located = self.tables.current_for("table_stats()")
         # A rank that runs out of memory here would leave the others waiting.
         with self.tables.agreeing("table_stats()"):
             here = self.held(located)
@@ -490,7 +490,7 @@ class Masks:
     def audit(self) -> dict[str, str]:
         """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
         packed, enforced = self.tables, self.enforcer is not None
-        located = packed.current("audit()")
+        located = packed.current_for("audit()")
         with packed.agreeing("audit()"):
             # Dirty rows are zeroed before a forward reads them: they are no errors.
             self.hooks.settle()

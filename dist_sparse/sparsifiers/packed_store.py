@@ -8,7 +8,7 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
-from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import (
     Block,
     Rect,
@@ -116,22 +115,10 @@ class TableMasks:
             for rect, weights in data.shards
         ]
 
-    def follow(self, data: ShardedData) -> bool:
+    def follow(self, data: ShardedData) -> None:
         """Bring the masks to the devices of their shards, where they are not yet."""
         devices = [shard.tensor.device for shard in data.shards]
-        if [mask.bits.device for mask in self.masks] == devices:
-            return False
         self.shards = list(map(Held.to, self.shards, devices))
-        return True
-
-    def state(self, writes: Sequence[BlockMask]) -> tuple[ChunkedTensor, ChunkedTensor | None]:
-        """Return masks and counts of lookups as a state holds them; ``writes`` are the parts of the
-        mask that this rank writes: see :func:`~dist_sparse.sparsifiers.pieces.written`."""
-        masks = pieces.saved_masks(self.shape, self.block, writes, self.shards)
-        if self.counted is None:
-            return masks, None
-        rects = [held.mask.rect for held in self.leftmost]
-        return masks, pieces.saved_counts(self.shape[0], self.counted, rects, self.counts)
 
     def loaded(
         self, data: ShardedData, entry: Mapping[str, Any], masks: object, counts: object
@@ -211,6 +198,13 @@ class PackedStore:
             groups.setdefault(self._tables[name].ranks, []).append(name)
         return {ranks: groups[ranks] for ranks in sorted(groups, key=_by_size)}
 
+    def over_groups(self, names: Collection[str]) -> Iterator[tuple[Group, list[str]]]:
+        """Yield the group of each of these tables, and those that it holds, in an order that all
+        ranks share. No other group is made: its ranks may not be here."""
+        for ranks, held in self.groups.items():
+            if chosen := sorted(set(held).intersection(names)):
+                yield group_over(ranks), chosen
+
     @contextmanager
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
         """:func:`dist_sparse.groups.agreeing` over the tables' groups: for each its facts and its
@@ -223,13 +217,21 @@ class PackedStore:
         as they are. Collective: one all-reduce for each group with a table among ``values``, the
         same tables on every rank."""
         sums = {name: list(value) for name, value in values.items()}
-        for ranks, held in self.groups.items():
-            if names := sorted(values.keys() & held):
-                # Hashes have 64 bits and no sign; collectives sum int64.
-                rows = [list(map(_signed, values[name])) for name in names]
-                total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
-                sums.update(zip(names, total.tolist(), strict=True))
+        for group, names in self.over_groups(values):
+            # Hashes have 64 bits and no sign; collectives sum int64.
+            rows = [list(map(_signed, values[name])) for name in names]
+            total = group.all_reduce(torch.tensor(rows, dtype=torch.int64))
+            sums.update(zip(names, total.tolist(), strict=True))
         return sums
+
+    def exchange(self, moves: Mapping[str, pieces.Move]) -> dict[str, list[Held]]:
+        """Return the pieces that the move of each table brings to this rank. Collective: one
+        all-to-all for each group with a table among ``moves``, the same tables on every rank."""
+        arrived: dict[str, list[Held]] = {}
+        for group, names in self.over_groups(moves):
+            found = pieces.exchange(group, [moves[name] for name in names])
+            arrived.update(zip(names, found, strict=True))
+        return arrived
 
     # Registration.
 
@@ -246,10 +248,8 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        held = [(name, shard.tensor) for name in self._tables for shard in self.find(name).shards]
-        held += plain.items()
-        new = [(data.name, shard.tensor) for data in located for shard in data.shards]
-        if shared := shared_memory(held, new):
+        held = [*_tensors_of(map(self.find, self._tables)), *plain.items()]
+        if shared := shared_memory(held, _tensors_of(located)):
             first, second = shared
             raise ValueError(
                 f"Table {second!r} is registered already, as {first!r}: they share memory."
@@ -292,13 +292,10 @@ class PackedStore:
         Raises:
             ValueError: a table is no longer in its model, or has another shape.
         """
-        # One walk finds all tables of a model.
-        names: dict[Source, list[str]] = {}
-        for name, table in self._tables.items():
-            names.setdefault(table.source, []).append(name)
         found: dict[str, ShardedData] = {}
-        for source, wanted in names.items():
-            found |= {data.name: data for data in source.locate(wanted)}
+        # One walk finds all tables of a model.
+        for source in self.sources:
+            found |= {data.name: data for data in source.locate(self._tables)}
         if missing := sorted(self._tables.keys() - found.keys()):
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
@@ -309,19 +306,18 @@ class PackedStore:
             self._check_shape(data)
         return located
 
-    def current(self, action: str | None = None) -> dict[str, ShardedData]:
-        """:meth:`locate`, and bring the masks to their shards: collective if shards have moved.
+    def current(self) -> dict[str, ShardedData]:
+        """:meth:`locate`, and bring the masks to their shards: collective if shards have moved."""
+        located = self.locate()
+        self.reshard(located)
+        return located
 
-        Args:
-            action: check first that all ranks make this call. Collective over the tables' groups:
-                32 bytes each.
-        """
-        if action is None:
+    def current_for(self, action: str) -> dict[str, ShardedData]:
+        """:meth:`current`, once all ranks make the public call ``action``. Collective over the
+        tables' groups: 32 bytes each."""
+        # A rank that can't locate its tables must stop the others before the exchange.
+        with self.agreeing(action):
             located = self.locate()
-        else:
-            # A rank that can't locate its tables must stop the others before the exchange.
-            with self.agreeing(action):
-                located = self.locate()
         self.reshard(located)
         return located
 
@@ -344,16 +340,13 @@ class PackedStore:
         Raises:
             ValueError: on every rank; names table, place and rank.
         """
-        arrived: dict[str, list[Held]] = {}
-        for ranks, names in self.groups.items():
-            moves = {}
-            for name in names:
-                move = masks[name].move_of_whole_blocks()
-                # Usually nothing is shared: then nothing is sent.
-                if located[name].replicated or move.new != move.old:
-                    moves[name] = move
-            found = pieces.exchange(group_over(ranks), list(moves.values()))
-            arrived.update(zip(moves, found, strict=True))
+        moves = {}
+        for name, table in masks.items():
+            move = table.move_of_whole_blocks()
+            # Usually nothing is shared: then nothing is sent.
+            if located[name].replicated or move.new != move.old:
+                moves[name] = move
+        arrived = self.exchange(moves)
         with self.agreeing(action):
             for name, theirs in arrived.items():
                 if place := masks[name].differs_at(theirs):
@@ -374,22 +367,16 @@ class PackedStore:
         """Bring the bits of moved tables to their new holders. Collective over the groups of moved
         tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
         local."""
-        moved = set(self.moved(located))
-        # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
-        for ranks, names in self.groups.items():
-            tables = [located[name] for name in sorted(moved.intersection(names))]
-            if not tables:
-                # Not even its group is made: other ranks may not be here.
-                continue
-            moves = [self._tables[data.name].move(data.tiling) for data in tables]
-            arrived = pieces.exchange(group_over(ranks), moves)
-            for data, found in zip(tables, arrived, strict=True):
-                self._tables[data.name].take(data, found)
-                self.version += 1
+        moved = self.moved(located)
+        moves = {name: self._tables[name].move(located[name].tiling) for name in moved}
+        for name, found in self.exchange(moves).items():
+            self._tables[name].take(located[name], found)
+        self.version += len(moved)
         for name, data in located.items():
+            table, before = self._tables[name], self._tables[name].shards
             # A model may have been moved, such as by .to(), since the bits were stored.
-            if self._tables[name].follow(data):
-                self.version += 1
+            table.follow(data)
+            self.version += table.shards != before
 
     # Masks.
 
@@ -476,11 +463,9 @@ class PackedStore:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
         ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
         borders cut bytes of masks: then collective."""
-        writes: dict[str, list[BlockMask]] = {}
         # First, as it may be collective: nothing below communicates.
-        for ranks, names in self.groups.items():
-            writes |= self._masks_to_write(names, group_over(ranks))
-        tables, masks, counts = {}, {}, {}
+        writes = self._masks_to_write()
+        tables, masks = {}, {}
         for name, table in self._tables.items():
             tables[name] = {
                 "shape": table.shape,
@@ -489,33 +474,35 @@ class PackedStore:
                 "removed": table.removed,
                 "config": configs[name],
             }
-            masks[name], lookups = table.state(writes[name])
-            if lookups is not None:
-                counts[name] = lookups
+            masks[name] = pieces.saved_masks(table.shape, table.block, writes[name], table.shards)
+        counts = {
+            name: pieces.saved_counts(table.shape[0], table.counted, table.leftmost, table.shards)
+            for name, table in self._tables.items()
+            if table.counted is not None
+        }
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
 
-    def _masks_to_write(self, names: Sequence[str], group: Group) -> dict[str, list[BlockMask]]:
+    def _masks_to_write(self) -> dict[str, list[BlockMask]]:
         """Return the parts of each mask that this rank writes to a checkpoint: see
         :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
-        bytes of a mask: then collective over the group."""
-        moves, held, cut = {}, {}, []
-        for name in names:
-            table = self._tables[name]
+        bytes of a mask: then collective over its group."""
+        moves, cut = {}, {}
+        for name, table in self._tables.items():
             parts, cuts_bytes = pieces.written(table.tiling, table.block, table.shape)
-            moves[name], held[name] = table.move(parts), table.shards
+            moves[name] = table.move(parts)
             if cuts_bytes:
                 # The same on all ranks: all of them take part in the exchange, or none.
-                cut.append(name)
-        arrived = pieces.exchange(group, [moves[name] for name in cut])
-        held.update(zip(cut, arrived, strict=True))
-        cpu, found = torch.device("cpu"), dict[str, list[BlockMask]]()
+                cut[name] = moves[name]
+        arrived, cpu = self.exchange(cut), torch.device("cpu")
+        found: dict[str, list[BlockMask]] = {}
         for name, move in moves.items():
-            found[name] = []
-            for rect in move.new[group.rank]:
-                whole = pieces.assembled(rect, move.block, held[name], cpu, move.counted)
-                found[name].append(whole.mask)
+            held, rank = arrived.get(name, move.held), rank_in(self._tables[name].ranks)
+            found[name] = [
+                pieces.assembled(rect, move.block, held, cpu, move.counted).mask
+                for rect in move.new[rank]
+            ]
         return found
 
     def prepare(
@@ -584,6 +571,10 @@ class PackedStore:
 def _by_size(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
     held = ranks or ()
     return len(held), held
+
+
+def _tensors_of(tables: Iterable[ShardedData]) -> list[tuple[str, Tensor]]:
+    return [(data.name, tensor) for data in tables for _, tensor in data.shards]
 
 
 def _only(name: str, shards: Sequence[T]) -> T:

@@ -32,7 +32,7 @@ from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Wri
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
-from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located
+from dist_sparse.sparsifiers.masks import Configs, Located
 from dist_sparse.tables.shards import (
     COL,
     Block,
@@ -181,7 +181,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             return dict(goals)
         # Scores of shards that are not found below are forgotten: without an enforcer, all of them.
         before, self._kept_scores = self._kept_scores, {}
-        found, written = dict(goals), (self.masks.enforcer or Enforcer()).written()
+        found, written = dict(goals), self.masks.hooks.written()
         for name, goal in goals.items():
             # Else a written row would change scores of other rows, or of another rank.
             if not (goal.by_element or goal.whole_columns or goal.data.replicated):

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Facts, Group, group_over
+from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located, Masks
+from dist_sparse.sparsifiers.masks import Configs, Located, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Move, Tiling, exchange, shared_weights
+from dist_sparse.sparsifiers.pieces import Move, Tiling, shared_weights
 from dist_sparse.tables.shards import (
     CACHED,
     Block,
@@ -139,7 +139,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    (masks.enforcer or Enforcer()).end_step()
+    masks.hooks.end_step()
 
 
 def make_masks(
@@ -173,11 +173,9 @@ def make_masks(
             scored = _score(sparsifier, located, before, noted)
     # 4. Collective: select.
     made: dict[str, MadeMasks] = {}
-    for ranks, names in packed.groups.items():
-        group = group_over(ranks)
-        selected = sparsifier.select_masks(scored, names, group)
-        made |= _of_first_copies(selected, located, group)
-    return located, made
+    for group, names in packed.over_groups(located):
+        made |= sparsifier.select_masks(scored, names, group)
+    return located, _of_first_copies(packed, located, made)
 
 
 def _score(
@@ -205,7 +203,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    (sparsifier.masks.enforcer or Enforcer()).begin_step()
+    sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
@@ -247,9 +245,7 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     # Copies are trained apart.
-    equal = [data for data in tables if data.kept_equal]
-    if equal:
-        facts.replicas |= shared_weights(equal)
+    facts.replicas |= shared_weights([data for data in tables if data.kept_equal])
     facts.on_drift = _refuse_drift
 
 
@@ -263,21 +259,17 @@ def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
 
 
 def _of_first_copies(
-    made: Mapping[str, MadeMasks], located: Located, group: Group
+    packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]
 ) -> dict[str, MadeMasks]:
     """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
-    Collective over ``group`` if there are such copies: one all-to-all of packed
-    bits."""
-    # The same on every rank: the tables of a group are.
-    copied = {name: located[name] for name in made if located[name].copied}
-    if not copied:
-        return dict(made)
-    moves = []
-    for name, data in copied.items():
-        held = [Held(mask) for mask, _ in made[name].masks]
-        moves.append(Move(held, made[name].block, data.tiling, _later_copies(data)))
+    Collective over the groups of such copies: one all-to-all of packed bits each."""
+    moves = {}
+    for name, data in located.items():
+        if data.copied:
+            held = [Held(mask) for mask, _ in made[name].masks]
+            moves[name] = Move(held, made[name].block, data.tiling, _later_copies(data))
     taken = dict(made)
-    for name, arrived in zip(copied, exchange(group, moves), strict=True):
+    for name, arrived in packed.exchange(moves).items():
         own = {new.mask.rect: new for new in made[name].masks}
         for copy in arrived:
             first = copy.to(own[copy.mask.rect].mask.bits.device).mask
