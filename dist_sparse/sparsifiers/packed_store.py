@@ -451,11 +451,10 @@ class PackedStore:
         return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
-    def apply(self, located: Mapping[str, ShardedData]) -> None:
-        """Write zero to the removed weights of this rank's shards of these tables. Local."""
-        for name, data in located.items():
-            for shard, mask in zip(data.shards, self.masks(name), strict=True):
-                mask.apply_(shard.tensor)
+    def apply(self, data: ShardedData) -> None:
+        """Write zero to the removed weights of this rank's shards of a table. Local."""
+        for shard, mask in zip(data.shards, self.masks(data.name), strict=True):
+            mask.apply_(shard.tensor)
 
     # Saving.
 
