@@ -295,7 +295,8 @@ class BaseDataSparsifier(MaskMaker):
         Weights are read as they are stored. With an enforcer attached, what optimizers have revived
         since the last forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
         """
-        return self._in_order(self.masks.count_revived())
+        located = self.masks.tables.current_for("count_revived()")
+        return self._in_order(self.masks.count_revived(located))
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
@@ -436,7 +437,7 @@ class BaseDataSparsifier(MaskMaker):
                 " place of the tensors that train: detach() the enforcer, load, add_data() the"
                 " tensors again, and attach it."
             )
-            taken = f"The state has plain data of the names {both}, which belong to sharded tables here."
+            taken = f"The state has plain data of the names {both}, sharded tables here."
             refuse({trains: plain and self.masks.enforcer is not None, taken: both})
             commit_dense = dense.prepare(saved, configs, strict=strict)
             located = packed.locate()

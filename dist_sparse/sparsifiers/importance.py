@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -125,7 +126,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         score: Score = "norm_accumulator",
         decay: float = 1.0,
         scope: Scope = "table",
-        floors: Mapping[str, float] | None = None,
+        floors: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
@@ -138,7 +139,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than"
                 " 'L2'."
             )
-        self.scope, self.floors = scope, {} if floors is None else floors
+        self.scope, self.floors = scope, dict(floors)
         self._known: dict[str, list[_Known]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
@@ -180,7 +181,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self._fast != "norm_accumulator":
             # Counts decay in all rows; resets of G change rows that nothing has written.
             return None
-        known = next(known for known in self._known[name] if known.rect == shard.rect)
+        known = self._known_at(name, shard.rect[:2])
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
         # such as a load.
         state = known.total.data_ptr(), known.total._version, known.initial
@@ -198,7 +199,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             # Views of live storage, which may be replaced before the next mask update.
             self._known = {}
         # Only after a mask update that has succeeded, on all ranks alike.
-        if self.enable_mask_update and self.counts_lookups and self.decay < 1:
+        if self.enable_mask_update and self.decay < 1:
             self._age_counts()
 
     def _age_counts(self) -> None:
@@ -237,16 +238,19 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
         if self.scored_by not in ("accumulator", "frequency"):
             super()._check_untouched(data, block)
-        reasons = {
-            f"removes whole rows: the block must be 'row', not {block}": block
-            != (1, data.shape[1]),
-            f"needs all lookups, and decay={self.decay} forgets old ones": self.decay < 1,
-            "can't tell the rows of copies that are trained apart": data.copied,
-            "is of each table by itself: scope='global' moves it": self.scope == "global",
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ValueError(f"Table {data.name!r}: the level 'untouched' {reason}.")
+        level, row = f"Table {data.name!r}: the level 'untouched'", (1, data.shape[1])
+        checks.refuse(
+            {
+                f"{level} removes whole rows: the block must be 'row', not {block}.": block != row,
+                f"{level} needs all lookups, and decay={self.decay} forgets old ones.": (
+                    self.decay < 1
+                ),
+                f"{level} can't tell the rows of copies that are trained apart.": data.copied,
+                f"{level} is of each table by itself: scope='global' moves it.": (
+                    self.scope == "global"
+                ),
+            }
+        )
 
     def unknown_tables(self, located: Located) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad
@@ -299,11 +303,16 @@ class ImportanceSparsifier(DataNormSparsifier):
         """Return the value of an element of the rows of a chunk, float64 ``(rows, 1)`` or
         ``(rows, columns)``."""
         # Chunks are of one shard: its first element tells which.
-        here = Rect(*offset, 1, 1)
+        known = self._known_at(name, offset)
+        first = offset[0] - known.rect.row
+        return known.of_rows(slice(first, first + len(data)))
+
+    def _known_at(self, name: str, place: tuple[int, int]) -> _Known:
+        """Return what is known of the shard with the element at a (row, column)."""
+        here = Rect(*place, 1, 1)
         for known in self._known.get(name, ()):
             if known.rect.intersect(here) is not None:
-                first = offset[0] - known.rect.row
-                return known.of_rows(slice(first, first + len(data)))
+                return known
         raise ValueError(
             f"Data {name!r}: score={self.scored_by!r} is for the tables of models, from"
             " add_model()."

@@ -121,9 +121,8 @@ def update_masks(sparsifier: MaskMaker) -> None:
             rotated.
     """
     masks, packed = sparsifier.masks, sparsifier.masks.tables
-    if masks.rotation is not None:
-        # Before anything is scored: it moves the norm of a table into its first columns.
-        masks.rotation.update()
+    # Before anything is scored: it moves the norm of a table into its first columns.
+    masks.rotation.update()
     recorder = masks.recorder if packed else None
     before: list[tuple[Tensor, Tensor]] = []
     try:
