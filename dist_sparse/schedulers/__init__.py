@@ -311,8 +311,8 @@ class CurveDataScheduler(ReadyDataScheduler):
         if value == UNTOUCHED:
             return value
         # Keys such as zeros_per_block take ints only; levels are floats by now.
-        both_ints = isinstance(self.initial, int) and isinstance(given, int)
-        return round(value) if both_ints else float(value)
+        only_ints = {type(self.initial), type(given)} == {int}
+        return round(value) if only_ints else float(value)
 
     @property
     def _given(self) -> Finals:

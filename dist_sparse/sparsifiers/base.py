@@ -27,12 +27,12 @@ from dist_sparse.sparsifiers.dense_store import (
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.masks import Masks, Recorder
+from dist_sparse.sparsifiers.masks import Configs, Masks, Recorder
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
 from dist_sparse.sparsifiers.step import MaskMaker
 from dist_sparse.tables.modules import ModelTables, TensorSource, is_sharded
-from dist_sparse.tables.shards import Block, ShardedData, Source
+from dist_sparse.tables.shards import ShardedData, Source
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
@@ -195,14 +195,14 @@ class BaseDataSparsifier(MaskMaker):
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             overrides = _overrides(config or {}, self.defaults, located)
-            configs, blocks = self._checked(located, overrides)
+            configs, register = self._checked(source, located, overrides)
             for data in located:
                 for shard in data.shards:
                     weights_are_on(shard.tensor.device)
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, configs[data.name]]
         # All ranks have agreed: from here on nothing can fail on some of them alone.
-        self._register(source, located, configs, blocks)
+        register()
         return list(configs)
 
     def delete_data(self, name: str) -> None:
@@ -523,8 +523,8 @@ class BaseDataSparsifier(MaskMaker):
         for_plain = f"Invalid config of {name!r}: {foreign} are for plain data."
         refuse({known: name in self.data_groups, for_plain: foreign})
         source = TensorSource(name, data)
-        located = source.locate()
-        self._register(source, located, *self._checked(located, {name: config}))
+        _, register = self._checked(source, source.locate(), {name: config})
+        register()
         kept: Tensor = data
         return kept
 
@@ -538,27 +538,22 @@ class BaseDataSparsifier(MaskMaker):
         self.check_config(data, config)
 
     def _checked(
-        self, located: Sequence[ShardedData], overrides: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, Block]]:
-        """Return the configuration of each new table, and what a bit of its masks covers. Changes
-        nothing."""
+        self, source: Source, located: Sequence[ShardedData], overrides: Configs
+    ) -> tuple[dict[str, dict[str, Any]], Callable[[], None]]:
+        """Return the configurations of the new tables of a source, and the function that registers
+        them. Changes nothing."""
         configs, blocks = {}, {}
         for data in located:
             configs[data.name] = self._overlaid(self.defaults, overrides[data.name])
             blocks[data.name] = self.check_config(data, configs[data.name])
         self.masks.tables.check_new(located, self.masks.plain.tensors())
-        return configs, blocks
 
-    def _register(
-        self,
-        source: Source,
-        located: Sequence[ShardedData],
-        configs: Mapping[str, dict[str, Any]],
-        blocks: Mapping[str, Block],
-    ) -> None:
-        counted = self.count_dtype if self.counts_lookups else None
-        self.masks.tables.add(source, located, blocks, counted)
-        self.data_groups |= configs
+        def register() -> None:
+            counted = self.count_dtype if self.counts_lookups else None
+            self.masks.tables.add(source, located, blocks, counted)
+            self.data_groups |= configs
+
+        return configs, register
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``config``, changed to what the caller passed."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory, matrix_shape
+from dist_sparse.tables.shards import Rect, Shard, ShardedData, check_memory, matrix_shape, whole
 
 
 class Masked(nn.Module):
@@ -145,7 +146,7 @@ class DenseStore:
         """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the
         ancestor's format."""
         return {
-            "state": _converted(self.state, sparse=True),
+            "state": _converted(self.state, Tensor.to_sparse_coo),
             "_container": dict(self.container.state_dict()),
         }
 
@@ -168,7 +169,7 @@ class DenseStore:
             ValueError: a mask does not fit its data.
         """
         # Copies: the caller's state must not change with the masks.
-        states = _converted(saved["state"], sparse=False)
+        states = _converted(saved["state"], _dense)
         if not strict:
             states = {name: entry for name, entry in states.items() if name not in self}
         # Filled aside, so that a malformed entry raises before anything is replaced.
@@ -215,15 +216,8 @@ def as_matrix(mask: Tensor) -> Tensor:
 def as_sharded(name: str, matrix: Tensor) -> ShardedData:
     """Return plain data as a sharded table over a world of one."""
     rect = Rect(0, 0, *matrix.shape)
-    return ShardedData(
-        name=name,
-        shape=(rect.rows, rect.cols),
-        dtype=matrix.dtype,
-        sharding="plain",
-        ranks=None,
-        tiling=((rect,),),
-        shards=(Shard(rect, matrix),),
-    )
+    shards = (Shard(rect, matrix),)
+    return replace(whole(name, matrix), sharding="plain", tiling=((rect,),), shards=shards)
 
 
 def _attach(
@@ -249,19 +243,22 @@ def _parametrizations(container: Container, name: str) -> nn.Module:
     return container.get_submodule(f"parametrizations.{name}")
 
 
+def _dense(mask: Tensor) -> Tensor:
+    return mask.to_dense().clone()
+
+
 def _converted(
-    state: Mapping[str, Mapping[str, Any]], *, sparse: bool
+    state: Mapping[str, Mapping[str, Any]], convert: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Return a deep copy of the per-name state with masks as sparse COO, the ancestor's format for
-    saving, or dense."""
+    """Return a deep copy of the per-name state with converted masks: sparse COO, the ancestor's
+    format for saving, or dense."""
     converted: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
         rest = dict(entry)
         mask = rest.pop("mask", None)
         converted[name] = copy.deepcopy(rest)
         if mask is not None:
-            mask = mask.detach()
-            converted[name]["mask"] = mask.to_sparse_coo() if sparse else mask.to_dense().clone()
+            converted[name]["mask"] = convert(mask.detach())
     return converted
 
 
@@ -291,8 +288,11 @@ def _fill(
             container.register_buffer(name, data)
             continue
         _attach(container, name, data, entry["mask"], config.get("parametrization", Masked))
-        buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
-        kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
+        kept = {
+            key.removeprefix(prefix): buffer
+            for key, buffer in tensors.items()
+            if key.startswith(f"{prefix}0.")
+        }
         # Not strict: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
 

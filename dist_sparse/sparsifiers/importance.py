@@ -19,10 +19,10 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import Measure, WeightedSquares
-from dist_sparse.sparsifiers.masks import Configs, Located
+from dist_sparse.sparsifiers.masks import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
-from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
+from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData
 
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = get_args(Score)

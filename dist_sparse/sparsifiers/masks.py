@@ -32,12 +32,11 @@ from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import (
     assembled,
     begun,
-    exchange,
     mask_hash,
     removed_blocks,
     shape_hash,
 )
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of
+from dist_sparse.tables.shards import Block, Located, Rect, Shard, ShardedData, grid_of
 from dist_sparse.text import (
     block_shape_text,
     block_text,
@@ -47,7 +46,6 @@ from dist_sparse.text import (
     table_lines,
 )
 
-Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]
 
 
@@ -200,7 +198,7 @@ def _change(
     change = MaskChange(
         name=data.name,
         target=configured_level(config),
-        threshold=None if made.threshold is None else made.threshold.score,
+        threshold=made.threshold.score,
         blocks=grid_of(Rect(0, 0, *data.shape), made.block).blocks,
         removed_blocks=removed,
         flipped_blocks=flipped,
@@ -507,14 +505,13 @@ class Masks:
     def full_mask(self, name: str) -> Tensor:
         """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
         packed, data = self.tables, self.tables.find(name)
-        group, whole = group_over(data.ranks), Rect(0, 0, *data.shape)
-        with group.agreeing("full_mask()") as facts:
+        with group_over(data.ranks).agreeing("full_mask()") as facts:
             facts["name"] = name
         packed.reshard({name: data})
+        table, whole = packed.table(name), Rect(0, 0, *data.shape)
         # As if every rank held all of the table.
-        everywhere = ((whole,),) * group.size
-        table = packed.table(name)
-        [arrived] = exchange(group, [table.move(everywhere)])
+        move = table.move(((whole,),) * len(data.tiling))
+        arrived = packed.exchange({name: move})[name]
         held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
         return held.mask.dense()
 
@@ -608,6 +605,6 @@ def describe(sparsifier: Any) -> str:
         shown = "-" if level is None else level_text(level)
         stored = shape_text(data.shape), dtype, data.sharding, shards
         rows.append((name, *stored, block_shape_text(block), zeros, shown, f"{size:,}"))
-    ranks = number_of(max((len(ranks or (0,)) for ranks in packed.groups), default=1), "rank")
-    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks}"
+    ranks = max((len(each.data.tiling) for each in held.values()), default=1)
+    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {number_of(ranks, 'rank')}"
     return "\n".join([title, *table_lines(_HEAD, rows)])

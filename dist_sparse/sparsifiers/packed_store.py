@@ -18,10 +18,12 @@ from torch import Tensor
 
 from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
+from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
 from dist_sparse.tables.shards import (
     Block,
+    Located,
     Rect,
     ShardedData,
     Source,
@@ -95,8 +97,8 @@ class TableMasks:
     def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
-        touched = self._whole_blocks(mask.rect for mask in self.masks)
-        for mask, here in zip(self.masks, touched, strict=True):
+        for mask in self.masks:
+            here = pieces.whole_blocks(mask.rect, self.block, self.shape)
             for theirs in arrived:
                 rect = theirs.mask.rect
                 inside = rect.intersect(here) == rect
@@ -196,7 +198,7 @@ class PackedStore:
         # By name: ranks may have registered in another order.
         for name in sorted(self._tables):
             groups.setdefault(self._tables[name].ranks, []).append(name)
-        return {ranks: groups[ranks] for ranks in sorted(groups, key=_by_size)}
+        return dict(sorted(groups.items(), key=_by_size))
 
     def over_groups(self, names: Collection[str]) -> Iterator[tuple[Group, list[str]]]:
         """Yield the group of each of these tables, and those that it holds, in an order that all
@@ -295,16 +297,15 @@ class PackedStore:
         found: dict[str, ShardedData] = {}
         # One walk finds all tables of a model.
         for source in self.sources:
-            found |= {data.name: data for data in source.locate(self._tables)}
+            for data in source.locate(self._tables):
+                self._check_shape(data)
+                found[data.name] = data
         if missing := sorted(self._tables.keys() - found.keys()):
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
                 f" {sorted(found)}."
             )
-        located = {name: found[name] for name in self._tables}
-        for data in located.values():
-            self._check_shape(data)
-        return located
+        return {name: found[name] for name in self._tables}
 
     def current(self) -> dict[str, ShardedData]:
         """:meth:`locate`, and bring the masks to their shards: collective if shards have moved."""
@@ -324,7 +325,7 @@ class PackedStore:
     def compare_holders(
         self,
         action: str,
-        located: Mapping[str, ShardedData],
+        located: Located,
         masks: Mapping[str, TableMasks],
         refusal: str,
     ) -> None:
@@ -358,12 +359,12 @@ class PackedStore:
         self._check_shape(data)
         return data
 
-    def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
+    def moved(self, located: Located) -> list[str]:
         """Return the tables whose rectangles differ from those that the bits were stored for. The
         same on every rank."""
         return [name for name, data in located.items() if data.tiling != self._tables[name].tiling]
 
-    def reshard(self, located: Mapping[str, ShardedData]) -> None:
+    def reshard(self, located: Located) -> None:
         """Bring the bits of moved tables to their new holders. Collective over the groups of moved
         tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
         local."""
@@ -392,25 +393,17 @@ class PackedStore:
         """Return :attr:`Held.samples` of this rank's shards."""
         return [held.samples for held in self._tables[name].shards]
 
-    def replace(
-        self,
-        data: ShardedData,
-        masks: list[BlockMask],
-        block: Block,
-        removed: int | None,
-    ) -> None:
+    def replace(self, data: ShardedData, made: MadeMasks) -> None:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
-        it holds in ``data``.
-
-        Args:
-            removed: blocks that they remove over all ranks, if known without asking.
-        """
-        assert [(mask.block, mask.rect) for mask in masks] == [(block, s.rect) for s in data.shards]
+        it holds in ``data``."""
         table = self._tables[data.name]
-        shards = list(map(Held.with_mask, table.shards, masks))
+        shards = [
+            held.with_mask(new.mask) for held, new in zip(table.shards, made.masks, strict=True)
+        ]
         # A mask update that changes nothing keeps the masks themselves.
         self.version += shards != table.shards
-        table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed
+        table.shards, table.tiling = shards, data.tiling
+        table.block, table.removed = made.block, made.removed
         table.updates += 1
 
     def mask(self, name: str) -> Tensor:
@@ -504,9 +497,7 @@ class PackedStore:
             ]
         return found
 
-    def prepare(
-        self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
-    ) -> dict[str, TableMasks]:
+    def prepare(self, saved: Mapping[str, Any], located: Located) -> dict[str, TableMasks]:
         """Return masks and counts of this rank's shards from saved ones. Checks everything, changes
         nothing, local.
 
@@ -567,9 +558,9 @@ class PackedStore:
         return self.masks(name)
 
 
-def _by_size(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
-    held = ranks or ()
-    return len(held), held
+def _by_size(group: tuple[Ranks, list[str]]) -> tuple[int, tuple[int, ...]]:
+    ranks = group[0] or ()
+    return len(ranks), ranks
 
 
 def _tensors_of(tables: Iterable[ShardedData]) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,36 +90,36 @@ def exchange(group: Group, moves: Sequence[Move]) -> list[list[Held]]:
     parcels = Parcels(group)
     arriving = [_packed(parcels, group.rank, move) for move in moves]
     parcels.exchange(torch.device("cpu"))
-    found = []
-    for readers in arriving:
-        found.append([read() for read in readers])
+    found: list[list[Held]] = []
+    for move, parts in zip(moves, arriving, strict=True):
+        found.append([])
+        for rect, bits, counts in parts:
+            # Copies: a view would keep the received bytes of all tables alive.
+            mask = BlockMask(rect, move.block, bits().clone())
+            found[-1].append(Held(mask, counts().clone()))
     return found
 
 
-def _packed(parcels: Parcels, rank: int, move: Move) -> list[Callable[[], Held]]:
-    """Pack what a move sends from this rank; return the readers of what it brings here."""
+def _packed(
+    parcels: Parcels, rank: int, move: Move
+) -> list[tuple[Rect, Callable[[], Tensor], Callable[[], Tensor]]]:
+    """Pack what a move sends from this rank; return the rectangles that it brings here, with
+    functions that read their bits and counts."""
     owned, here = owners(move.old), {held.mask.rect: held for held in move.held}
     for receiver, wanted in enumerate(move.new):
         for rect, source in _common(owned[rank], wanted):
             part = here[source].cut(rect)
             parcels.send(receiver, part.mask.bits)
             parcels.send(receiver, part.counts)
-    readers: list[Callable[[], Held]] = []
+    arriving = []
     # The senders loop over the same rectangles in the same order.
     for sender, theirs in enumerate(owned):
         for rect, _ in _common(theirs, move.new[rank]):
             bits = parcels.expect(sender, (grid_of(rect, move.block).bytes,))
             like = no_counts(rect, move.counted, "meta")
             counts = parcels.expect(sender, like.shape, like.dtype)
-            readers.append(partial(_read, rect, move.block, bits, counts))
-    return readers
-
-
-def _read(
-    rect: Rect, block: Block, bits: Callable[[], Tensor], counts: Callable[[], Tensor]
-) -> Held:
-    # Copies: a view would keep the received bytes of all tables alive.
-    return Held(BlockMask(rect, block, bits().clone()), counts().clone())
+            arriving.append((rect, bits, counts))
+    return arriving
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -341,9 +340,9 @@ def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
     return found
 
 
-def _valid_counts(saved: object, rows: int) -> bool:
+def _valid_counts(saved: Any, rows: int) -> bool:
     # Counts that decay have fractions; counts that are never forgotten are integers.
-    if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
+    if getattr(saved, "dtype", None) not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
@@ -433,13 +432,9 @@ def _hashed(tensor: Tensor) -> Tensor:
     step = pieces_on(raw.device).hashed
     for start in range(0, raw.numel(), step):
         part = raw[start : start + step]
-        if rest := -part.numel() % 8:
-            part = torch.cat([part, part.new_zeros(rest)])
-        if part.storage_offset() % 8:
-            # A view as int64 must begin at a word.
-            part = part.clone()
+        # Copied, as a view as int64 must begin at a word, and to whole words.
+        words = functional.pad(part, (0, -part.numel() % 8)).view(torch.int64)
         # Mixed with their position, so that swapped words are noticed.
-        words = part.view(torch.int64)
         mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
         mixed.mul_(_MIX).bitwise_xor_(words)
         for shift in (32, 29):

@@ -34,10 +34,11 @@ from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Wri
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_sharded
-from dist_sparse.sparsifiers.masks import Configs, Located
+from dist_sparse.sparsifiers.masks import Configs
 from dist_sparse.tables.shards import (
     COL,
     Block,
+    Located,
     Rect,
     Shard,
     ShardedData,
@@ -210,8 +211,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         of: dict[Rect, object] = {}
         for shard in goal.data.shards:
             seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-            how = self.row_measure(name, shard) if KeptScores.fits(rect, goal.block) else None
-            if seen is None or how is None:
+            how = self.row_measure(name, shard)
+            if seen is None or how is None or not KeptScores.fits(rect, goal.block):
                 continue
             scores = before.get((name, rect), KeptScores(seen))
             if scores.written is not seen:
@@ -295,8 +296,10 @@ class ScoreSparsifier(BaseDataSparsifier):
             return
         groups = list(self.masks.tables.groups.values())
         # Bytes, as tables differ in width and dtype.
-        need = sum(goal.k * goal.price for goal in goals.values())
-        most = sum(goal.most * goal.price for goal in goals.values())
+        need = most = 0
+        for goal in goals.values():
+            need += goal.k * goal.price
+            most += goal.most * goal.price
         apart = f"scope='global' needs tables over the same ranks; these are apart: {groups}."
         too_much = (
             f"The levels remove {need} bytes in total, but at most {most} may be removed: each"

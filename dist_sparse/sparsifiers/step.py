@@ -18,12 +18,13 @@ from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Located, Masks
+from dist_sparse.sparsifiers.masks import Configs, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.sparsifiers.pieces import Move, Tiling, shared_weights
 from dist_sparse.tables.shards import (
     CACHED,
     Block,
+    Located,
     ShardedData,
     check_cached,
     check_writable,
@@ -109,7 +110,7 @@ class MaskMaker(abc.ABC):
     def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
         of a mask update. Here it sends nothing."""
-        return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
+        return {name: MadeMasks(scored[name], (1, 1)) for name in names}
 
 
 @torch.no_grad()
@@ -123,7 +124,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
     masks, packed = sparsifier.masks, sparsifier.masks.tables
     # Before anything is scored: it moves the norm of a table into its first columns.
     masks.rotation.update()
-    recorder = masks.recorder if packed else None
+    recorder = masks.recorder
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with nullcontext() if recorder is None else recorder.step():
@@ -222,7 +223,7 @@ def _apply(packed: PackedStore, located: Located, made: Mapping[str, MadeMasks])
     BlockMask.apply_all_changed_(changes)
     # Masks last: if a write fails, none of them claims zeros that were not written.
     for name, new in made.items():
-        packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
+        packed.replace(located[name], new)
 
 
 def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:

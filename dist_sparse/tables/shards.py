@@ -9,7 +9,7 @@ the rectangles of the other ranks come from metadata.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -138,6 +138,10 @@ class ShardedData:
     def rects(self) -> list[Rect]:
         """The distinct rectangles over all ranks, in row-major order of their corners."""
         return sorted({rect for held in self.tiling for rect in held if rect.numel})
+
+
+Located = Mapping[str, ShardedData]
+"""Tables as they are stored now, by name."""
 
 
 def whole(
