@@ -205,7 +205,7 @@ class MaskEnforcer(Enforcer):
             self._remove_hooks(())
             self._optimizers = None
             raise
-        masks.enforcer = self
+        masks.enforcer = masks.hooks = self
         _attached.add(self)
         return self
 
@@ -219,7 +219,8 @@ class MaskEnforcer(Enforcer):
                 # Even on an error: a detach() that always fails would leave the hooks forever.
                 self._remove_hooks(())
                 self._optimizers = None
-                self._sparsifier.masks.enforcer = None
+                masks = self._sparsifier.masks
+                masks.enforcer, masks.hooks = None, Enforcer()
                 _attached.discard(self)
 
     def __enter__(self) -> MaskEnforcer:

@@ -17,7 +17,6 @@ from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.groups import group_over, world_ranks
 from dist_sparse.rotation.turning import bases_of, gram_matrices, share_, turn_
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import Rotation
 from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.shards import COL, ShardedData
 
@@ -93,7 +92,7 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
     sparsifier.masks.rotation = _Rotation(sparsifier, groups, roots)
 
 
-class _Rotation(Rotation):
+class _Rotation:
     """Rotates the tables of a sparsifier.
 
     Args:

@@ -204,7 +204,7 @@ def check_name(name: object) -> str:
 def refuse_attribute(name: str) -> None:
     """Raise a KeyError if the name of plain data is an attribute that modules have."""
     # It would shadow the attribute in the container, or in the ModuleDict of its parametrizations.
-    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
+    if name in {*dir(nn.ModuleDict()), "parametrizations", "__deepcopy__"}:
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
 
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,14 +82,13 @@ class Enforcer:
         """Called after masks were replaced or squashed: look everything up again and zero it."""
 
 
-class Rotation:
-    """What rotates tables before each mask update. This class stands in while nothing does."""
+class Rotation(Protocol):
+    """What rotates tables before each mask update, if anything does."""
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
         """The tables whose columns hold less and less in a mask update, so that the last ones are
         removed, grouped as they are rotated together."""
-        return ()
 
     def update(self) -> None:
         """Rotate them. Collective over the groups of the sharded tables."""
@@ -383,7 +382,8 @@ class Masks:
         tables: the masks of sharded tables.
         plain: the masks of plain data.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
-        rotation: the bases of :func:`~dist_sparse.rotate`.
+        hooks: the same, or one that does nothing.
+        rotation: the bases of :func:`~dist_sparse.rotate`, if any.
         undo: keeps each mask update until the next, if one is to be undone.
         recorder: counts what mask updates change, since ``sparsifier.record()``.
         schedulers: all that have stepped on the sparsifier and are still alive, with their notes.
@@ -392,15 +392,11 @@ class Masks:
     def __init__(self) -> None:
         self.tables, self.plain = PackedStore(), DenseStore()
         self.enforcer: Enforcer | None = None
-        self.rotation = Rotation()
+        self.hooks = Enforcer()
+        self.rotation: Rotation | None = None
         self.undo: LastUpdate | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-    @property
-    def hooks(self) -> Enforcer:
-        """The enforcer that is attached, or one that does nothing."""
-        return self.enforcer or Enforcer()
 
     def held(self, located: Located) -> dict[str, _MasksHere]:
         """Return the masks of every name on this rank. Local."""

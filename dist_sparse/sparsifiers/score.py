@@ -198,8 +198,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         goal: Goal,
         written: Mapping[int, Written],
         before: Mapping[tuple[str, Rect], KeptScores],
-    ) -> Keeping:
-        """Return the kept scores of a table.
+    ) -> Keeping | None:
+        """Return the kept scores of a table; None if none are.
 
         Args:
             written: the rows that were written, by the address of the weights; only of shards whose
@@ -211,8 +211,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         of: dict[Rect, object] = {}
         for shard in goal.data.shards:
             seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-            how = self.row_measure(name, shard)
-            if seen is None or how is None or not KeptScores.fits(rect, goal.block):
+            how = self.row_measure(name, shard) if KeptScores.fits(rect, goal.block) else None
+            if seen is None or how is None:
                 continue
             scores = before.get((name, rect), KeptScores(seen))
             if scores.written is not seen:
@@ -221,7 +221,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             self._kept_scores[name, rect] = kept[rect] = scores
             measures[rect], of[rect] = how
         masks = {mask.rect: mask for mask in self.masks.tables.masks(name)}
-        return Keeping(kept, measures, of, masks, self.full_every)
+        return Keeping(kept, measures, of, masks, self.full_every) if kept else None
 
     def row_measure(self, name: str, shard: Shard) -> Scored | None:
         """Return how rows of a shard are scored that are not neighbours, and what else decides
@@ -306,7 +306,7 @@ class ScoreSparsifier(BaseDataSparsifier):
             f" table keeps one block, and its floor in {dict(self.floors)}."
         )
         rotated = "scope='global' can't compare rotated columns, which are removed by position."
-        refuse({apart: len(groups) > 1, too_much: need > most, rotated: self.masks.rotation.groups})
+        refuse({apart: len(groups) > 1, too_much: need > most, rotated: self.masks.rotation})
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
@@ -365,7 +365,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        if data.name in chain.from_iterable(self.masks.rotation.groups):
+        if data.name in chain.from_iterable(getattr(self.masks.rotation, "groups", ())):
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
         return self.element_measure(data.name, config)

@@ -122,8 +122,9 @@ def update_masks(sparsifier: MaskMaker) -> None:
             rotated.
     """
     masks, packed = sparsifier.masks, sparsifier.masks.tables
-    # Before anything is scored: it moves the norm of a table into its first columns.
-    masks.rotation.update()
+    if masks.rotation is not None:
+        # Before anything is scored: it moves the norm of a table into its first columns.
+        masks.rotation.update()
     recorder = masks.recorder
     before: list[tuple[Tensor, Tensor]] = []
     try:
@@ -245,7 +246,8 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     # Copies are trained apart.
-    facts.replicas |= shared_weights([data for data in tables if data.kept_equal])
+    if equal := [data for data in tables if data.kept_equal]:
+        facts.replicas |= shared_weights(equal)
     facts.on_drift = _refuse_drift
 
 

@@ -165,7 +165,7 @@ class Guard:
             "guard() stops schedules of a final level: those of functions have none.": (
                 not isinstance(self._scheduler, CurveDataScheduler)
             ),
-            "guard() can't undo updates that rotate tables.": masks.rotation.groups,
+            "guard() can't undo updates that rotate tables.": masks.rotation is not None,
             f"guard() can't undo the decay={scored.decay} of counts of lookups.": (
                 scored.counts_lookups and scored.decay < 1
             ),
