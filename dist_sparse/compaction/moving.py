@@ -56,7 +56,7 @@ def kept_rows(
     """
     packed, dense = sparsifier.masks.tables, sparsifier.masks.plain
     if located is None:
-        located = packed.current("kept_rows()")
+        located = packed.current_for("kept_rows()")
     kept: dict[str, Tensor] = {}
     for ranks, names in packed.groups.items():
         # Tiling and masks are in the order of this rank's shards.

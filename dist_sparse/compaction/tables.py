@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.compaction.row_index import REMOVED, RowIndex, check_ids
+from dist_sparse.tables.hashing import STEP, finished, logical_shift
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect
 
@@ -308,10 +309,6 @@ def _counted(flags: Tensor) -> Tensor:
 # element is a hash of the seed, the table's name, the id and the column, and of nothing else. So a
 # row is the same on every sharding and number of ranks, in whatever order rows come.
 
-# Steele, Lea, Flood: Fast splittable pseudorandom number generators (2014); int64 wraps as uint64.
-_STEP = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-
 _DIGITS = 52
 """Random bits of an element: all of them, and the half that is added, are exact in float64."""
 
@@ -351,9 +348,9 @@ def initial_rows(
     key = int.from_bytes(digest, "little", signed=True)
     column = torch.tensor(list(columns), dtype=torch.int64, device=ids.device)
     # Two rounds, so that neighbours in both directions are unrelated.
-    mixed = _mix(_mix(ids.long() + key)[:, None] + column * _STEP)
+    mixed = _mix(_mix(ids.long() + key)[:, None] + column * STEP)
     # In (0, 1), neither end included: the normal distribution is infinite there.
-    drawn = (_logical_shift(mixed, 64 - _DIGITS).double() + 0.5) / 2**_DIGITS
+    drawn = (logical_shift(mixed, 64 - _DIGITS).double() + 0.5) / 2**_DIGITS
     if bounds is not None:
         low, high = bounds
         uniform: Tensor = (low + (high - low) * drawn).float()
@@ -389,15 +386,5 @@ def draw_rows(
 
 
 def _mix(value: Tensor) -> Tensor:
-    """The finalizer of SplitMix64."""
-    first, second = _MULTIPLIERS
-    value = value + _STEP
-    value = (value ^ _logical_shift(value, 30)) * first
-    value = (value ^ _logical_shift(value, 27)) * second
-    mixed: Tensor = value ^ _logical_shift(value, 31)
-    return mixed
-
-
-def _logical_shift(value: Tensor, bits: int) -> Tensor:
-    """Shift to the right without copies of the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    """Return SplitMix64's next number after each state."""
+    return finished(value + STEP)

@@ -197,7 +197,7 @@ class MaskEnforcer(Enforcer):
         except BaseException:
             self._forget_weights()
             raise
-        masks.enforcer = self
+        masks.enforcer = masks.hooks = self
         _attached.add(self)
         return self
 
@@ -210,7 +210,8 @@ class MaskEnforcer(Enforcer):
             finally:
                 # Even on an error: a detach() that always fails would leave the hooks forever.
                 self._forget_weights()
-                self._sparsifier.masks.enforcer = None
+                masks = self._sparsifier.masks
+                masks.enforcer, masks.hooks = None, Enforcer()
                 _attached.discard(self)
 
     def _forget_weights(self) -> None:

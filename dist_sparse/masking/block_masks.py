@@ -156,13 +156,13 @@ class MadeMasks(NamedTuple):
     Args:
         masks: of this rank's shards, in their order.
         block: what one of their bits stands for.
-        threshold: None where no scores decide.
+        threshold: of the scores, if they decide.
         removed: number of removed blocks over all ranks; None if it is not known.
     """
 
     masks: list[NewMask]
     block: Block
-    threshold: Threshold | None
+    threshold: Threshold = NOTHING
     removed: int | None = None
 
 

@@ -483,6 +483,8 @@ class Held:
         return self if mask is self.mask else Held(mask, self.counts)
 
     def to(self, device: torch.device) -> Held:
+        if self.mask.bits.device == device:
+            return self
         # Counts are summed where lookups are.
         bits = self.mask.bits.to(device)
         return Held(replace(self.mask, bits=bits), self.counts.to(device))

@@ -353,7 +353,7 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, dict[str, Any]]:
     # The same on every rank, so all or none communicate.
     if not sparsifier.counts_lookups:
         return found
-    for name, data in packed.current("RunLog.close()").items():
+    for name, data in packed.current_for("RunLog.close()").items():
         if knows_removed_rows(data, packed.table(name).block):
             # Of kept and of removed rows, how many by octave; the last column is their lookups.
             sums = torch.zeros(2, _OCTAVES + 1, dtype=torch.int64)

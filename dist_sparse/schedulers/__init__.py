@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from glob import escape
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -69,9 +69,6 @@ class ReadyDataScheduler(BaseDataScheduler):
             ``schedule_param`` is "sparsity_level"), a name or glob matches no data, or ranks have
             different plans. On every rank, even if one alone is wrong.
     """
-
-    # Whether equal plans have equal values: those of functions may differ between ranks.
-    _by_plan_alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -146,16 +143,16 @@ class ReadyDataScheduler(BaseDataScheduler):
         if self._step_count == 1:
             return self._agreed_values()
         # Between mask updates nothing is written: values set by hand stay.
-        if not self._updates_masks():
-            return {}
-        return self._ask() if self._by_plan_alone else self._agreed_values()
+        return self._values_of_update() if self._updates_masks() else {}
+
+    def _values_of_update(self) -> Mapping[str, Any]:
+        """Return the values of a mask update. Local: equal plans have equal values."""
+        return self._ask()
 
     def _agreed_values(self) -> Mapping[str, Any]:
         """Return the values in force, once all ranks have the same plan. Collective over all
         ranks."""
-        if self._by_plan_alone:
-            return self._agreed_answer(world_group())
-        return super()._agreed_values()
+        return self._agreed_answer(world_group())
 
     def _updates_masks(self) -> bool:
         return self.window.updates(self.last_epoch)
@@ -277,14 +274,16 @@ class CurveDataScheduler(ReadyDataScheduler):
     def stop_at(self, step: int | None) -> None:
         """End the schedule with the values of an earlier ``step``, which are in force from now on;
         None is before ``begin``. Local: every rank must call it."""
-        update = None if step is None else self.window.last_update(step)
+        if step is None:
+            step = self.begin - 1
+        update = self.window.last_update(step)
         values = self._values_at(update)
         if isinstance(self.final, dict):
             # Names become globs here: a table may be called "a[0]".
             self.final = {escape(name): value for name, value in values.items()}
         else:
             self.final = self._value("all data", update, self.final)
-        self.end = self.begin if step is None else step
+        self.end = max(step, self.begin)
         self._apply(values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,8 +311,8 @@ class CurveDataScheduler(ReadyDataScheduler):
         if value == UNTOUCHED:
             return value
         # Keys such as zeros_per_block take ints only; levels are floats by now.
-        both_ints = isinstance(self.initial, int) and isinstance(given, int)
-        return round(value) if both_ints else float(value)
+        only_ints = {type(self.initial), type(given)} == {int}
+        return round(value) if only_ints else float(value)
 
     @property
     def _given(self) -> Finals:
@@ -433,7 +432,6 @@ class LambdaDataScheduler(ReadyDataScheduler):
     """
 
     _unsaved = ("data_sparsifier", "fn")
-    _by_plan_alone = False
 
     def __init__(
         self,
@@ -447,6 +445,13 @@ class LambdaDataScheduler(ReadyDataScheduler):
         self.fn = dict(fn) if isinstance(fn, Mapping) else fn
         super().__init__(data_sparsifier, schedule_param, **plan)
 
+    def _values_of_update(self) -> Mapping[str, Any]:
+        return self._agreed_values()
+
+    def _agreed_values(self) -> Mapping[str, Any]:
+        # Functions may have other values on other ranks: those of rank 0 are used.
+        return BaseDataScheduler._agreed_values(self)
+
     def _value(self, name: str, step: int | None, given: Any) -> Any:
         if step is None:
             return self.initial
@@ -459,17 +464,15 @@ class LambdaDataScheduler(ReadyDataScheduler):
         return self.fn
 
 
-def by_name(given: T | dict[str, T], names: Iterable[str]) -> dict[str, T]:
+def by_name(given: T | dict[str, T], names: Collection[str]) -> dict[str, T]:
     """Return the entry of the last glob that matches each name.
 
     Names that no glob matches are left out.
     """
     if not isinstance(given, dict):
         return dict.fromkeys(names, given)
-    chosen = {}
+    chosen: dict[str, T] = {}
+    for glob, entry in given.items():
+        chosen |= dict.fromkeys(fnmatch.filter(names, glob), entry)
     # In the order of names, not of globs: values are written and printed in it.
-    for name in names:
-        for glob, entry in given.items():
-            if fnmatch.fnmatchcase(name, glob):
-                chosen[name] = entry
-    return chosen
+    return {name: chosen[name] for name in filter(chosen.__contains__, names)}

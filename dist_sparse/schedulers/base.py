@@ -163,11 +163,13 @@ class BaseDataScheduler:
     def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state, without the sparsifier; see :meth:`load_state_dict`."""
         state = {key: value for key, value in state_dict.items() if key not in self._unsaved}
-        # Counters, with their smallest values.
-        for key, least in (("last_epoch", -1), ("_step_count", 0)):
-            if key in state:
-                state[key] = integer(key, state[key], least=least)
-        return state
+        epoch = state.get("last_epoch", self.last_epoch)
+        count = state.get("_step_count", self._step_count)
+        return {
+            **state,
+            "last_epoch": integer("last_epoch", epoch, least=-1),
+            "_step_count": integer("_step_count", count, least=0),
+        }
 
     def _next_values(self) -> Mapping[str, Any]:
         """Return the values that this step writes. Collective over all ranks."""
@@ -208,7 +210,7 @@ class BaseDataScheduler:
             self._get_sp_called_within_step = False
         # The sparsifier's, not base_param's: names added later take part.
         known = self.data_sparsifier.data_groups
-        if unknown := [name for name in answer if name not in known]:
+        if unknown := sorted(answer.keys() - known.keys()):
             raise ValueError(
                 f"Invalid values of {type(self).__name__}.get_schedule_param(): unknown names "
                 f"{unknown}; the sparsifier has {list(known)}."
@@ -231,16 +233,18 @@ class BaseDataScheduler:
     def _warn_of_overruled(self, found: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
         """Name the ranks whose values are not rank 0's. Once for each scheduler."""
         notes, first = self._noted(), found[0]
-        overruled = [i for i, theirs in enumerate(found) if _differing(first, theirs)]
+        overruled: dict[int, tuple[str, Any]] = {}
+        for rank, theirs in zip(ranks, found, strict=True):
+            if names := _differing(first, theirs):
+                overruled[rank] = names[0], theirs[names[0]]
         if notes.overruled or not overruled:
             return
         notes.overruled = True
-        theirs, others = found[overruled[0]], [ranks[i] for i in overruled]
-        name = _differing(first, theirs)[0]
+        (rank, (name, value)), *_ = overruled.items()
         warnings.warn(
-            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {theirs[name]!r} on"
-            f" rank {others[0]} and {first[name]!r} on rank {ranks[0]}, whose values are used on"
-            f" all ranks. Overruled, from now on without a warning: {ranks_text(others)}.",
+            f"{type(self).__name__}: {self.schedule_param!r} of {name!r} is {value!r} on rank"
+            f" {rank} and {first[name]!r} on rank {ranks[0]}, whose values are used on all ranks."
+            f" Overruled, from now on without a warning: {ranks_text(list(overruled))}.",
             UserWarning,
             stacklevel=5,
         )
@@ -283,7 +287,7 @@ class BaseDataScheduler:
         """Warn at the second step ever if the sparsifier has not stepped since the first."""
         sparsifier = self.data_sparsifier
         # A copy has none.
-        notes = sparsifier.masks.schedulers.get(self)
+        notes = sparsifier.masks.schedulers.get(self, _Notes())
         # An instance attribute hides the method that counts.
         if "step" in vars(sparsifier):
             warnings.warn(
@@ -292,7 +296,7 @@ class BaseDataScheduler:
                 UserWarning,
                 stacklevel=3,
             )
-        elif notes is not None and sparsifier.step_count == notes.constructed:
+        elif sparsifier.step_count == notes.constructed:
             warnings.warn(
                 "`scheduler.step()` was called before `data_sparsifier.step()`: the first "
                 "scheduled value has never been used. Call `data_sparsifier.step()` first.",

@@ -49,19 +49,22 @@ class Window:
                 raise ValueError(f"Invalid end={self.end}: must be an int >= begin={self.begin}.")
         object.__setattr__(self, "every", integer("every", self.every, least=1))
 
+    @property
+    def _last(self) -> float:
+        return math.inf if self.end is None else self.end
+
     def updates(self, step: int) -> bool:
         """Return whether masks are updated at ``step``."""
-        if step < self.begin or (self.end is not None and step > self.end):
-            return False
         # The end is an update even off the grid of every: there the final level is reached.
-        return (step - self.begin) % self.every == 0 or step == self.end
+        in_order = (step - self.begin) % self.every == 0 or step == self.end
+        return in_order and self.begin <= step <= self._last
 
     def last_update(self, step: int) -> int | None:
         """Return the latest update not after ``step``, whose value is in force at ``step``; None
         before ``begin``."""
         if step < self.begin:
             return None
-        if self.end is not None and step >= self.end:
+        if step >= self._last:
             return self.end
         # The grid begins at ``begin``, not at 0.
         return step - (step - self.begin) % self.every
@@ -71,9 +74,8 @@ def progress(step: int, begin: int, end: int | None) -> float:
     """Return the fraction of the window that has passed at ``step``. A window of one step is done
     at once."""
     assert end is not None, "a curve that grows needs an end; its class has checked that"
-    if step < begin:
-        return 0.0
-    return 1.0 if step >= end else (step - begin) / (end - begin)
+    # The length of a window of one step is not divided by.
+    return 1.0 if step >= end else max(step - begin, 0) / max(end - begin, 1)
 
 
 def constant(step: int, initial: float, final: float, begin: int, end: int | None) -> float:
@@ -119,7 +121,6 @@ def _mix(initial: float, final: float, share: float) -> float:
 
 def _clip(value: float, initial: float, final: float, share: float) -> float:
     """Return exactly ``initial`` at 0 and ``final`` at 1: rounding must not change the two."""
-    if share in (0.0, 1.0):
-        return final if share else initial
+    ends = {0.0: initial, 1.0: final}
     # Nor may it leave the interval, which descends where final is below initial.
-    return min(max(value, min(initial, final)), max(initial, final))
+    return ends.get(share, min(max(value, min(initial, final)), max(initial, final)))

@@ -43,6 +43,7 @@ from dist_sparse.serving.manifest import (
     layout_of,
     size_of,
 )
+from dist_sparse.tables.hashing import STEP, finished
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -378,7 +379,7 @@ def sum_of_rows(ids: Tensor, rows: Tensor) -> int:
     for some in chunks(*words.shape):
         # Overflow is meant: sums and products are those of integers modulo 2**64.
         hashes = torch.mv(words[some].long(), factors[1:]) + ids[some].long() * factors[0]
-        total += int(_mixed(hashes).sum())
+        total += int(finished(hashes).sum())
     return total % 2**64
 
 
@@ -394,14 +395,7 @@ def words_of(rows: Tensor) -> Tensor:
 @cache
 def _factors(count: int) -> Tensor:
     # SplitMix64's numbers, and odd ones: no bit of a word is lost.
-    return _mixed(torch.arange(1, count + 1) * -0x61C8864680B583EB) | 1
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """SplitMix64's last steps: each bit of an int64 changes about half of the result's."""
-    values = (values ^ ((values >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
-    values = (values ^ ((values >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
-    return values ^ ((values >> 31) & (2**33 - 1))
+    return finished(torch.arange(1, count + 1) * STEP) | 1
 
 
 def all_kept(rows: int) -> Tensor:

@@ -350,7 +350,7 @@ def check_zero(
     if all(table.is_noted for table in tables.values()):
         # Where an enforcer notes what is written, it has kept them at zero.
         return
-    revived = sparsifier.masks.count_revived("export()", registered)
+    revived = sparsifier.masks.count_revived(registered)
     with world_group().agreeing("export()"):
         for name in revived.keys() & tables.keys():
             if revived[name]:

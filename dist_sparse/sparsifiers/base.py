@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dist_sparse.checks import refuse
 from dist_sparse.groups import weights_are_on, world_group
 from dist_sparse.records import TableStats
 from dist_sparse.sparsifiers.dense_store import (
@@ -26,12 +27,12 @@ from dist_sparse.sparsifiers.dense_store import (
     check_name,
     refuse_attribute,
 )
-from dist_sparse.sparsifiers.masks import Masks, Recorder
+from dist_sparse.sparsifiers.masks import Configs, Masks, Recorder
 from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import mapping_of, tables_of
 from dist_sparse.sparsifiers.step import MaskMaker
 from dist_sparse.tables.modules import ModelTables, TensorSource, is_sharded
-from dist_sparse.tables.shards import Block, ShardedData, Source
+from dist_sparse.tables.shards import ShardedData, Source
 
 # Exactly these types, as in the ancestor: subclasses may compute their weight.
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
@@ -145,7 +146,7 @@ class BaseDataSparsifier(MaskMaker):
             )
         # Of known data, what the caller does not pass stays as it was.
         group = self._overlaid(self.data_groups.get(name, self.defaults), config)
-        mask = group.get("mask")
+        mask = group.get("mask", torch.ones_like(weight))
         if known and reuse_mask:
             mask = self.get_mask(name)
             if mask.shape != weight.shape:
@@ -153,8 +154,6 @@ class BaseDataSparsifier(MaskMaker):
                     "to retain the old mask, the shape of the new data must be the same as the"
                     " previous one"
                 )
-        elif mask is None:
-            mask = torch.ones_like(weight)
         masked = self.masks.plain.add(name, weight, mask, group.get("parametrization", Masked))
         # Replaced data comes last, as in the ancestor.
         self.data_groups.pop(name, None)
@@ -195,14 +194,14 @@ class BaseDataSparsifier(MaskMaker):
             source = ModelTables(model, include=include, exclude=exclude, dense=dense)
             located = source.locate()
             overrides = _overrides(config or {}, self.defaults, located)
-            configs, blocks = self._checked(located, overrides)
+            configs, register = self._checked(source, located, overrides)
             for data in located:
                 for shard in data.shards:
                     weights_are_on(shard.tensor.device)
                 where = [data.shape, str(data.dtype), data.ranks, data.tiling]
                 facts[f"table {data.name!r}"] = [*where, configs[data.name]]
         # All ranks have agreed: from here on nothing can fail on some of them alone.
-        self._register(source, located, configs, blocks)
+        register()
         return list(configs)
 
     def delete_data(self, name: str) -> None:
@@ -238,7 +237,8 @@ class BaseDataSparsifier(MaskMaker):
         """Write zero to every removed weight of the sharded tables, which optimizers may have
         revived. Local, unless shards have moved since the last step: then collective. Takes about
         as long as a mask update. After it, any row counts as written."""
-        self.masks.tables.apply(self.masks.tables.current())
+        for data in self.masks.tables.current().values():
+            self.masks.tables.apply(data)
         self.masks.hooks.renew()
 
     # Inspection: nothing below changes a mask or a weight. Collective methods first check that all
@@ -294,7 +294,8 @@ class BaseDataSparsifier(MaskMaker):
         Weights are read as they are stored. With an enforcer attached, what optimizers have revived
         since the last forward is zeroed before the next; ``enforcer.settle()`` zeroes it now.
         """
-        return self._in_order(self.masks.count_revived())
+        located = self.masks.tables.current_for("count_revived()")
+        return self._in_order(self.masks.count_revived(located))
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of every global mask. It depends on shape and mask alone, not on sharding,
@@ -363,16 +364,18 @@ class BaseDataSparsifier(MaskMaker):
             ValueError: a name is unknown, or a mask that is to be written does not fit its data;
                 nothing is squashed.
         """
+        dense, packed = self.masks.plain, self.masks.tables
         chosen = dict.fromkeys(self.data_groups if names is None else names)
-        plain = [name for name in chosen if self._store(name) is self.masks.plain]
-        sharded = [name for name in chosen if name not in plain]
+        for name in chosen:
+            self._store(name)  # refuses unknown names
+        sharded = list(filter(packed.__contains__, chosen))
         # What can fail comes first. Collective only if a sharded table is squashed.
-        located = self.masks.tables.current() if sharded else {}
-        self.masks.plain.squash(plain, write=leave_parametrized)
-        if leave_parametrized:
-            self.masks.tables.apply({name: located[name] for name in sharded})
+        located = packed.current() if sharded else {}
+        dense.squash(list(filter(dense.__contains__, chosen)), write=leave_parametrized)
         for name in sharded:
-            self.masks.tables.drop(name)
+            if leave_parametrized:
+                packed.apply(located[name])
+            packed.drop(name)
             del self.data_groups[name]
         self.masks.hooks.renew()
 
@@ -394,10 +397,11 @@ class BaseDataSparsifier(MaskMaker):
         saved = {**dense.state_dict(), "data_groups": plain}
         if not packed:
             return saved
-        # On a rank without a shard of some table of the model, DCP 2.13 looks for an entry of each
-        # empty mapping, and finds none.
-        kept = {key: part for key, part in saved.items() if part}
-        return {**kept, "sharded": packed.state_dict(configs)}
+        if not plain:
+            # On a rank without a shard of some table of the model, DCP 2.13 looks for an entry of
+            # each empty mapping, and finds none.
+            saved.clear()
+        return {**saved, "sharded": packed.state_dict(configs)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore :meth:`state_dict`. A refused state changes nothing. Collective if sharded tables
@@ -425,48 +429,39 @@ class BaseDataSparsifier(MaskMaker):
         loaded: dict[str, TableMasks] = {}
         with packed.agreeing("load_state_dict()") as noted:
             configs, saved = saved_configs(state_dict), _whole(state_dict)
-            if saved["state"] and self.masks.enforcer is not None:
-                raise ValueError(
-                    f"The state holds copies of the plain data {sorted(saved['state'])}, which"
-                    " would take the place of the tensors that train: detach() the enforcer, load,"
-                    " add_data() the tensors again, and attach it."
-                )
-            if both := [name for name in saved["state"] if name in packed]:
-                raise ValueError(
-                    f"The state has plain data of the names {both}, which belong to sharded tables"
-                    " here."
-                )
+            plain = saved["state"].keys()
+            both = sorted(plain & {*packed.names})
+            trains = (
+                f"The state holds copies of the plain data {sorted(plain)}, which would take the"
+                " place of the tensors that train: detach() the enforcer, load, add_data() the"
+                " tensors again, and attach it."
+            )
+            taken = f"The state has plain data of the names {both}, sharded tables here."
+            refuse({trains: plain and self.masks.enforcer is not None, taken: both})
             commit_dense = dense.prepare(saved, configs, strict=strict)
             located = packed.locate()
             # If not strict, tables that are registered stay as they are.
             if strict:
                 loaded = packed.prepare(saved["sharded"], located)
-            for name in loaded:
-                # A state may be of another class of sparsifier: the next mask update would fail.
-                if lacking := sorted(set(self.defaults) - set(configs[name])):
-                    raise ValueError(
-                        f"Error loading {name!r}: its configuration in the state lacks {lacking}."
-                    )
-                self.check_config(located[name], configs[name])
             for facts, names in noted:
                 for name in filter(loaded.__contains__, names):
+                    self._check_loaded(located[name], configs[name])
                     one = loaded[name]
                     values = [one.block, configs[name], one.updates, one.removed]
                     facts[f"the state of table {name!r}"] = values
-        if loaded:
-            refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
-            packed.compare_holders("load_state_dict()", located, loaded, refusal)
-            # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
-            _check_removed(packed, loaded)
+        refusal = "The saved masks of the ranks do not fit together. Nothing was changed."
+        packed.compare_holders("load_state_dict()", located, loaded, refusal)
+        # DCP fills a hole of a checkpoint with zeros, which no hash of this rank could notice.
+        _check_removed(packed, loaded)
 
         # Nothing below can fail: all ranks load, or none. It is local, so that callers can prepare
         # several states and load all of them or none.
         def load() -> None:
-            # A state may have configurations without masks, which are not loaded.
-            names = {*commit_dense(), *loaded}
-            packed.load(loaded)
             kept = {} if strict else self.data_groups
-            self.data_groups = {name: configs[name] for name in configs if name in names} | kept
+            # A state may have configurations without masks, which are not loaded.
+            names = [*commit_dense(), *loaded]
+            packed.load(loaded)
+            self.data_groups = {name: configs[name] for name in names} | kept
             self.masks.hooks.renew()
 
         return load
@@ -484,24 +479,22 @@ class BaseDataSparsifier(MaskMaker):
                 " register the model in a new sparsifier."
             )
         kept = {key: value for key, value in vars(self).items() if key not in _UNSAVED}
-        plain = self.masks.plain.state_dict()
-        # Tensors without their graph, which can't be copied.
-        held = {name: tensor.detach() for name, tensor in plain["_container"].items()}
-        return {**kept, **plain, "_container": held}
+        return {**kept, **self.masks.plain.state_dict()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        plain = "state", "_container"
-        vars(self).update({key: value for key, value in state.items() if key not in plain})
+        kept = dict(state)
+        plain = {"state": kept.pop("state"), "_container": kept.pop("_container")}
+        vars(self).update(kept)
         # Nothing that is attached to the original is attached to the copy.
         self.masks = Masks()
-        self.masks.plain.prepare(state, self.data_groups, strict=True)()
+        self.masks.plain.prepare(plain, self.data_groups, strict=True)()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
         groups = [*self.data_groups.items()]
         for name, group in groups[:_SHOWN]:
             lines += ["\tData Group", f"\t    name: {name}"]
-            lines += [f"\t    {key}: {group[key]}" for key in sorted(group) if key != "data"]
+            lines += [f"\t    {key}: {group[key]}" for key in sorted(group)]
         if len(groups) > _SHOWN:  # torch.ao prints all of them: five lines for each table
             lines.append(f"\tand {len(groups) - _SHOWN} more")
         return "\n".join([*lines, ")"])
@@ -516,7 +509,7 @@ class BaseDataSparsifier(MaskMaker):
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
         # As registered, plain data and sharded tables mixed.
-        return {name: found[name] for name in self.data_groups if name in found}
+        return {name: found[name] for name in filter(found.__contains__, self.data_groups)}
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer knows no optimizer of new data.
@@ -524,41 +517,42 @@ class BaseDataSparsifier(MaskMaker):
             raise ValueError("An enforcer is attached: detach() it, register, and attach it again.")
 
     def _add_sharded(self, name: str, data: Any, config: dict[str, Any]) -> Tensor:
-        if name in self.data_groups:
-            raise ValueError(
-                f"Name {name!r} is registered already; sharded data can't be replaced."
-            )
         foreign = sorted({"mask", "parametrization"} & set(config))
-        if foreign:
-            raise ValueError(f"Invalid config of {name!r}: {foreign} are for plain data.")
+        known = f"Name {name!r} is registered already; sharded data can't be replaced."
+        for_plain = f"Invalid config of {name!r}: {foreign} are for plain data."
+        refuse({known: name in self.data_groups, for_plain: foreign})
         source = TensorSource(name, data)
-        located = source.locate()
-        self._register(source, located, *self._checked(located, {name: config}))
+        _, register = self._checked(source, source.locate(), {name: config})
+        register()
         kept: Tensor = data
         return kept
 
+    def _check_loaded(self, data: ShardedData, config: Mapping[str, Any]) -> None:
+        """Refuse the configuration of a table in a state if the next mask update would fail."""
+        # A state may be of another class of sparsifier.
+        if lacking := sorted(set(self.defaults) - set(config)):
+            raise ValueError(
+                f"Error loading {data.name!r}: its configuration in the state lacks {lacking}."
+            )
+        self.check_config(data, config)
+
     def _checked(
-        self, located: Sequence[ShardedData], overrides: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, Block]]:
-        """Return the configuration of each new table, and what a bit of its masks covers. Changes
-        nothing."""
+        self, source: Source, located: Sequence[ShardedData], overrides: Configs
+    ) -> tuple[dict[str, dict[str, Any]], Callable[[], None]]:
+        """Return the configurations of the new tables of a source, and the function that registers
+        them. Changes nothing."""
         configs, blocks = {}, {}
         for data in located:
             configs[data.name] = self._overlaid(self.defaults, overrides[data.name])
             blocks[data.name] = self.check_config(data, configs[data.name])
         self.masks.tables.check_new(located, self.masks.plain.tensors())
-        return configs, blocks
 
-    def _register(
-        self,
-        source: Source,
-        located: Sequence[ShardedData],
-        configs: Mapping[str, dict[str, Any]],
-        blocks: Mapping[str, Block],
-    ) -> None:
-        counted = self.count_dtype if self.counts_lookups else None
-        self.masks.tables.add(source, located, blocks, counted)
-        self.data_groups |= configs
+        def register() -> None:
+            counted = self.count_dtype if self.counts_lookups else None
+            self.masks.tables.add(source, located, blocks, counted)
+            self.data_groups |= configs
+
+        return configs, register
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``config``, changed to what the caller passed."""
@@ -577,14 +571,14 @@ def _overrides(
         config = {"*": config}
     for glob, overrides in config.items():
         # With keys and globs in one mapping, the globs are unknown keys.
-        if unknown := sorted(set(overrides) - set(defaults)):
-            raise ValueError(
-                f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
-                f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
-            )
+        unknown = sorted(set(overrides) - set(defaults))
         matching = [each for each in located if fnmatch.filter([each.name, str(each.fqn)], glob)]
-        if not matching:
-            raise ValueError(f"Invalid config: {glob!r} matches no table; there are {list(given)}.")
+        wrong_keys = (
+            f"Invalid config={dict(overrides)!r}: unknown keys {unknown}; known are"
+            f" {sorted(defaults)}. Map either keys to values or globs to such mappings."
+        )
+        no_match = f"Invalid config: {glob!r} matches no table; there are {list(given)}."
+        refuse({wrong_keys: unknown, no_match: not matching})
         for data in matching:
             given[data.name] |= copy.deepcopy(dict(overrides))
     return given
@@ -623,7 +617,7 @@ def _whole(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(saved, Mapping):
         raise ValueError(f"This is not the state of a sparsifier, but a {type(saved).__name__}.")
     # Beside sharded tables, empty parts are left out.
-    missing = [part for part in parts if part not in saved]
+    missing = sorted({*parts} - saved.keys())
     if missing and "sharded" not in saved:
         raise ValueError(
             f"This is not the state of a sparsifier: it lacks {missing}; it has {sorted(saved)}."

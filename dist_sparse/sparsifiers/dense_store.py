@@ -145,7 +145,7 @@ class DenseStore:
         """Return ``state`` (masks as sparse COO) and ``_container`` (tensors by reference), the
         ancestor's format."""
         return {
-            "state": _converted(self.state, sparse=True),
+            "state": _converted(self.state, Tensor.to_sparse_coo),
             "_container": dict(self.container.state_dict()),
         }
 
@@ -168,7 +168,7 @@ class DenseStore:
             ValueError: a mask does not fit its data.
         """
         # Copies: the caller's state must not change with the masks.
-        states = _converted(saved["state"], sparse=False)
+        states = _converted(saved["state"], _dense)
         if not strict:
             states = {name: entry for name, entry in states.items() if name not in self}
         # Filled aside, so that a malformed entry raises before anything is replaced.
@@ -203,7 +203,7 @@ def check_name(name: object) -> str:
 def refuse_attribute(name: str) -> None:
     """Raise a KeyError if the name of plain data is an attribute that modules have."""
     # It would shadow the attribute in the container, or in the ModuleDict of its parametrizations.
-    if hasattr(nn.ModuleDict(), name) or name in ("parametrizations", "__deepcopy__"):
+    if name in {*dir(nn.ModuleDict()), "parametrizations", "__deepcopy__"}:
         raise KeyError(f"Invalid {name=}: every torch module has an attribute of that name.")
 
 
@@ -235,19 +235,22 @@ def _parametrizations(container: Container, name: str) -> nn.Module:
     return container.get_submodule(f"parametrizations.{name}")
 
 
+def _dense(mask: Tensor) -> Tensor:
+    return mask.to_dense().clone()
+
+
 def _converted(
-    state: Mapping[str, Mapping[str, Any]], *, sparse: bool
+    state: Mapping[str, Mapping[str, Any]], convert: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Return a deep copy of the per-name state with masks as sparse COO, the ancestor's format for
-    saving, or dense."""
+    """Return a deep copy of the per-name state with converted masks: sparse COO, the ancestor's
+    format for saving, or dense."""
     converted: dict[str, dict[str, Any]] = {}
     for name, entry in state.items():
         rest = dict(entry)
         mask = rest.pop("mask", None)
         converted[name] = copy.deepcopy(rest)
         if mask is not None:
-            mask = mask.detach()
-            converted[name]["mask"] = mask.to_sparse_coo() if sparse else mask.to_dense().clone()
+            converted[name]["mask"] = convert(mask.detach())
     return converted
 
 
@@ -277,8 +280,11 @@ def _fill(
             container.register_buffer(name, data)
             continue
         _attach(container, name, data, entry["mask"], config.get("parametrization", Masked))
-        buffers = [key for key in tensors if key.startswith(f"{prefix}0.")]
-        kept = {key.removeprefix(prefix): tensors[key] for key in buffers}
+        kept = {
+            key.removeprefix(prefix): buffer
+            for key, buffer in tensors.items()
+            if key.startswith(f"{prefix}0.")
+        }
         # Not strict: the default parametrization has no buffers in its state.
         _parametrizations(container, name).load_state_dict(kept, strict=False)
 

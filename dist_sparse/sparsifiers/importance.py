@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -18,10 +19,10 @@ from dist_sparse import checks
 from dist_sparse.groups import Facts
 from dist_sparse.masking.block_masks import ScoredTable
 from dist_sparse.masking.scores import ByTotals, Measure, RowTotals, squares_times
-from dist_sparse.sparsifiers.masks import Configs, Located
+from dist_sparse.sparsifiers.masks import Configs
 from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
-from dist_sparse.tables.shards import FUSED, ROW, Block, Rect, Shard, ShardedData
+from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData
 
 Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = get_args(Score)
@@ -101,7 +102,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         score: Score = "norm_accumulator",
         decay: float = 1.0,
         scope: Scope = "table",
-        floors: Mapping[str, float] | None = None,
+        floors: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
@@ -114,7 +115,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than"
                 " 'L2'."
             )
-        self.scope, self.floors = scope, {} if floors is None else floors
+        self.scope, self.floors = scope, dict(floors)
         self._known: dict[str, list[RowTotals]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 
@@ -154,7 +155,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         if self._fast != "norm_accumulator":
             # Counts decay in all rows; resets of G change rows that nothing has written.
             return None
-        known = next(known for known in self._known[name] if known.rect == shard.rect)
+        known = self._totals_at(name, shard.rect[:2])
         # Backwards write the sums too, in the rows that they write; torch counts all other writes,
         # such as a load.
         state = known.total.data_ptr(), known.total._version, known.initial
@@ -175,7 +176,7 @@ class ImportanceSparsifier(DataNormSparsifier):
             # Views of live storage, which may be replaced before the next mask update.
             self._known = {}
         # Only after a mask update that has succeeded, on all ranks alike.
-        if self.enable_mask_update and self.counts_lookups and self.decay < 1:
+        if self.enable_mask_update and self.decay < 1:
             self._age_counts()
 
     def _age_counts(self) -> None:
@@ -214,16 +215,19 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
         if self.scored_by not in ("accumulator", "frequency"):
             super()._check_untouched(data, block)
-        reasons = {
-            f"removes whole rows: the block must be 'row', not {block}": block
-            != (1, data.shape[1]),
-            f"needs all lookups, and decay={self.decay} forgets old ones": self.decay < 1,
-            "can't tell the rows of copies that are trained apart": data.copied,
-            "is of each table by itself: scope='global' moves it": self.scope == "global",
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ValueError(f"Table {data.name!r}: the level 'untouched' {reason}.")
+        level, row = f"Table {data.name!r}: the level 'untouched'", (1, data.shape[1])
+        checks.refuse(
+            {
+                f"{level} removes whole rows: the block must be 'row', not {block}.": block != row,
+                f"{level} needs all lookups, and decay={self.decay} forgets old ones.": (
+                    self.decay < 1
+                ),
+                f"{level} can't tell the rows of copies that are trained apart.": data.copied,
+                f"{level} is of each table by itself: scope='global' moves it.": (
+                    self.scope == "global"
+                ),
+            }
+        )
 
     def unknown_tables(self, located: Located) -> list[str]:
         """Return the tables of ``located`` whose score needs Adagrad's sums, and that no Adagrad

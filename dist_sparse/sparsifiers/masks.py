@@ -32,12 +32,11 @@ from dist_sparse.sparsifiers.packed_store import PackedStore, TableMasks
 from dist_sparse.sparsifiers.pieces import (
     assembled,
     begun,
-    exchange,
     mask_hash,
     removed_blocks,
     shape_hash,
 )
-from dist_sparse.tables.shards import Block, Rect, Shard, ShardedData, grid_of, whole
+from dist_sparse.tables.shards import Block, Located, Rect, Shard, ShardedData, grid_of, whole
 from dist_sparse.text import (
     block_shape_text,
     block_text,
@@ -47,7 +46,6 @@ from dist_sparse.text import (
     table_lines,
 )
 
-Located = Mapping[str, ShardedData]
 Configs = Mapping[str, Mapping[str, Any]]
 
 
@@ -199,7 +197,7 @@ def _change(
     change = MaskChange(
         name=data.name,
         target=configured_level(config),
-        threshold=None if made.threshold is None else made.threshold.score,
+        threshold=made.threshold.score,
         blocks=grid_of(Rect(0, 0, *data.shape), made.block).blocks,
         removed_blocks=removed,
         flipped_blocks=flipped,
@@ -259,7 +257,7 @@ def removed_lookups(packed: PackedStore, action: str) -> dict[str, list[int]]:
         packed: the registered tables.
         action: the public call, for messages.
     """
-    located = packed.current(action)
+    located = packed.current_for(action)
     return packed.summed(
         {name: _lookups_here(packed.table(name), data) for name, data in located.items()}
     )
@@ -366,7 +364,7 @@ def _parts(tensor: Tensor, removed: _Removed) -> Iterator[tuple[Tensor, Tensor]]
     # A step count belongs to no weight.
 
 
-class _Held(NamedTuple):
+class _MasksHere(NamedTuple):
     """The masks of one name on this rank, and those of them that it owns; of plain data element by
     element. ``nbytes`` are those of all masks here."""
 
@@ -384,6 +382,7 @@ class Masks:
         tables: the masks of sharded tables.
         plain: the masks of plain data.
         enforcer: the :class:`~dist_sparse.MaskEnforcer` that is attached, if any.
+        hooks: the same, or one that does nothing.
         rotation: the bases of :func:`~dist_sparse.rotate`, if any.
         undo: keeps each mask update until the next, if one is to be undone.
         recorder: counts what mask updates change, since ``sparsifier.record()``.
@@ -393,55 +392,47 @@ class Masks:
     def __init__(self) -> None:
         self.tables, self.plain = PackedStore(), DenseStore()
         self.enforcer: Enforcer | None = None
+        self.hooks = Enforcer()
         self.rotation: Rotation | None = None
         self.undo: LastUpdate | None = None
         self.recorder: Recorder | None = None
         self.schedulers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
-    @property
-    def hooks(self) -> Enforcer:
-        """The enforcer that is attached, or one that does nothing."""
-        return self.enforcer or Enforcer()
-
-    def held(self, located: Located) -> dict[str, _Held]:
+    def held(self, located: Located) -> dict[str, _MasksHere]:
         """Return the masks of every name on this rank. Local."""
         found = {}
         for name, data in located.items():
             table = self.tables.table(name)
             owned = [held.mask for held in table.owned]
             nbytes = sum(mask.bits.numel() for mask in table.masks)
-            found[name] = _Held(data, table.block, table.masks, owned, nbytes)
+            found[name] = _MasksHere(data, table.block, table.masks, owned, nbytes)
         for name in self.plain.names:
             # Masks of plain data may have any dtype.
             mask, weight = self.plain.mask(name), as_matrix(self.plain.held(name))
             data = whole(name, weight, sharding="plain")
             elements = BlockMask.of_elements(Rect(0, 0, *data.shape), as_matrix(mask))
-            found[name] = _Held(data, (1, 1), [elements], [elements], mask.nbytes)
+            found[name] = _MasksHere(data, (1, 1), [elements], [elements], mask.nbytes)
         return found
 
     def _summed(
-        self, action: str, count: Callable[[_Held], list[int]], located: Located | None = None
-    ) -> dict[str, tuple[_Held, list[int]]]:
+        self, located: Located, count: Callable[[_MasksHere], list[int]]
+    ) -> dict[str, tuple[_MasksHere, list[int]]]:
         """Return the masks of every name on this rank, and the sums over all ranks of what
-        ``count`` returns for them. Collective: one all-reduce a group, after an exchange of status;
-        ``located`` spares the status and a walk."""
-        if located is None:
-            located = self.tables.current(action)
-        held = self.held(located)
-        sums = self.tables.summed({name: count(one) for name, one in held.items()})
-        return {name: (one, sums[name]) for name, one in held.items()}
+        ``count`` returns for them. Collective: one all-reduce a group."""
+        here = self.held(located)
+        sums = self.tables.summed({name: count(one) for name, one in here.items()})
+        return {name: (one, sums[name]) for name, one in here.items()}
 
     def table_stats(self, configs: Configs) -> dict[str, TableStats]:
         """See :meth:`dist_sparse.BaseDataSparsifier.table_stats`."""
-        located = self.tables.current("table_stats()")
+        located = self.tables.current_for("table_stats()")
         # A rank that runs out of memory here would leave the others waiting.
         with self.tables.agreeing("table_stats()"):
             here = self.held(located)
             counts = {name: _count(one) for name, one in here.items()}
         found = {}
-        for name, sums in self.tables.summed(counts).items():
-            held, (removed, removed_elements, mask_bytes) = here[name], sums
-            data = held.data
+        for name, (removed, removed_elements, mask_bytes) in self.tables.summed(counts).items():
+            held, data = here[name], here[name].data
             elements = data.shape[0] * data.shape[1]
             found[name] = TableStats(
                 name=name,
@@ -459,19 +450,17 @@ class Masks:
             )
         return found
 
-    def count_revived(
-        self, action: str = "count_revived()", located: Located | None = None
-    ) -> dict[str, int]:
-        """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`; ``action`` is the public call,
-        for messages."""
-        counts = self._summed(action, _count_revived, located)
+    def count_revived(self, located: Located) -> dict[str, int]:
+        """See :meth:`dist_sparse.BaseDataSparsifier.count_revived`; ``located`` are the tables as
+        they are stored now, with their masks."""
+        counts = self._summed(located, _count_revived)
         # Squashed names have no masks any more.
-        kept = {*self.tables.names, *filter(self.plain.is_masked, self.plain.names)}
-        return {name: count for name, (_, [count]) in counts.items() if name in kept}
+        kept = [*self.tables.names, *filter(self.plain.is_masked, self.plain.names)]
+        return {name: counts[name][1][0] for name in kept}
 
     def dead_rows(self) -> dict[str, int]:
         """See :meth:`dist_sparse.BaseDataSparsifier.dead_rows`."""
-        counts = self._summed("dead_rows()", _count_dead_rows)
+        counts = self._summed(self.tables.current_for("dead_rows()"), _count_dead_rows)
         # No rank sees a whole row of other tables.
         return {
             name: count
@@ -482,27 +471,27 @@ class Masks:
     def fingerprints(self, action: str) -> dict[str, str]:
         """See :meth:`dist_sparse.BaseDataSparsifier.fingerprint`; ``action`` is the public call,
         for messages."""
-        found = {}
+        found, located = {}, self.tables.current_for(action)
         # A hash is a sum over elements: over ranks it is that of the whole mask.
-        for name, (held, [value]) in self._summed(action, _hash).items():
+        for name, (held, [value]) in self._summed(located, _hash).items():
             found[name] = f"{(value + shape_hash(held.data.shape)) % (1 << 64):016x}"
         return found
 
     def audit(self) -> dict[str, str]:
         """See :meth:`dist_sparse.BaseDataSparsifier.audit`."""
         packed, enforced = self.tables, self.enforcer is not None
-        located = packed.current("audit()")
+        located = packed.current_for("audit()")
         with packed.agreeing("audit()"):
             # Dirty rows are zeroed before a forward reads them: they are no errors.
             self.hooks.settle()
         refusal = "Masks differ between their holders."
         packed.compare_holders("audit()", located, packed.snapshot(), refusal)
-        revived = self.count_revived("audit()", located)
-        # Without an enforcer, plain data keeps the weights that it removes.
+        revived = self.count_revived(located)
         counts = "; ".join(
-            f"table {name!r}: {count} removed weights are not zero"
-            for name, count in revived.items()
-            if count and (enforced or name in packed)
+            f"table {name!r}: {revived[name]} removed weights are not zero"
+            # Without an enforcer, plain data keeps the weights that it removes.
+            for name in (revived if enforced else packed.names)
+            if revived[name]
         )
         # Of all groups: ranks that hold none of a table must not go on alone.
         with packed.agreeing("audit()"):
@@ -513,19 +502,18 @@ class Masks:
     def full_mask(self, name: str) -> Tensor:
         """See :meth:`dist_sparse.BaseDataSparsifier.full_mask`; of a sharded table."""
         packed, data = self.tables, self.tables.find(name)
-        group, whole = group_over(data.ranks), Rect(0, 0, *data.shape)
-        with group.agreeing("full_mask()") as facts:
+        with group_over(data.ranks).agreeing("full_mask()") as facts:
             facts["name"] = name
         packed.reshard({name: data})
+        table, whole = packed.table(name), Rect(0, 0, *data.shape)
         # As if every rank held all of the table.
-        everywhere = ((whole,),) * group.size
-        table = packed.table(name)
-        [arrived] = exchange(group, [table.move(everywhere)])
+        move = table.move(((whole,),) * len(data.tiling))
+        arrived = packed.exchange({name: move})[name]
         held = assembled(whole, table.block, arrived, torch.device("cpu"), table.counted)
         return held.mask.dense()
 
 
-def _count(held: _Held) -> list[int]:
+def _count(held: _MasksHere) -> list[int]:
     """Return removed blocks, removed elements and mask bytes of this rank's shards."""
     elements = 0
     for mask in held.owned:
@@ -534,7 +522,7 @@ def _count(held: _Held) -> list[int]:
     return [sum(map(removed_blocks, held.owned)), elements, held.nbytes]
 
 
-def _count_revived(held: _Held) -> list[int]:
+def _count_revived(held: _MasksHere) -> list[int]:
     """Count removed weights that are not zero, replicas too."""
     count = 0
     for shard, mask in zip(held.data.shards, held.masks, strict=True):
@@ -544,13 +532,13 @@ def _count_revived(held: _Held) -> list[int]:
     return [count]
 
 
-def _count_dead_rows(held: _Held) -> list[int]:
+def _count_dead_rows(held: _MasksHere) -> list[int]:
     """Count rows with nothing left in the leftmost shards, which are the whole rows where
     :func:`knows_removed_rows`."""
     return [sum(int(mask.dead_rows().sum()) for mask in held.owned if mask.rect.col == 0)]
 
 
-def _hash(held: _Held) -> list[int]:
+def _hash(held: _MasksHere) -> list[int]:
     return [sum(map(mask_hash, held.owned))]
 
 
@@ -614,6 +602,6 @@ def describe(sparsifier: Any) -> str:
         shown = "-" if level is None else level_text(level)
         stored = shape_text(data.shape), dtype, data.sharding, shards
         rows.append((name, *stored, block_shape_text(block), zeros, shown, f"{size:,}"))
-    ranks = number_of(max((len(ranks or (0,)) for ranks in packed.groups), default=1), "rank")
-    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {ranks}"
+    ranks = max((len(each.data.tiling) for each in held.values()), default=1)
+    title = f"{type(sparsifier).__name__}: {len(rows)} registered, over {number_of(ranks, 'rank')}"
     return "\n".join([title, *table_lines(_HEAD, rows)])

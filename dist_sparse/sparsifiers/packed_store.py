@@ -8,7 +8,7 @@ groups and tilings are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from dist_sparse.checks import to_json
 from dist_sparse.groups import Facts, Group, agreeing, group_over, rank_in
+from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.sparsifiers import pieces
-from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.shards import (
     Block,
+    Located,
     Rect,
     ShardedData,
     Source,
@@ -96,8 +97,8 @@ class TableMasks:
     def differs_at(self, arrived: Sequence[Held]) -> Rect | None:
         """Return a rectangle where another holder's bits differ from those here, if there is
         one."""
-        touched = self._whole_blocks(mask.rect for mask in self.masks)
-        for mask, here in zip(self.masks, touched, strict=True):
+        for mask in self.masks:
+            here = pieces.whole_blocks(mask.rect, self.block, self.shape)
             for theirs in arrived:
                 rect = theirs.mask.rect
                 inside = rect.intersect(here) == rect
@@ -116,22 +117,10 @@ class TableMasks:
             for rect, weights in data.shards
         ]
 
-    def follow(self, data: ShardedData) -> bool:
+    def follow(self, data: ShardedData) -> None:
         """Bring the masks to the devices of their shards, where they are not yet."""
         devices = [shard.tensor.device for shard in data.shards]
-        if [mask.bits.device for mask in self.masks] == devices:
-            return False
         self.shards = list(map(Held.to, self.shards, devices))
-        return True
-
-    def state(self, writes: Sequence[BlockMask]) -> tuple[ChunkedTensor, ChunkedTensor | None]:
-        """Return masks and counts of lookups as a state holds them; ``writes`` are the parts of the
-        mask that this rank writes: see :func:`~dist_sparse.sparsifiers.pieces.written`."""
-        masks = pieces.saved_masks(self.shape, self.block, writes, self.shards)
-        if self.counted is None:
-            return masks, None
-        rects = [held.mask.rect for held in self.leftmost]
-        return masks, pieces.saved_counts(self.shape[0], self.counted, rects, self.counts)
 
     def loaded(
         self, data: ShardedData, entry: Mapping[str, Any], masks: object, counts: object
@@ -209,7 +198,14 @@ class PackedStore:
         # By name: ranks may have registered in another order.
         for name in sorted(self._tables):
             groups.setdefault(self._tables[name].ranks, []).append(name)
-        return {ranks: groups[ranks] for ranks in sorted(groups, key=_by_size)}
+        return dict(sorted(groups.items(), key=_by_size))
+
+    def over_groups(self, names: Collection[str]) -> Iterator[tuple[Group, list[str]]]:
+        """Yield the group of each of these tables, and those that it holds, in an order that all
+        ranks share. No other group is made: its ranks may not be here."""
+        for ranks, held in self.groups.items():
+            if chosen := sorted(set(held).intersection(names)):
+                yield group_over(ranks), chosen
 
     @contextmanager
     def agreeing(self, action: str) -> Iterator[list[tuple[Facts, list[str]]]]:
@@ -223,13 +219,21 @@ class PackedStore:
         as they are. Collective: one all-reduce for each group with a table among ``values``, the
         same tables on every rank."""
         sums = {name: list(value) for name, value in values.items()}
-        for ranks, held in self.groups.items():
-            if names := sorted(values.keys() & held):
-                # Hashes have 64 bits and no sign; collectives sum int64.
-                rows = [list(map(_signed, values[name])) for name in names]
-                total = group_over(ranks).all_reduce(torch.tensor(rows, dtype=torch.int64))
-                sums.update(zip(names, total.tolist(), strict=True))
+        for group, names in self.over_groups(values):
+            # Hashes have 64 bits and no sign; collectives sum int64.
+            rows = [list(map(_signed, values[name])) for name in names]
+            total = group.all_reduce(torch.tensor(rows, dtype=torch.int64))
+            sums.update(zip(names, total.tolist(), strict=True))
         return sums
+
+    def exchange(self, moves: Mapping[str, pieces.Move]) -> dict[str, list[Held]]:
+        """Return the pieces that the move of each table brings to this rank. Collective: one
+        all-to-all for each group with a table among ``moves``, the same tables on every rank."""
+        arrived: dict[str, list[Held]] = {}
+        for group, names in self.over_groups(moves):
+            found = pieces.exchange(group, [moves[name] for name in names])
+            arrived.update(zip(names, found, strict=True))
+        return arrived
 
     # Registration.
 
@@ -246,10 +250,8 @@ class PackedStore:
         twice = sorted({data.name for data in located} & {*plain, *self._tables})
         if twice:
             raise ValueError(f"The names {twice} are registered already.")
-        held = [(name, shard.tensor) for name in self._tables for shard in self.find(name).shards]
-        held += plain.items()
-        new = [(data.name, shard.tensor) for data in located for shard in data.shards]
-        if shared := shared_memory(held, new):
+        held = [*_tensors_of(map(self.find, self._tables)), *plain.items()]
+        if shared := shared_memory(held, _tensors_of(located)):
             first, second = shared
             raise ValueError(
                 f"Table {second!r} is registered already, as {first!r}: they share memory."
@@ -292,43 +294,38 @@ class PackedStore:
         Raises:
             ValueError: a table is no longer in its model, or has another shape.
         """
-        # One walk finds all tables of a model.
-        names: dict[Source, list[str]] = {}
-        for name, table in self._tables.items():
-            names.setdefault(table.source, []).append(name)
         found: dict[str, ShardedData] = {}
-        for source, wanted in names.items():
-            found |= {data.name: data for data in source.locate(wanted)}
+        # One walk finds all tables of a model.
+        for source in self.sources:
+            for data in source.locate(self._tables):
+                self._check_shape(data)
+                found[data.name] = data
         if missing := sorted(self._tables.keys() - found.keys()):
             raise ValueError(
                 f"The registered tables {missing} are no longer in the model; it holds"
                 f" {sorted(found)}."
             )
-        located = {name: found[name] for name in self._tables}
-        for data in located.values():
-            self._check_shape(data)
+        return {name: found[name] for name in self._tables}
+
+    def current(self) -> dict[str, ShardedData]:
+        """:meth:`locate`, and bring the masks to their shards: collective if shards have moved."""
+        located = self.locate()
+        self.reshard(located)
         return located
 
-    def current(self, action: str | None = None) -> dict[str, ShardedData]:
-        """:meth:`locate`, and bring the masks to their shards: collective if shards have moved.
-
-        Args:
-            action: check first that all ranks make this call. Collective over the tables' groups:
-                32 bytes each.
-        """
-        if action is None:
+    def current_for(self, action: str) -> dict[str, ShardedData]:
+        """:meth:`current`, once all ranks make the public call ``action``. Collective over the
+        tables' groups: 32 bytes each."""
+        # A rank that can't locate its tables must stop the others before the exchange.
+        with self.agreeing(action):
             located = self.locate()
-        else:
-            # A rank that can't locate its tables must stop the others before the exchange.
-            with self.agreeing(action):
-                located = self.locate()
         self.reshard(located)
         return located
 
     def compare_holders(
         self,
         action: str,
-        located: Mapping[str, ShardedData],
+        located: Located,
         masks: Mapping[str, TableMasks],
         refusal: str,
     ) -> None:
@@ -344,16 +341,13 @@ class PackedStore:
         Raises:
             ValueError: on every rank; names table, place and rank.
         """
-        arrived: dict[str, list[Held]] = {}
-        for ranks, names in self.groups.items():
-            moves = {}
-            for name in names:
-                move = masks[name].move_of_whole_blocks()
-                # Usually nothing is shared: then nothing is sent.
-                if located[name].replicated or move.new != move.old:
-                    moves[name] = move
-            found = pieces.exchange(group_over(ranks), list(moves.values()))
-            arrived.update(zip(moves, found, strict=True))
+        moves = {}
+        for name, table in masks.items():
+            move = table.move_of_whole_blocks()
+            # Usually nothing is shared: then nothing is sent.
+            if located[name].replicated or move.new != move.old:
+                moves[name] = move
+        arrived = self.exchange(moves)
         with self.agreeing(action):
             for name, theirs in arrived.items():
                 if place := masks[name].differs_at(theirs):
@@ -365,31 +359,25 @@ class PackedStore:
         self._check_shape(data)
         return data
 
-    def moved(self, located: Mapping[str, ShardedData]) -> list[str]:
+    def moved(self, located: Located) -> list[str]:
         """Return the tables whose rectangles differ from those that the bits were stored for. The
         same on every rank."""
         return [name for name, data in located.items() if data.tiling != self._tables[name].tiling]
 
-    def reshard(self, located: Mapping[str, ShardedData]) -> None:
+    def reshard(self, located: Located) -> None:
         """Bring the bits of moved tables to their new holders. Collective over the groups of moved
         tables: one all-to-all each. Bits whose shard is on another device now follow it, which is
         local."""
-        moved = set(self.moved(located))
-        # Group by group, in an order that all ranks share: one all-to-all for all tables of each.
-        for ranks, names in self.groups.items():
-            tables = [located[name] for name in sorted(moved.intersection(names))]
-            if not tables:
-                # Not even its group is made: other ranks may not be here.
-                continue
-            moves = [self._tables[data.name].move(data.tiling) for data in tables]
-            arrived = pieces.exchange(group_over(ranks), moves)
-            for data, found in zip(tables, arrived, strict=True):
-                self._tables[data.name].take(data, found)
-                self.version += 1
+        moved = self.moved(located)
+        moves = {name: self._tables[name].move(located[name].tiling) for name in moved}
+        for name, found in self.exchange(moves).items():
+            self._tables[name].take(located[name], found)
+        self.version += len(moved)
         for name, data in located.items():
+            table, before = self._tables[name], self._tables[name].shards
             # A model may have been moved, such as by .to(), since the bits were stored.
-            if self._tables[name].follow(data):
-                self.version += 1
+            table.follow(data)
+            self.version += table.shards != before
 
     # Masks.
 
@@ -405,25 +393,17 @@ class PackedStore:
         """Return :attr:`Held.samples` of this rank's shards."""
         return [held.samples for held in self._tables[name].shards]
 
-    def replace(
-        self,
-        data: ShardedData,
-        masks: list[BlockMask],
-        block: Block,
-        removed: int | None,
-    ) -> None:
+    def replace(self, data: ShardedData, made: MadeMasks) -> None:
         """Replace the masks of this rank's shards in a mask update, by masks of the rectangles that
-        it holds in ``data``.
-
-        Args:
-            removed: blocks that they remove over all ranks, if known without asking.
-        """
-        assert [(mask.block, mask.rect) for mask in masks] == [(block, s.rect) for s in data.shards]
+        it holds in ``data``."""
         table = self._tables[data.name]
-        shards = list(map(Held.with_mask, table.shards, masks))
+        shards = [
+            held.with_mask(new.mask) for held, new in zip(table.shards, made.masks, strict=True)
+        ]
         # A mask update that changes nothing keeps the masks themselves.
         self.version += shards != table.shards
-        table.shards, table.block, table.tiling, table.removed = shards, block, data.tiling, removed
+        table.shards, table.tiling = shards, data.tiling
+        table.block, table.removed = made.block, made.removed
         table.updates += 1
 
     def mask(self, name: str) -> Tensor:
@@ -464,11 +444,10 @@ class PackedStore:
         return torch.where(self.mask(name) != 0, weight, weight.new_zeros(()))
 
     @torch.no_grad()
-    def apply(self, located: Mapping[str, ShardedData]) -> None:
-        """Write zero to the removed weights of this rank's shards of these tables. Local."""
-        for name, data in located.items():
-            for shard, mask in zip(data.shards, self.masks(name), strict=True):
-                mask.apply_(shard.tensor)
+    def apply(self, data: ShardedData) -> None:
+        """Write zero to the removed weights of this rank's shards of a table. Local."""
+        for shard, mask in zip(data.shards, self.masks(data.name), strict=True):
+            mask.apply_(shard.tensor)
 
     # Saving.
 
@@ -476,11 +455,9 @@ class PackedStore:
         """Return the tables' masks and counts of lookups as tensors in global coordinates, their
         ``configs``, shapes, blocks and numbers of mask updates as JSON. Local, unless column
         borders cut bytes of masks: then collective."""
-        writes: dict[str, list[BlockMask]] = {}
         # First, as it may be collective: nothing below communicates.
-        for ranks, names in self.groups.items():
-            writes |= self._masks_to_write(names, group_over(ranks))
-        tables, masks, counts = {}, {}, {}
+        writes = self._masks_to_write()
+        tables, masks = {}, {}
         for name, table in self._tables.items():
             tables[name] = {
                 "shape": table.shape,
@@ -489,38 +466,38 @@ class PackedStore:
                 "removed": table.removed,
                 "config": configs[name],
             }
-            masks[name], lookups = table.state(writes[name])
-            if lookups is not None:
-                counts[name] = lookups
+            masks[name] = pieces.saved_masks(table.shape, table.block, writes[name], table.shards)
+        counts = {
+            name: pieces.saved_counts(table.shape[0], table.counted, table.leftmost, table.shards)
+            for name, table in self._tables.items()
+            if table.counted is not None
+        }
         saved = {"tables": to_json("the configuration of sharded tables", tables), "masks": masks}
         # Without counts there is no entry: for an empty mapping DCP looks in vain.
         return {**saved, "counts": counts} if counts else saved
 
-    def _masks_to_write(self, names: Sequence[str], group: Group) -> dict[str, list[BlockMask]]:
+    def _masks_to_write(self) -> dict[str, list[BlockMask]]:
         """Return the parts of each mask that this rank writes to a checkpoint: see
         :func:`~dist_sparse.sparsifiers.pieces.written`. Local, unless a border of columns cuts
-        bytes of a mask: then collective over the group."""
-        moves, held, cut = {}, {}, []
-        for name in names:
-            table = self._tables[name]
+        bytes of a mask: then collective over its group."""
+        moves, cut = {}, {}
+        for name, table in self._tables.items():
             parts, cuts_bytes = pieces.written(table.tiling, table.block, table.shape)
-            moves[name], held[name] = table.move(parts), table.shards
+            moves[name] = table.move(parts)
             if cuts_bytes:
                 # The same on all ranks: all of them take part in the exchange, or none.
-                cut.append(name)
-        arrived = pieces.exchange(group, [moves[name] for name in cut])
-        held.update(zip(cut, arrived, strict=True))
-        cpu, found = torch.device("cpu"), dict[str, list[BlockMask]]()
+                cut[name] = moves[name]
+        arrived, cpu = self.exchange(cut), torch.device("cpu")
+        found: dict[str, list[BlockMask]] = {}
         for name, move in moves.items():
-            found[name] = []
-            for rect in move.new[group.rank]:
-                whole = pieces.assembled(rect, move.block, held[name], cpu, move.counted)
-                found[name].append(whole.mask)
+            held, rank = arrived.get(name, move.held), rank_in(self._tables[name].ranks)
+            found[name] = [
+                pieces.assembled(rect, move.block, held, cpu, move.counted).mask
+                for rect in move.new[rank]
+            ]
         return found
 
-    def prepare(
-        self, saved: Mapping[str, Any], located: Mapping[str, ShardedData]
-    ) -> dict[str, TableMasks]:
+    def prepare(self, saved: Mapping[str, Any], located: Located) -> dict[str, TableMasks]:
         """Return masks and counts of this rank's shards from saved ones. Checks everything, changes
         nothing, local.
 
@@ -581,9 +558,13 @@ class PackedStore:
         return self.masks(name)
 
 
-def _by_size(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
-    held = ranks or ()
-    return len(held), held
+def _by_size(group: tuple[Ranks, list[str]]) -> tuple[int, tuple[int, ...]]:
+    ranks = group[0] or ()
+    return len(ranks), ranks
+
+
+def _tensors_of(tables: Iterable[ShardedData]) -> list[tuple[str, Tensor]]:
+    return [(data.name, tensor) for data in tables for _, tensor in data.shards]
 
 
 def _only(name: str, shards: Sequence[T]) -> T:

@@ -9,7 +9,6 @@ row. It also has this rank's pieces, keyed by their global rectangle, for torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from dist_sparse.groups import Group, Parcels, Replica, cut, rank_in
 from dist_sparse.masking.device import on_host, pieces_on
 from dist_sparse.masking.masks import BitWriter, BlockMask, Held, count_bits, pack, unpack
 from dist_sparse.tables.chunked import ChunkedTensor
+from dist_sparse.tables.hashing import STEP, finished, logical_shift
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
 Tiling = tuple[tuple[Rect, ...], ...]
@@ -45,21 +45,16 @@ def assembled(
     Raises:
         ValueError: the pieces leave a block uncovered, or differ where they overlap.
     """
-    parts = []
+    masks, counts = [], no_counts(rect, counted, device)
     for piece in pieces:
         if (common := piece.mask.rect.intersect(rect)) is not None:
-            parts.append(piece.cut(common))
-    masks, grid = [part.mask for part in parts], grid_of(rect, block)
-    if [mask.grid for mask in masks] == [grid]:
+            part, first = piece.cut(common), common.row - rect.row
+            masks.append(part.mask)
+            counts[first : first + common.rows] = part.counts
+    if len(masks) == 1 and masks[0].grid == grid_of(rect, block):
         # Usually shards are as they were: their bits need not be unpacked.
-        mask = BlockMask(rect, block, masks[0].bits.to(device, copy=True))
-    else:
-        mask = BlockMask.assemble(rect, block, masks, device)
-    counts = no_counts(rect, counted, device)
-    for part in parts:
-        first = part.mask.rect.row - rect.row
-        counts[first : first + part.mask.rect.rows] = part.counts
-    return Held(mask, counts)
+        return Held(BlockMask(rect, block, masks[0].bits.to(device, copy=True)), counts)
+    return Held(BlockMask.assemble(rect, block, masks, device), counts)
 
 
 def no_counts(rect: Rect, counted: torch.dtype | None, device: torch.device | str) -> Tensor:
@@ -91,42 +86,40 @@ class Move(NamedTuple):
 
 def exchange(group: Group, moves: Sequence[Move]) -> list[list[Held]]:
     """Return for each move the pieces that cover this rank's rectangles of its new tiling, on the
-    CPU. Collective over ``group``: one all-to-all, none if there are no moves."""
-    if not moves:
-        return []
+    CPU. Collective over ``group``: one all-to-all."""
     parcels = Parcels(group)
     arriving = [_packed(parcels, group.rank, move) for move in moves]
     parcels.exchange(torch.device("cpu"))
-    found = []
-    for readers in arriving:
-        found.append([read() for read in readers])
+    found: list[list[Held]] = []
+    for move, parts in zip(moves, arriving, strict=True):
+        found.append([])
+        for rect, bits, counts in parts:
+            # Copies: a view would keep the received bytes of all tables alive.
+            mask = BlockMask(rect, move.block, bits().clone())
+            found[-1].append(Held(mask, counts().clone()))
     return found
 
 
-def _packed(parcels: Parcels, rank: int, move: Move) -> list[Callable[[], Held]]:
-    """Pack what a move sends from this rank; return the readers of what it brings here."""
+def _packed(
+    parcels: Parcels, rank: int, move: Move
+) -> list[tuple[Rect, Callable[[], Tensor], Callable[[], Tensor]]]:
+    """Pack what a move sends from this rank; return the rectangles that it brings here, with
+    functions that read their bits and counts."""
     owned, here = owners(move.old), {held.mask.rect: held for held in move.held}
     for receiver, wanted in enumerate(move.new):
         for rect, source in _common(owned[rank], wanted):
             part = here[source].cut(rect)
             parcels.send(receiver, part.mask.bits)
             parcels.send(receiver, part.counts)
-    readers: list[Callable[[], Held]] = []
+    arriving = []
     # The senders loop over the same rectangles in the same order.
     for sender, theirs in enumerate(owned):
         for rect, _ in _common(theirs, move.new[rank]):
             bits = parcels.expect(sender, (grid_of(rect, move.block).bytes,))
             like = no_counts(rect, move.counted, "meta")
             counts = parcels.expect(sender, like.shape, like.dtype)
-            readers.append(partial(_read, rect, move.block, bits, counts))
-    return readers
-
-
-def _read(
-    rect: Rect, block: Block, bits: Callable[[], Tensor], counts: Callable[[], Tensor]
-) -> Held:
-    # Copies: a view would keep the received bytes of all tables alive.
-    return Held(BlockMask(rect, block, bits().clone()), counts().clone())
+            arriving.append((rect, bits, counts))
+    return arriving
 
 
 def _common(owned: Sequence[Rect], wanted: Sequence[Rect]) -> Iterator[tuple[Rect, Rect]]:
@@ -207,7 +200,7 @@ def saved_masks(
         shards: of this rank.
     """
     grid = grid_of(Rect(0, 0, *shape), block)
-    chunks = [(_place_of(mask.grid)[0], _bytes_of(mask)) for mask in writes if mask.blocks]
+    chunks = [(_place_of(mask.grid)[0], _bytes_of(mask)) for mask in writes]
     wants, kept = [], []
     for held in shards:
         mask = held.mask
@@ -219,21 +212,24 @@ def saved_masks(
 
 
 def saved_counts(
-    rows: int, dtype: torch.dtype, writes: Sequence[Rect], counts: Mapping[Rect, Tensor]
+    rows: int, dtype: torch.dtype, writes: Sequence[Held], shards: Sequence[Held]
 ) -> ChunkedTensor:
     """Return the lookup counts of a table as a state holds them.
 
     Args:
         rows: of the table.
         dtype: of the counts.
-        writes: the rectangles whose counts this rank writes.
-        counts: of this rank's shards, by rectangle.
+        writes: the shards whose counts this rank writes.
+        shards: of this rank.
     """
-    kept = {rect: count.to("cpu", copy=True) for rect, count in counts.items()}
-    chunks = [((rect.row,), kept[rect]) for rect in writes]
-    wants = [((rect.row,), (rect.rows,)) for rect in kept]
-    entries = [{"rect": tuple(rect), "counts": count} for rect, count in kept.items()]
-    return ChunkedTensor((rows,), dtype, chunks, wants, entries)
+    chunks, wants, kept = [], [], []
+    for held in shards:
+        rect, counts = held.mask.rect, held.counts.to("cpu", copy=True)
+        wants.append(((rect.row,), (rect.rows,)))
+        kept.append({"rect": tuple(rect), "counts": counts})
+        if held in writes:
+            chunks.append(((rect.row,), counts))
+    return ChunkedTensor((rows,), dtype, chunks, wants, kept)
 
 
 # Loading.
@@ -246,10 +242,8 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a value is missing, unknown or malformed; names the table and the key.
     """
-    if not saved:
-        return {}
     # JSON, not pickled values: torch.load(weights_only=True) reads it.
-    tables = from_json("the tables of the state", saved.get("tables"))
+    tables = from_json("the tables of the state", saved.get("tables", "{}"))
     for name, entry in tables.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
             raise ValueError(f"Table {name!r}: the state has no configuration of it.")
@@ -259,9 +253,9 @@ def tables_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 f"Table {name!r}: the state has the unknown keys {unknown}: it may be of a newer"
                 " release."
             )
-        for key in ("updates", "removed"):
-            if entry.get(key) is not None:
-                integer(key, entry[key], least=0, of=name)
+        integer("updates", entry.get("updates", 0), least=0, of=name)
+        if entry.get("removed") is not None:
+            integer("removed", entry["removed"], least=0, of=name)
     return tables
 
 
@@ -295,27 +289,34 @@ def saved_pieces(
             f"its masks were saved by blocks {block}, and it is registered by {registered}:"
             " register it with the sparse_block_shape of the checkpoint."
         )
-    pieces, loaded = [], saved.loaded
+    pieces = []
     for i, entry in enumerate(saved.kept):
         rect = Rect(*ints("rect", entry.get("rect"), 4, least=0))
-        bits = entry.get("bits") if loaded is None else _bits_of(rect, block, loaded[i])
-        if not isinstance(bits, Tensor):
-            raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
-        # Refuses bits of another length.
-        pieces.append(Held(BlockMask(rect, block, bits)))
-        # The hash is of the bits that this rank held when it asked DCP to load.
-        if loaded is None and entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
-            raise ValueError(
-                f"The bits of {rect} are not those that were saved: their hash differs."
-            )
+        if saved.loaded is None:
+            mask = _kept_mask(rect, block, entry)
+        else:
+            mask = BlockMask(rect, block, _bits_of(rect, block, saved.loaded[i]))
+        pieces.append(Held(mask))
     return _with_counts(pieces, counts) if counted else pieces
+
+
+def _kept_mask(rect: Rect, block: Block, entry: Mapping[str, Any]) -> BlockMask:
+    """Return the mask of a piece that torch.save has kept, checked by its hash."""
+    bits = entry.get("bits")
+    if not isinstance(bits, Tensor):
+        raise ValueError(f"Invalid piece of masks {rect} in the state: it has no bits.")
+    # Refuses bits of another length.
+    mask = BlockMask(rect, block, bits)
+    if entry.get("hash") not in (None, f"{hash_tensor(bits):016x}"):
+        raise ValueError(f"The bits of {rect} are not those that were saved: their hash differs.")
+    return mask
 
 
 def _checked(saved: object, missing: str) -> ChunkedTensor:
     if not isinstance(saved, ChunkedTensor):
         raise ValueError(missing)
     # A state may have been edited by hand, or damaged.
-    if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
+    if isinstance(saved.kept, list) and {*map(type, saved.kept)} <= {dict}:
         return saved
     raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
@@ -330,16 +331,18 @@ def _with_counts(pieces: Sequence[Held], saved: object) -> list[Held]:
         raise ValueError(
             f"the state has {len(pieces)} pieces of masks and {len(counts)} of counts."
         )
+    found = []
     for piece, count in zip(pieces, counts, strict=True):
         rect = piece.mask.rect
         if not _valid_counts(count, rect.rows):
             raise ValueError(f"the counts of {rect} must be {rect.rows} int32 or float64 >= 0.")
-    return [Held(piece.mask, count) for piece, count in zip(pieces, counts, strict=True)]
+        found.append(Held(piece.mask, count))
+    return found
 
 
-def _valid_counts(saved: object, rows: int) -> bool:
+def _valid_counts(saved: Any, rows: int) -> bool:
     # Counts that decay have fractions; counts that are never forgotten are integers.
-    if not isinstance(saved, Tensor) or saved.dtype not in (torch.int32, torch.float64):
+    if getattr(saved, "dtype", None) not in (torch.int32, torch.float64):
         return False
     return saved.shape == (rows,) and bool(((saved >= 0) & (saved < torch.inf)).all())
 
@@ -429,20 +432,15 @@ def _hashed(tensor: Tensor) -> Tensor:
     step = pieces_on(raw.device).hashed
     for start in range(0, raw.numel(), step):
         part = raw[start : start + step]
-        if rest := -part.numel() % 8:
-            part = torch.cat([part, part.new_zeros(rest)])
-        if part.storage_offset() % 8:
-            # A view as int64 must begin at a word.
-            part = part.clone()
+        # Copied, as a view as int64 must begin at a word, and to whole words.
+        words = functional.pad(part, (0, -part.numel() % 8)).view(torch.int64)
         # Mixed with their position, so that swapped words are noticed.
-        words = part.view(torch.int64)
         mixed = torch.arange(start // 8, start // 8 + words.numel(), device=words.device)
         mixed.mul_(_MIX).bitwise_xor_(words)
         for shift in (32, 29):
-            # Torch shifts int64 with its sign: the bits shifted in are cleared.
-            mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(_MIX)
+            mixed.bitwise_xor_(logical_shift(mixed, shift)).mul_(_MIX)
         # Int64 wraps around: sums are modulo 2**64.
-        total += (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)).sum()
+        total += (mixed ^ logical_shift(mixed, 32)).sum()
     return total
 
 
@@ -479,9 +477,5 @@ def shared_tensors(
 
 
 def _mix(values: Tensor, seed: int) -> Tensor:
-    """Pseudo-random odd int64 from int64 (the finalizer of splitmix64, Steele et al. 2014)."""
-    # Constants of splitmix64 as int64; masked shifts, as torch shifts with the sign.
-    z = (values + seed) * -7046029254386353131
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return (z ^ ((z >> 31) & 0x1FFFFFFFF)) | 1
+    """Return pseudo-random odd int64 from int64."""
+    return finished((values + seed) * STEP) | 1

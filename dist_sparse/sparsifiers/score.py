@@ -12,13 +12,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from operator import mod
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block
+from dist_sparse.checks import UNTOUCHED, choice, integer, number, parse_block, refuse
 from dist_sparse.groups import Facts, Group, rank_in
 from dist_sparse.masking.block_masks import (
     Goal,
@@ -37,10 +39,11 @@ from dist_sparse.masking.kept_scores import (
 )
 from dist_sparse.masking.scores import Measure
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located
+from dist_sparse.sparsifiers.masks import Configs
 from dist_sparse.tables.shards import (
     COL,
     Block,
+    Located,
     Rect,
     Shard,
     ShardedData,
@@ -189,10 +192,10 @@ class ScoreSparsifier(BaseDataSparsifier):
             return dict(goals)
         # Scores of shards that are not found below are forgotten: without an enforcer, all of them.
         before, self._kept_scores = self._kept_scores, {}
-        found, written = dict(goals), (self.masks.enforcer or Enforcer()).written()
+        found, written = dict(goals), self.masks.hooks.written()
         for name, goal in goals.items():
             # Else a written row would change scores of other rows, or of another rank.
-            if not (goal.by_element or goal.whole_columns or goal.data.replicated):
+            if not (goal.by_element or goal.data.replicated):
                 keeping = self._keeping(name, goal, written, before)
                 found[name] = replace(goal, keeping=keeping)
         return found
@@ -219,8 +222,8 @@ class ScoreSparsifier(BaseDataSparsifier):
             how = self.row_measure(name, shard) if worth_keeping(rect, goal.block) else None
             if seen is None or how is None:
                 continue
-            scores = before.get((name, rect))
-            if scores is None or scores.written is not seen:
+            scores = before.get((name, rect), KeptScores(seen))
+            if scores.written is not seen:
                 # Rows written before ``seen`` began are unknown: nothing that was kept counts.
                 scores = KeptScores(seen)
             self._kept_scores[name, rect] = kept[rect] = scores
@@ -299,23 +302,19 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Refuse tables that can't be selected from together. The same on every rank."""
         if self.scope != "global":
             return
-        if len(self.masks.tables.groups) > 1:
-            groups = list(self.masks.tables.groups.values())
-            raise ValueError(
-                f"scope='global' needs tables over the same ranks; these are apart: {groups}."
-            )
+        groups = list(self.masks.tables.groups.values())
         # Bytes, as tables differ in width and dtype.
-        need = sum(goal.k * goal.price for goal in goals.values())
-        most = sum(goal.most * goal.price for goal in goals.values())
-        if need > most:
-            raise ValueError(
-                f"The levels remove {need} bytes in total, but at most {most} may be removed: each"
-                f" table keeps one block, and its floor in {dict(self.floors)}."
-            )
-        if self.masks.rotation is not None:
-            raise ValueError(
-                "scope='global' can't compare rotated columns, which are removed by position."
-            )
+        need = most = 0
+        for goal in goals.values():
+            need += goal.k * goal.price
+            most += goal.most * goal.price
+        apart = f"scope='global' needs tables over the same ranks; these are apart: {groups}."
+        too_much = (
+            f"The levels remove {need} bytes in total, but at most {most} may be removed: each"
+            f" table keeps one block, and its floor in {dict(self.floors)}."
+        )
+        rotated = "scope='global' can't compare rotated columns, which are removed by position."
+        refuse({apart: len(groups) > 1, too_much: need > most, rotated: self.masks.rotation})
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
@@ -374,8 +373,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         return most if level == 1 else min(most, blocks - 1)
 
     def _measure_of(self, data: ShardedData, config: Mapping[str, Any]) -> Measure:
-        rotation = self.masks.rotation
-        if rotation is not None and any(data.name in group for group in rotation.groups):
+        if data.name in chain.from_iterable(getattr(self.masks.rotation, "groups", ())):
             # Rotated columns are sorted: the last ones hold least.
             return partial(_places, data.shape[1])
         return self.element_measure(data.name, config)
@@ -495,16 +493,13 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
     Raises:
         ValueError: plain data, or blocks that differ in their bytes.
     """
-    if data.sharding == "plain":
-        raise ValueError(
-            f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
-        )
+    plain = f"Data {data.name!r}: scope='global' is for the tables of models, from add_model()."
     # Blocks at the edge are smaller, and cost fewer bytes than others of their score.
-    if any(size % side for size, side in zip(data.shape, block, strict=True)):
-        raise ValueError(
-            f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
-            f" {block} does not divide {data.shape}."
-        )
+    edges = (
+        f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
+        f" {block} does not divide {data.shape}."
+    )
+    refuse({plain: data.sharding == "plain", edges: any(map(mod, data.shape, block))})
 
 
 def _scored_by_goal(goals: Iterable[Goal]) -> list[ScoredTable]:
@@ -521,9 +516,8 @@ def _shape_of(block: Any) -> Any:
 def _area_of(block: Any) -> int | None:
     """Return the number of elements of a block; None where the width of the table decides, or if it
     is no block (refused when resolved)."""
-    if not isinstance(block, Sequence) or not all(isinstance(size, int) for size in block):
-        return None
-    return math.prod(block)
+    is_known = isinstance(block, Sequence) and [*map(type, block)] == [int, int]
+    return math.prod(block) if is_known else None
 
 
 def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
@@ -533,11 +527,9 @@ def _as_scored_matrix(name: str, data: Tensor) -> Tensor:
     Raises:
         ValueError: more than two real dimensions.
     """
-    if data.dim() == 2:
-        return data
-    real = [size for size in data.shape if size != 1]
-    if len(real) > 2:
+    matrix = data if data.dim() == 2 else data.squeeze()
+    if matrix.dim() > 2:
         raise ValueError(
             f"Data {name!r} of shape {tuple(data.shape)}: only supports 2-D at the moment."
         )
-    return data.reshape(matrix_shape(real))
+    return matrix.reshape(matrix_shape(matrix.shape))

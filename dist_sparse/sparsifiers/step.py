@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_sparse.groups import Facts, Group, group_over
+from dist_sparse.groups import Facts, Group
 from dist_sparse.masking.block_masks import MadeMasks
 from dist_sparse.masking.masks import BlockMask, Held
 from dist_sparse.masking.selection import NewMask
-from dist_sparse.sparsifiers.masks import Configs, Enforcer, Located, Masks
+from dist_sparse.sparsifiers.masks import Configs, Masks
 from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.sparsifiers.pieces import Move, Tiling, exchange, shared_weights
+from dist_sparse.sparsifiers.pieces import Move, Tiling, shared_weights
 from dist_sparse.tables.shards import (
     CACHED,
     Block,
+    Located,
     ShardedData,
     check_cached,
     check_writable,
@@ -109,7 +110,7 @@ class MaskMaker(abc.ABC):
     def select_masks(self, scored: Any, names: list[str], group: Group) -> Mapping[str, MadeMasks]:
         """Return the new masks of ``names``, which are stored over ``group``: the collective half
         of a mask update. Here it sends nothing."""
-        return {name: MadeMasks(scored[name], (1, 1), None) for name in names}
+        return {name: MadeMasks(scored[name], (1, 1)) for name in names}
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
     if masks.rotation is not None:
         # Before anything is scored: it moves the norm of a table into its first columns.
         masks.rotation.update()
-    recorder = masks.recorder if packed else None
+    recorder = masks.recorder
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with nullcontext() if recorder is None else recorder.step():
@@ -139,7 +140,7 @@ def update_masks(sparsifier: MaskMaker) -> None:
         for mask, old in before:
             mask.data = old
         raise
-    (masks.enforcer or Enforcer()).end_step()
+    masks.hooks.end_step()
 
 
 def make_masks(
@@ -173,11 +174,9 @@ def make_masks(
             scored = _score(sparsifier, located, before, noted)
     # 4. Collective: select.
     made: dict[str, MadeMasks] = {}
-    for ranks, names in packed.groups.items():
-        group = group_over(ranks)
-        selected = sparsifier.select_masks(scored, names, group)
-        made |= _of_first_copies(selected, located, group)
-    return located, made
+    for group, names in packed.over_groups(located):
+        made |= sparsifier.select_masks(scored, names, group)
+    return located, _of_first_copies(packed, located, made)
 
 
 def _score(
@@ -205,7 +204,7 @@ def _update_plain(sparsifier: MaskMaker, before: list[tuple[Tensor, Tensor]]) ->
     """Run ``update_mask`` on every plain tensor. Adds each mask to ``before`` before it may
     change."""
     # Zeroes revived weights, which scores must not see.
-    (sparsifier.masks.enforcer or Enforcer()).begin_step()
+    sparsifier.masks.hooks.begin_step()
     dense = sparsifier.masks.plain
     for name in filter(dense.is_masked, list(dense.state)):
         mask = dense.mask(name)
@@ -225,7 +224,7 @@ def _apply(packed: PackedStore, located: Located, made: Mapping[str, MadeMasks])
     BlockMask.apply_all_changed_(changes)
     # Masks last: if a write fails, none of them claims zeros that were not written.
     for name, new in made.items():
-        packed.replace(located[name], [mask for mask, _ in new.masks], new.block, new.removed)
+        packed.replace(located[name], new)
 
 
 def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
@@ -247,8 +246,7 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
 def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
     """Note the hashes of weights that several ranks hold and that are meant to be equal."""
     # Copies are trained apart.
-    equal = [data for data in tables if data.kept_equal]
-    if equal:
+    if equal := [data for data in tables if data.kept_equal]:
         facts.replicas |= shared_weights(equal)
     facts.on_drift = _refuse_drift
 
@@ -263,21 +261,17 @@ def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
 
 
 def _of_first_copies(
-    made: Mapping[str, MadeMasks], located: Located, group: Group
+    packed: PackedStore, located: Located, made: Mapping[str, MadeMasks]
 ) -> dict[str, MadeMasks]:
     """Replace the new masks of copies that are trained apart (2-D parallelism) by the first copy's.
-    Collective over ``group`` if there are such copies: one all-to-all of packed
-    bits."""
-    # The same on every rank: the tables of a group are.
-    copied = {name: located[name] for name in made if located[name].copied}
-    if not copied:
-        return dict(made)
-    moves = []
-    for name, data in copied.items():
-        held = [Held(mask) for mask, _ in made[name].masks]
-        moves.append(Move(held, made[name].block, data.tiling, _later_copies(data)))
+    Collective over the groups of such copies: one all-to-all of packed bits each."""
+    moves = {}
+    for name, data in located.items():
+        if data.copied:
+            held = [Held(mask) for mask, _ in made[name].masks]
+            moves[name] = Move(held, made[name].block, data.tiling, _later_copies(data))
     taken = dict(made)
-    for name, arrived in zip(copied, exchange(group, moves), strict=True):
+    for name, arrived in packed.exchange(moves).items():
         own = {new.mask.rect: new for new in made[name].masks}
         for copy in arrived:
             first = copy.to(own[copy.mask.rect].mask.bits.device).mask

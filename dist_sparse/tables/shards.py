@@ -9,7 +9,7 @@ the rectangles of the other ranks come from metadata.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -145,6 +145,10 @@ def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
     """Return the rectangles with elements: a row-wise table smaller than the world leaves the last
     ranks pieces of zero rows, which nobody holds."""
     return tuple(rect for rect in rects if rect.numel)
+
+
+Located = Mapping[str, ShardedData]
+"""Tables as they are stored now, by name."""
 
 
 def whole(

@@ -25,11 +25,11 @@ from dist_sparse.groups import cut
 from dist_sparse.rotation.rotate import rotation_groups
 from dist_sparse.schedulers.curves import Window
 from dist_sparse.sparsifiers.importance import SCORES
-from dist_sparse.sparsifiers.masks import Located
 from dist_sparse.sparsifiers.score import SCOPES
 from dist_sparse.tables.shards import (
     ROW,
     Block,
+    Located,
     Rect,
     ShardedData,
     basis_bytes,

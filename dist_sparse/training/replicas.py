@@ -21,8 +21,8 @@ from dist_sparse.groups import (
     world_group,
 )
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
-from dist_sparse.sparsifiers.masks import Located
 from dist_sparse.sparsifiers.pieces import shared_weights
+from dist_sparse.tables.shards import Located
 
 
 def replicas_of(located: Located) -> list[str]:

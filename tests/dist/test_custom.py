@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dist_sparse import ROW, BaseDataSparsifier, DataNormSparsifier, ScoreSparsifier
 from dist_sparse.tables.modules import ModelTables
+from dist_sparse.tables.shards import Rect
 from tests.dist.cells import build, cells, gathered, set_weights, weights
 from tests.dist.kinds import names_of, some_cells
 from tests.dist.pieces import by_rows, sharded, watched, write
@@ -259,3 +262,24 @@ def test_effective_data(world: int) -> None:
     assert torch.equal(sparsifier.get_data("table", return_original=False), live * mask)
     mask.zero_()  # unpacked: edits of it count only inside update_mask
     assert int(sparsifier.get_mask("table").sum()) > 0
+
+
+@on_ranks(2)
+def test_masks_that_move_on_some_ranks_only(world: int) -> None:
+    """The first rank alone has a table that has moved, and must agree twice: every rank refuses,
+    and none waits in the second agreement for one that has passed it."""
+    sparsifier = Replacing(below=0.5)
+    sparsifier.add_data("both", sharded(torch.ones(6, 4), by_rows(6, 4, 2)))
+    alone = distribute_tensor(torch.ones(6, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+    if dist.get_rank() == 0:
+        sparsifier.add_data("alone", alone)
+        table = sparsifier.masks.tables.table("alone")
+        # As if it had been stored in two shards before.
+        halves = Rect(0, 0, 2, 4), Rect(2, 0, 4, 4)
+        table.shards = [table.shards[0].cut(half) for half in halves]
+        table.tiling = (halves,)
+    with pytest.raises(ValueError, match=r"disagree at 'step\(\)'"):
+        sparsifier.step()
+    sparsifier.apply_masks()
+    sparsifier.step()
+    assert bool(sparsifier.full_mask("both").all())

@@ -126,7 +126,9 @@ def test_a_state_without_a_table(world: int) -> None:
         r"'plain': the state has no config of it",
         rank=last,
     )
-    refused(lambda s: s.clear(), r"not the state of a sparsifier: it lacks \['state'", rank=last)
+    refused(
+        lambda s: s.clear(), r"not the state of a sparsifier: it lacks \['_container'", rank=last
+    )
     refused(at("word", lambda t: t["pieces"].clear()), r"Table 'word'.*do not cover", rank=last)
     refused(
         at("word", lambda t: t["pieces"][0].update(bits=torch.zeros(3))),

@@ -306,3 +306,14 @@ class TestRefused:
     def test_not_a_sparsifier(self) -> None:
         with pytest.raises(TypeError, match="Tensor"):
             CubicDataScheduler(torch.ones(2), final=0.8, end=10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [*GROWING, ConstantDataScheduler, OneShotDataScheduler])
+def test_the_level_is_called_final(kind: Any) -> None:
+    """Not ``level``, as in ``sparsify()``: the error names the right argument."""
+    sparsifier = sparsifier_of("w")
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'final'"):
+        kind(sparsifier, level=0.8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'level'"):
+        kind(sparsifier, final=0.8, level=0.8)
+    assert level_of(sparsifier) == 0.5
