@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import dist_sparse
-from dist_sparse.checks import choice, hex_of
-from dist_sparse.codes.quantize import CodedTraining
-from dist_sparse.compaction.moving import sparsifier_of
+from dist_sparse.checks import choice, hex_of, refuse
+from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_none
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
@@ -31,6 +31,7 @@ from dist_sparse.serving.artifact import (
     all_kept,
     bytes_of,
     check_new,
+    folders_of,
     ids_of,
     memory_of,
     rows_of,
@@ -53,7 +54,7 @@ from dist_sparse.serving.manifest import (
 from dist_sparse.serving.sources import (
     ServedTable,
     check_zero,
-    lookups_of,
+    model_lookups,
     note_delta,
     refuse_range,
     refuse_replaced,
@@ -62,7 +63,6 @@ from dist_sparse.serving.sources import (
     with_changes,
 )
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.text import Bar, progress
@@ -164,7 +164,10 @@ def export(
     world = group_over(world_ranks())
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        coded, sparsifier = _sparsifier(sparse)
+        # The three that may be given have no base in common.
+        given: Any = sparse
+        is_coded = isinstance(sparse, CodedTraining)
+        sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
         chosen, by = _checked(dtype, scale, sparse)
         before = _folders(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
@@ -172,8 +175,8 @@ def export(
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
         # Ranks that disagree in these would wait for messages that no rank sends.
-        facts.update({f"table {data.name!r}": _checked_table(data) for data in located})
-        collections, lookups = lookups_of(model, located)
+        facts.update({f"table {data.name!r}": _where(data) for data in located})
+        collections, lookups = model_lookups(model, located)
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
@@ -183,10 +186,11 @@ def export(
     with world.agreeing("export()"):
         # An enforcer may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.hooks.settle()
-        tables = _with_codes(tables, coded)
+        if is_coded:
+            tables = _with_codes(tables, given)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
-            dtype=chosen if coded is None else "codes",
+            dtype="codes" if is_coded else chosen,
             collections=tuple(collections),
             tables={name: table.planned(chosen, by) for name, table in tables.items()},
             bytes=0,
@@ -203,28 +207,21 @@ def export(
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
     # New codes and new scales of columns change rows that training has not written.
-    if coded is None and by == "row":
+    if manifest.dtype != "codes" and by == "row":
         note_delta((*before, target), delta.artifact.hash, tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
-
-
-def _sparsifier(sparse: Any) -> tuple[CodedTraining | None, BaseDataSparsifier]:
-    if isinstance(sparse, CodedTraining):
-        return sparse, sparse.sparsifier
-    # Without one nothing is removed.
-    return None, DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
 
 
 def _checked(dtype: Any, scale: Any, sparse: Any) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
-    if by == "column" and chosen != "int4":
-        raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
-    if chosen == "codes" and not isinstance(sparse, CodedTraining):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
-            " quantize() returned."
-        )
+    scaled = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
+    coded = (
+        f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
+        " quantize() returned."
+    )
+    is_uncoded = not isinstance(sparse, CodedTraining)
+    refuse({scaled: by == "column" and chosen != "int4", coded: chosen == "codes" and is_uncoded})
     return chosen, by
 
 
@@ -232,12 +229,11 @@ def _folders(since: Any) -> tuple[Path, ...]:
     """The folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    folders = [since] if isinstance(since, (str, os.PathLike)) else since or ()
-    return tuple(Path(os.path.abspath(folder)) for folder in folders)
+    return tuple(Path(os.path.abspath(folder)) for folder in folders_of(since or ()))
 
 
-def _checked_table(data: ShardedData) -> list[Any]:
-    """Where a table is stored."""
+def _where(data: ShardedData) -> list[Any]:
+    """Return where a table is stored, and refuse one of other ranks than rank 0."""
     check_data(data)
     if 0 not in (data.ranks or (0,)):
         raise ValueError(
@@ -246,17 +242,12 @@ def _checked_table(data: ShardedData) -> list[Any]:
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _with_codes(
-    tables: dict[str, ServedTable], coded: CodedTraining | None
-) -> dict[str, ServedTable]:
-    if coded is None:
-        return tables
-    codes, books = coded.coded(), coded.books
-    if strange := sorted(set(codes) - set(tables)):
+def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
+    codes, found = coded.coded(), dict(tables)
+    if strange := sorted(codes.keys() - tables.keys()):
         raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
-    found = {}
-    for name, table in tables.items():
-        found[name] = replace(table, codes=codes.get(name), books=books.get(name))
+    for name, data in codes.items():
+        found[name] = replace(tables[name], rows=data, books=coded.books[name])
     return found
 
 
@@ -280,11 +271,13 @@ def _write(
             if chain is not None:
                 writer = stack.enter_context(DeltaWriter(path, manifest, chain, sources))
             elif world.rank == 0:
-                writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
+                writer = stack.enter_context(ArtifactWriter(path))
+                writer.begin(manifest.tables)
         shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
         bar = stack.enter_context(shown)
         for name, source in sources.items():
-            table, whole = manifest.tables[name], source.whole()
+            table = manifest.tables[name]
+            whole = source.whole(table)
             if table.scale == "column":
                 # Scales are chosen from all rows, which are streamed once more for them.
                 spread = ColumnSpread(table.dim)
@@ -313,8 +306,7 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
     except Exception as fault:
         error = fault
     # The other ranks wait for messages until the table is through, so the error waits too.
-    for _ in chunks:
-        pass
+    deque(chunks, maxlen=0)
     with world.agreeing("export()"):
         if error is not None:
             raise error
@@ -415,7 +407,7 @@ class _Changes:
     ) -> None:
         self._before, self._after, self._now = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
-        self._gone = torch.cat([ids for _, ids in ids_of(before.index.words & ~words, after.rows)])
+        self._gone = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
         self._whole = {}
         for key, tensor in before.whole.items():
             if not torch.equal(whole[key], tensor):
@@ -444,10 +436,8 @@ class _Changes:
             self._spools[key].write(memory_of(held))
 
     def result(self) -> TableDelta:
-        sums = {key: each % 2**64 for key, each in self._sums.items()}
-        for key, tensor in self._now.items():
-            sums[key] = added(0, tensor, None)
-        checksums = {key: hex_of(sums[key]) for key in self._after.layout()}
+        sums = self._sums | {key: added(0, part, None) for key, part in self._now.items()}
+        checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
         return TableDelta(
             after=replace(self._after, checksums=checksums),
             rows=sum(map(len, self._found)),
