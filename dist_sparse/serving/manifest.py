@@ -140,6 +140,11 @@ class Table:
         return self.kept + self.default_row
 
     @property
+    def columns(self) -> int:
+        """Columns of its outputs."""
+        return self.turned or self.dim
+
+    @property
     def bytes(self) -> TableBytes:
         """What it takes."""
         taken = {name: size_of(*each) for name, each in self.layout().items()}
