@@ -231,7 +231,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         for codes, piece in pieces:
             codes.copy_(piece)
         self._step, self._schedule, self._is_fitted, self.books = step, schedule, fitted, books
-        attached.use(books if fitted else None)
+        if fitted:
+            attached.use(books)
+        else:
+            self.attach()
 
     def detach(self) -> None:
         """Return floats from lookups again. Books stay, codes do not."""
@@ -391,11 +394,11 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
     found = []
     for rect, codes in data.shards:
         piece = pieces.get((rect.row, rect.col), codes[:0])
-        if piece.shape != codes.shape:
-            raise ValueError(
-                f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
-                " loaded by torch.distributed.checkpoint."
-            )
+        missing = (
+            f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
+            " loaded by torch.distributed.checkpoint."
+        )
+        refuse({missing: piece.shape != codes.shape})
         found.append((codes, piece))
     return found
 
@@ -403,11 +406,11 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
 def _checked_books(name: str, books: Any, shape: torch.Size) -> Tensor:
     """Return a copy of a table's books from a state."""
     fits = isinstance(books, Tensor) and (books.shape, books.dtype) == (shape, torch.float16)
-    if not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any()):
-        raise ValueError(
-            f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)},"
-            " with zeros as entry 0."
-        )
+    wrong = (
+        f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)}, with"
+        " zeros as entry 0."
+    )
+    refuse({wrong: not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any())})
     return torch.clone(books.detach().cpu())
 
 
@@ -519,13 +522,11 @@ class Attached:
                 )
             undo.pop_all()
 
-    def use(self, books: Mapping[str, Tensor] | None) -> None:
-        """Decode by these books from now on, by table; None for not at all."""
+    def use(self, books: Mapping[str, Tensor]) -> None:
+        """Decode by these books from now on, by table."""
         for shard in self.shards:
-            shard.entries = None
-            if books is not None:
-                entries = books[shard.name][shard.groups].flatten(0, 1)
-                shard.entries = entries.to(shard.codes.device)
+            entries = books[shard.name][shard.groups].flatten(0, 1)
+            shard.entries = entries.to(shard.codes.device)
 
     def follow(self, *_: Any) -> None:
         """Report a reshard, which makes new lookups on every rank."""

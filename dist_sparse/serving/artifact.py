@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from dist_sparse.serving.manifest import (
     layout_of,
     size_of,
 )
+
+StrPath: TypeAlias = str | os.PathLike[str]
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -69,7 +71,7 @@ class Opened(Generic[AnyManifest]):
         OSError: it can't be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], manifest: AnyManifest) -> None:
+    def __init__(self, path: StrPath, manifest: AnyManifest) -> None:
         self.path = Path(path)
         self.manifest: AnyManifest = manifest
         self._tensors = _mapped(self.path / TABLES, manifest)
@@ -99,10 +101,8 @@ class Opened(Generic[AnyManifest]):
                     first += len(ids)
             else:
                 found = added(0, tensor, None)
-            if hex_of(found) != table.checksums.get(key):
-                raise ValueError(
-                    f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
-                )
+            damaged = f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
+            refuse({damaged: hex_of(found) != table.checksums.get(key)})
             # A crafted artifact has checksums that fit, and its lookups must stay in the table.
             if key == "kept" and not _fits(tensor, table):
                 raise ValueError(
@@ -116,9 +116,7 @@ class Opened(Generic[AnyManifest]):
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-def open_artifact(
-    path: str | os.PathLike[str], kind: Any = Manifest, *, verify: bool = True
-) -> Opened[Any]:
+def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -> Opened[Any]:
     """Open the folder that :func:`dist_sparse.export` wrote.
 
     Args:
@@ -166,7 +164,7 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         OSError: the folder can't be written: one of its parents is a file, for example.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         self._path = check_new(path)
         _remove_left(self._path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
@@ -248,12 +246,12 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def folders_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Any]:
+def folders_of(path: StrPath | Sequence[StrPath]) -> list[Any]:
     """Return a folder, or an artifact and the deltas after it, as a list."""
     return [path] if isinstance(path, (str, os.PathLike)) else [*path]
 
 
-def check_new(path: str | os.PathLike[str]) -> Path:
+def check_new(path: StrPath) -> Path:
     """Return the absolute path of an artifact that is to be written.
 
     Raises:

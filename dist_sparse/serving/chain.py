@@ -8,7 +8,6 @@ half a step of their row's grid, or at the nearest step of their column's, where
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from dist_sparse.serving.artifact import (
     SPAN,
     ArtifactWriter,
     Opened,
+    StrPath,
     added,
     all_kept,
     check_new,
@@ -62,7 +62,7 @@ class MappedTable:
         tensors = artifact.tensors(name)
         words = tensors.pop("kept", all_kept(self.entry.rows))
         self.index = self._mapped = RowIndex(words, self.entry.rows, self.entry.default_row)
-        self._stored = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
+        self._stored = {key: tensors.pop(key) for key in PER_ROW & tensors.keys()}
         self.whole = tensors
         # Ids, and their rows, of each delta.
         self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -134,17 +134,15 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
         is_wrong = bool((bounded.diff() <= 0).any())
         refuse({f"{where} do not ascend, or are not in [0, {end}).": is_wrong})
     came = ids[rows_of(before, ids) < 0]
-    strange = int((rows_of(before, gone) < 0).sum())
-    is_wrong = (len(came), strange) != (change.came, 0)
-    refuse({f"{where} that come have rows already, or those that go have none.": is_wrong})
     words = before.words.clone()
     # Bits that come are 0 and bits that go are 1, so that nothing is carried.
     words.index_add_(0, came >> 5, (1 << (came & 31)).int())
     words.index_add_(0, gone >> 5, (1 << (gone & 31)).int(), alpha=-1)
     found = RowIndex(words, before.rows, before.default_row)
-    missing = int((rows_of(found, ids) < 0).sum())
-    is_wrong = (found.num_kept, missing) != (after.kept, 0)
-    refuse({f"{where} do not lead to the rows that it says.": is_wrong})
+    # Ids that go and had no row, and ids of rows that have none in the end.
+    strange = int((rows_of(before, gone) < 0).sum()), int((rows_of(found, ids) < 0).sum())
+    is_wrong = (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept)
+    refuse({f"{where} do not come and go as it says.": is_wrong})
     return found
 
 
@@ -204,9 +202,7 @@ class Chain:
         return MappedTable(self.artifact, name, self.deltas)
 
 
-def open_next(
-    path: str | os.PathLike[str], before: Manifest, base: str, *, verify: bool = True
-) -> Opened[Delta]:
+def open_next(path: StrPath, before: Manifest, base: str, *, verify: bool = True) -> Opened[Delta]:
     """Open a delta, and verify it and that it follows an artifact.
 
     Args:
@@ -231,9 +227,7 @@ def open_next(
     return opened
 
 
-def open_chain(
-    base: str | os.PathLike[str], *deltas: str | os.PathLike[str], verify: bool = True
-) -> Chain:
+def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
     """Open an artifact and the deltas after it, and verify all of their files and their order.
 
     Args:
@@ -252,7 +246,7 @@ def open_chain(
     return chain
 
 
-def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]) -> Chain:
+def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
     """Check an artifact, and the deltas after it, with nothing but their own files, and return
     them: CRC32s, sizes and bitmaps, that every weight is finite, that the grid of every row of 8 or
     4 bits holds zero exactly, and that deltas add up to what the last one says.
@@ -265,8 +259,9 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     where = chain.paths[-1]
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
-        sums = {key: added(0, tensor, None) for key, tensor in table.others().items()}
-        sums |= {key: 0 for key in entry.layout() if key in PER_ROW}
+        sums = dict.fromkeys(entry.layout(), 0)
+        for key, tensor in table.others().items():
+            sums[key] = added(0, tensor, None)
         for ids, parts in table.parts():
             for key, part in parts.items():
                 sums[key] = added(sums[key], part, ids)
@@ -281,9 +276,9 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
 
 
 def merge(
-    base: str | os.PathLike[str],
-    *deltas: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    base: StrPath,
+    *deltas: StrPath,
+    out: StrPath,
 ) -> Manifest:
     """Write an artifact and the deltas after it as one artifact, equal byte for byte to the full
     export of the moment of the last delta, and return its manifest. Rows are streamed.

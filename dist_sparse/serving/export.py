@@ -27,6 +27,7 @@ from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_none
 from dist_sparse.groups import Group, group_over, world_ranks
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
+    StrPath,
     added,
     all_kept,
     bytes_of,
@@ -94,10 +95,10 @@ class Exported:
 def export(
     model: nn.Module,
     sparse: SparseTraining | BaseDataSparsifier | CodedTraining | None,
-    path: str | os.PathLike[str],
+    path: StrPath,
     dtype: Dtype = "fp32",
     scale: Scale = "row",
-    since: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Exported | None = None,
+    since: StrPath | Sequence[StrPath] | Exported | None = None,
 ) -> Exported:
     """Write the tables of ``model``, without removed weights, to a folder that
     ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0
@@ -168,7 +169,8 @@ def export(
         given: Any = sparse
         is_coded = isinstance(sparse, CodedTraining)
         sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
-        chosen, by = _checked(dtype, scale, sparse)
+        chosen, by = _checked(dtype, scale, is_coded)
+        uncoded: Any = "fp32" if chosen == "codes" else chosen
         before = _folders(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
@@ -192,7 +194,7 @@ def export(
             dist_sparse=dist_sparse.__version__,
             dtype="codes" if is_coded else chosen,
             collections=tuple(collections),
-            tables={name: table.planned(chosen, by) for name, table in tables.items()},
+            tables={name: table.planned(uncoded, by) for name, table in tables.items()},
             bytes=0,
         )
         if chain is not None:
@@ -212,16 +214,12 @@ def export(
     return Exported(target, delta.artifact, delta, before)
 
 
-def _checked(dtype: Any, scale: Any, sparse: Any) -> tuple[Dtype, Scale]:
+def _checked(dtype: Any, scale: Any, is_coded: bool) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
     scaled = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
-    coded = (
-        f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
-        " quantize() returned."
-    )
-    is_uncoded = not isinstance(sparse, CodedTraining)
-    refuse({scaled: by == "column" and chosen != "int4", coded: chosen == "codes" and is_uncoded})
+    coded = "Invalid sparse with dtype='codes': must be what quantize() returned."
+    refuse({scaled: by == "column" and chosen != "int4", coded: chosen == "codes" and not is_coded})
     return chosen, by
 
 
@@ -328,7 +326,7 @@ def _write_table(
         stored = encode(rows, table.dtype, whole.get("scales"))
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)
-        parts = {key: part.cpu() for key, part in stored.items() if key in PER_ROW}
+        parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
         writer.add(name, parts, ids[first : first + len(rows)])
         first += len(rows)
         bar(len(rows))

@@ -40,14 +40,14 @@ class StoredTable:
         entry: of the manifest.
         rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
         whole: its other tensors, likewise.
-        index: of the rows; None where a :class:`RowIndexes` holds it.
+        index: of the rows.
         room: how many rows it may come to have in the place where it is stored.
     """
 
     entry: Table
     rows: Mapping[str, Tensor]
     whole: Mapping[str, Tensor]
-    index: RowIndex | None
+    index: RowIndex
     room: int = 0
 
     @property
@@ -166,19 +166,15 @@ class FbgemmLookup(RowLookup):
     tables."""
 
     weights: Tensor
-    no_weights: Tensor
-    placements: Tensor
-    starts: Tensor
-    types: Tensor
-    columns: Tensor
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        starts, end = {}, 0
+        # Where a table starts, its rows, and their bytes.
         self._shapes: dict[str, tuple[int, int, int]] = {}
+        end = 0
         for name, table in tables.items():
             width = sum(part.shape[1] * part.itemsize for part in table.rows.values())
-            starts[name], self._shapes[name] = end, (end, table.places, width)
+            self._shapes[name] = end, table.places, width
             end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
@@ -188,7 +184,8 @@ class FbgemmLookup(RowLookup):
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
         # The operator takes these for each feature, not for each table.
         self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
-        self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
+        starts = [self._shapes[name][0] for name in features]
+        self.register_buffer("starts", torch.tensor(starts))
         self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
         self.register_buffer("columns", columns)
         self._fill(tables)
@@ -360,9 +357,9 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
     stored = []
     for place, name in enumerate(collection.looked_up):
         index = tables[name].index
-        assert index is not None
         remap = index(torch.arange(index.rows)).int()
-        stored.append(replace(_stored(tables[name], f"{name}.{place}"), remap=remap))
+        alone = f"{name}.{place}"
+        stored.append(replace(_stored(tables[name], alone, [alone]), remap=remap))
     return table_batch(stored)
 
 
@@ -384,8 +381,7 @@ def to_torchrec(
     stored = []
     for name in collection.tables:
         # Behind the last row one of zeros: for removed ids, and for ids out of range.
-        one = _stored(tables[name], name, zeros=1)
-        stored.append(replace(one, features=tuple(keys[name])))
+        stored.append(_stored(tables[name], name, keys[name], zeros=1))
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     inner = bag_collection(stored, collection.weighted)
     return QuantizedCollection(collection, inner, index, zeros)
@@ -425,7 +421,7 @@ class QuantizedCollection(nn.Module):
         return self.collection(port.keyed(self.keys, rows, lengths, weights))
 
 
-def _stored(table: StoredTable, name: str, zeros: int = 0) -> Any:
+def _stored(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:
     """Return a copy of the stored rows of a table in FBGEMM's format, and rows of zeros behind
     them."""
     from dist_sparse.torchrec.kernels import StoredRows
@@ -443,7 +439,7 @@ def _stored(table: StoredTable, name: str, zeros: int = 0) -> Any:
     raw = {key: F.pad(part.view(torch.uint8), (0, 0, 0, zeros)) for key, part in rows.items()}
     return StoredRows(
         name=name,
-        features=(name,),
+        features=tuple(features),
         columns=entry.dim,
         dtype=dtype,
         pooling=entry.pooling,

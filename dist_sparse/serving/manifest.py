@@ -32,7 +32,7 @@ Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
+PER_ROW: Final = frozenset({"rows", "scale_bias"})
 """Tensors with an entry for each stored row. Others are carried whole if they have changed."""
 
 _MOST_COLUMNS: Final = 1 << 16
@@ -226,8 +226,8 @@ class Manifest:
         tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
         # Tables without codes may be beside those that have some.
         strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
-        if strange and entries["dtype"] != "codes":
-            raise ValueError(f"not all of its tables are {entries['dtype']!r}")
+        mixed = f"not all of its tables are {entries['dtype']!r}"
+        refuse({mixed: strange and entries["dtype"] != "codes"})
         return Manifest(
             dist_sparse=str(entries["dist_sparse"]),
             dtype=entries["dtype"],
@@ -404,8 +404,8 @@ class Delta:
         """
         entries = unsealed(text, _DELTA_FORMAT, _DELTA_VERSION)
         artifact = Manifest.from_text(entries["artifact"])
-        if list(entries["tables"]) != list(artifact.tables):
-            raise ValueError(f"its tables are {sorted(entries['tables'])}")
+        others = list(entries["tables"]) != list(artifact.tables)
+        refuse({f"its tables are {sorted(entries['tables'])}": others})
         tables = {}
         for name, entry in entries["tables"].items():
             after = artifact.tables[name]

@@ -7,7 +7,6 @@ its ``lookup``, a module that takes and returns tensors.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice
+from dist_sparse.checks import choice, refuse
 from dist_sparse.compaction.row_index import (
     REMOVED,
     UNKNOWN,
@@ -27,7 +26,7 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import Opened, all_kept, folders_of, open_artifact
+from dist_sparse.serving.artifact import Opened, StrPath, all_kept, folders_of, open_artifact
 from dist_sparse.serving.chain import MappedTable, index_after, move_rows, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
@@ -41,6 +40,8 @@ from dist_sparse.serving.lookup import (
 )
 from dist_sparse.serving.manifest import Collection, Delta, Manifest
 from dist_sparse.torchrec import kernels
+
+_NO_INDEX: Final = RowIndex(all_kept(0), 0)
 
 
 class ServedLookup(nn.Module):
@@ -73,7 +74,7 @@ class ServedLookup(nn.Module):
         """Note what the tables are; rows and indexes are held by the modules."""
         self._tables: dict[str, StoredTable] = {}
         for name, table in tables.items():
-            self._tables[name] = replace(table, rows={}, index=None)
+            self._tables[name] = replace(table, rows={}, index=_NO_INDEX)
 
     def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
@@ -117,7 +118,7 @@ class ServedLookup(nn.Module):
             whole = {key: tensors[key].clone() for key in change.whole}
             # The table may be pooled in another way in another collection.
             entry = replace(change.after, pooling=table.entry.pooling)
-            index, room = index_after(delta, name, _held(table)), table.places
+            index, room = index_after(delta, name, table.index), table.places
             if entry.stored > room:
                 # The next deltas find room.
                 room = entry.stored + entry.stored // 4
@@ -131,7 +132,7 @@ class ServedLookup(nn.Module):
         def change_all() -> None:
             for name, table in tables.items():
                 places, new = lookup.stored(name), delta.tensors(name)
-                move_rows(places, _held(before[name]), _held(table), new)
+                move_rows(places, before[name].index, table.index, new)
             self._hold(tables)
             self.index, self.rows = index_of_all, lookup
 
@@ -163,10 +164,10 @@ class ServedLookup(nn.Module):
 
     def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, or raise them as a ValueError."""
-        is_unknown = rows == UNKNOWN
-        if not bool(is_unknown.any()):
+        # One pass where all ids are known, as in most batches.
+        if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
-        found = self.counted.add(ids, is_unknown, counts.tolist())
+        found = self.counted.add(ids, rows == UNKNOWN, counts.tolist())
         if self.unknown == "raise":
             raise ValueError("Out of range: " + "; ".join(found.values()) + ".")
 
@@ -261,11 +262,6 @@ class EmbeddingLookup(ServedLookup):
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
         return (ids,)
-
-
-def _held(table: StoredTable) -> RowIndex:
-    assert table.index is not None
-    return table.index
 
 
 def _checked(offsets: Tensor, count: int) -> Tensor:
@@ -387,11 +383,9 @@ class Served(nn.Module):
         return self.lookup(ids, lengths, weights)
 
     def _look_up_jagged(self, ids: Any) -> Any:
-        if not self.features:
-            raise ValueError(
-                f"Table {self._collection.path!r} takes tensors, as its torch.nn module did, not"
-                f" {type(ids)}."
-            )
+        path, kind = self._collection.path, type(ids)
+        text = f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
+        refuse({text: not self.features})
         from dist_sparse.torchrec import port
 
         values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
@@ -404,7 +398,7 @@ class Served(nn.Module):
         """How many ids out of range were looked up since the artifact was loaded, by table."""
         return dict(self.lookup.counted.counts)
 
-    def to_pt2(self, file: str | os.PathLike[str]) -> None:
+    def to_pt2(self, file: StrPath) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
 
         It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags
@@ -415,11 +409,11 @@ class Served(nn.Module):
         Raises:
             ValueError: the artifact was loaded with ``unknown="raise"``.
         """
-        if self.lookup.unknown == "raise":
-            raise ValueError(
-                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
-                " names the id. Load the artifact with unknown='zero' or unknown='id0'."
-            )
+        raising = (
+            "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names"
+            " the id. Load the artifact with unknown='zero' or unknown='id0'."
+        )
+        refuse({raising: self.lookup.unknown == "raise"})
         many = {0: torch.export.Dim.DYNAMIC}
         args = self.lookup.example(torch.zeros(2 * len(self.dims), dtype=torch.int64))
         with self._gate.lookup():
@@ -465,7 +459,7 @@ class Served(nn.Module):
 
 
 def load_served(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: StrPath | Sequence[StrPath],
     *,
     fbgemm: bool = True,
     unknown: Literal["zero", "raise", "id0"] = "zero",

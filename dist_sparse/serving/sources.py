@@ -71,26 +71,29 @@ def model_lookups(
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
-    named = {data.fqn: data.name for data in located}
-    lookups = {}
+    named, lookups, collections = {}, {}, []
     for data in located:
+        named[data.fqn] = data.name
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
-    collections = []
     for site in sites_of(model):
         indexes, slots, names = site.indexes(), site.slots(), {}
         for table, fqn in site.tables.items():
-            if fqn not in named:
-                raise ValueError(
-                    f"{fqn} is a table of another module too; only one of them can be served."
-                )
+            shared = f"{fqn} is a table of another module too; only one of them can be served."
+            refuse({shared: fqn not in named})
             names[table] = named[fqn]
             lookup = lookups[named[fqn]]
             lookup.index = indexes.get(table, lookup.index)
             lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
-            collections.append(_embedding(lookups, site, names[""]))
+            collection = _embedding(lookups, site, names[""])
         else:
-            collections.append(_collection(lookups, site, names))
+            collection = _collection(lookups, site, names)
+        collections.append(collection)
+        # Hooks are on the module that holds the tables, keys are outputs of the collection.
+        bases, keys = bases_of_outputs(site.module), collection.outputs or (None,)
+        for key, table in zip(keys, collection.looked_up, strict=True):
+            if key in bases:
+                lookups[table].rotation = _rotation(table, bases[key])
     # By path, so that the file does not depend on the order of the modules.
     return sorted(collections, key=lambda each: each.path), lookups
 
@@ -100,7 +103,6 @@ def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) ->
     refuse_lookup(name, module)
     # An nn.Embedding has neither of the two options.
     lookups[name].pooling = getattr(module, "mode", "none")
-    _add_rotations(lookups, module, {None: name})
     return Collection(
         path=site.place,
         kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
@@ -126,30 +128,21 @@ def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, s
         refuse({means: whole.weighted and table.pooling == "mean"})
         lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
-    collection = Collection(
+    return Collection(
         path=site.place,
         kind="bag" if inner.pooled else "sequence",
         weighted=whole.weighted,
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
-    # Hooks are on the module that holds the tables, keys are outputs of the collection.
-    of_outputs = dict(zip(collection.outputs, collection.looked_up, strict=True))
-    _add_rotations(lookups, site.module, of_outputs)
-    return collection
 
 
-def _add_rotations(
-    lookups: Mapping[str, Lookup], module: nn.Module, tables: Mapping[Any, str]
-) -> None:
-    """Note the matrices that outputs of a module are multiplied by; ``tables`` by the key of the
-    output, None for the only one of an embedding."""
-    bases = bases_of_outputs(module)
-    for key in bases.keys() & tables.keys():
-        name, rotation = tables[key], bases[key].T.float().cpu().contiguous()
-        infinite = f"Table {name!r}: the matrix that turns its outputs back is not finite."
-        refuse({infinite: not rotation.isfinite().all()})
-        lookups[name].rotation = rotation
+def _rotation(table: str, basis: Tensor) -> Tensor:
+    """Return the matrix that outputs of a table are multiplied by."""
+    rotation = basis.T.float().cpu().contiguous()
+    infinite = f"Table {table!r}: the matrix that turns its outputs back is not finite."
+    refuse({infinite: not rotation.isfinite().all()})
+    return rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +181,6 @@ class ServedTable:
         refuse({f"Table {self.data.name!r} has no weights to look up.": 0 in (rows, dim)})
         if self.books is not None:
             dtype, scale, groups = "codes", "row", self.rows.shape[1]
-        elif dtype == "codes":
-            dtype = "fp32"
         return Table(
             rows=rows,
             kept=int(self.kept.count_nonzero()),
