@@ -133,8 +133,7 @@ def quantize(
 
 
 def sparsifier_or_none(sparse: Any) -> BaseDataSparsifier:
-    """Return the sparsifier of a SparseTraining, or itself; of None one of no tables, which removes
-    nothing."""
+    """Return the sparsifier of what a user has; of None one that removes nothing."""
     return DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
 
 
@@ -281,9 +280,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             ValueError: there are none before the first fit.
             RuntimeError: the handle is detached.
         """
-        attached = self._while_attached()
         refuse({f"There are no codes to export: {self!r}.": not self._is_fitted})
-        return attached.coded
+        return self._while_attached().coded
 
     def __exit__(self, *_: object) -> None:
         self.detach()

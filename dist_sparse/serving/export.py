@@ -170,7 +170,6 @@ def export(
         is_coded = isinstance(sparse, CodedTraining)
         sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
         chosen, by = _checked(dtype, scale, is_coded)
-        uncoded: Any = "fp32" if chosen == "codes" else chosen
         before = _folders(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
@@ -194,7 +193,7 @@ def export(
             dist_sparse=dist_sparse.__version__,
             dtype="codes" if is_coded else chosen,
             collections=tuple(collections),
-            tables={name: table.planned(uncoded, by) for name, table in tables.items()},
+            tables={name: table.planned(chosen, by) for name, table in tables.items()},
             bytes=0,
         )
         if chain is not None:
@@ -233,17 +232,15 @@ def _folders(since: Any) -> tuple[Path, ...]:
 def _where(data: ShardedData) -> list[Any]:
     """Return where a table is stored, and refuse one of other ranks than rank 0."""
     check_data(data)
-    if 0 not in (data.ranks or (0,)):
-        raise ValueError(
-            f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
-        )
+    elsewhere = f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
+    refuse({elsewhere: 0 not in (data.ranks or (0,))})
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
 def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
     codes, found = coded.coded(), dict(tables)
-    if strange := sorted(codes.keys() - tables.keys()):
-        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
+    strange = sorted(codes.keys() - tables.keys())
+    refuse({f"The codes are of {strange}, which are no tables of the model.": strange})
     for name, data in codes.items():
         found[name] = replace(tables[name], rows=data, books=coded.books[name])
     return found

@@ -292,11 +292,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     # A lookup holds the tables of its own collection alone.
     looked_up = {feature.table for feature in features}
     strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)
-    if strange:
-        raise ValueError(
-            f"collection {found.path!r} has features of {sorted(strange)}, which are none of its"
-            " tables"
-        )
+    text = f"collection {found.path!r} has features of {sorted(strange)}, none of its tables"
+    refuse({text: strange})
     return found
 
 

@@ -181,6 +181,9 @@ class ServedTable:
         refuse({f"Table {self.data.name!r} has no weights to look up.": 0 in (rows, dim)})
         if self.books is not None:
             dtype, scale, groups = "codes", "row", self.rows.shape[1]
+        elif dtype == "codes":
+            # A table beside those with codes.
+            dtype = "fp32"
         return Table(
             rows=rows,
             kept=int(self.kept.count_nonzero()),

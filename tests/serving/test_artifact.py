@@ -243,7 +243,7 @@ def test_a_feature_of_another_collection_s_table_is_refused(copied: Path) -> Non
     rewritten(copied, leave_out)
     with pytest.raises(
         ValueError,
-        match=r"manifest\.json is refused: collection .* has features of \[.*\], which are",
+        match=r"manifest\.json is refused: collection .* has features of \[.*\], none of",
     ):
         open_artifact(copied)
 
