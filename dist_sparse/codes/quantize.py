@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import digest, integer, number
+from dist_sparse.checks import digest, integer, number, refuse
 from dist_sparse.codes.books import ENTRIES, assign, entries_at, learned, refit, sampled
 from dist_sparse.compaction import tables as compact
 from dist_sparse.enforcer import Hook
@@ -113,8 +113,7 @@ def quantize(
     with world.agreeing("quantize()") as facts:
         schedule = Window(begin=begin, end=end, every=every)
         pull = number("commitment", commitment, least=0)
-        # Without one nothing is removed.
-        sparsifier = DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
+        sparsifier = sparsifier_or_none(sparse)
         source = ModelTables(model)
         located = {data.name: data for data in source.locate()}
         groups = _groups_of(codes, located)
@@ -130,6 +129,11 @@ def quantize(
         handle.detach()
         raise
     return handle
+
+
+def sparsifier_or_none(sparse: Any) -> BaseDataSparsifier:
+    """Return the sparsifier of what a user has; of None one that removes nothing."""
+    return DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
 
 
 class CodedTraining(AbstractContextManager["CodedTraining"]):
@@ -215,18 +219,20 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
                 raise ValueError(f"Invalid state of codes: it must have the keys {sorted(_KEYS)}.")
             step, fitted = state_dict["step"], state_dict["fitted"]
             schedule = Window(**state_dict["schedule"])
-            books = {}
-            for name, own in self.books.items():
-                books[name] = _checked_books(name, state_dict["books"].get(name), own.shape)
-            pieces = []
+            books, pieces = {}, []
             for name, table in attached.coded.items():
+                own, saved = self.books[name], state_dict["books"].get(name)
+                books[name] = _checked_books(name, saved, own.shape)
                 pieces += _pieces_of(table, state_dict["codes"].get(name))
             facts["step, schedule"] = [step, asdict(schedule), fitted]
             facts["books"] = {name: digest(each.tolist()) for name, each in books.items()}
         for codes, piece in pieces:
             codes.copy_(piece)
         self._step, self._schedule, self._is_fitted, self.books = step, schedule, fitted, books
-        attached.use(books if fitted else None)
+        if fitted:
+            attached.use(books)
+        else:
+            self.attach()
 
     def detach(self) -> None:
         """Return floats from lookups again. Books stay, codes do not."""
@@ -270,10 +276,10 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         sharded as the weights. Local.
 
         Raises:
-            ValueError: there are none, before the first fit or after :meth:`detach`.
+            ValueError: there are none before the first fit.
+            RuntimeError: the handle is detached.
         """
-        if self._attached is None or not self._is_fitted:
-            raise ValueError(f"There are no codes to export: {self!r}.")
+        refuse({f"There are no codes to export: {self!r}.": not self._is_fitted})
         return self._while_attached().coded
 
     def __exit__(self, *_: object) -> None:
@@ -323,23 +329,23 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Return the codes of a row, by table."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
-    if not by_name or not by_name.keys() <= located.keys():
-        raise ValueError(f"Invalid {codes=}: must name some of the tables {sorted(located)}.")
+    strange = f"Invalid {codes=}: must name some of the tables {sorted(located)}."
+    refuse({strange: not by_name or not by_name.keys() <= located.keys()})
     found = {}
     for name in sorted(by_name):
         rows, columns = located[name].shape
-        if rows < LEAST_ROWS:
-            raise ValueError(
-                f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
-                f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
-                " codes= by name leaves other tables as they are."
-            )
+        small = (
+            f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
+            f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
+            " codes= by name leaves other tables as they are."
+        )
+        refuse({small: rows < LEAST_ROWS})
         found[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
-        if columns % found[name]:
-            raise ValueError(
-                f"Invalid {codes=}: {found[name]} does not divide the {columns} columns of table"
-                f" {name!r}; {_divisors(columns, 1)} do."
-            )
+        uneven = (
+            f"Invalid {codes=}: {found[name]} does not divide the {columns} columns of table"
+            f" {name!r}; {_divisors(columns, 1)} do."
+        )
+        refuse({uneven: columns % found[name]})
     return found
 
 
@@ -355,11 +361,11 @@ def _refuse_masks(
     for name in sparsifier.data_groups.keys() & groups.keys():
         shape = sparsifier.data_groups[name]["sparse_block_shape"]
         block = resolve_block(name, shape, located[name].shape)
-        if block[1] < located[name].shape[1]:
-            raise ValueError(
-                f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
-                " books keep whole rows at zero: compact() removed columns first."
-            )
+        parts = (
+            f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
+            " books keep whole rows at zero: compact() removed columns first."
+        )
+        refuse({parts: block[1] < located[name].shape[1]})
 
 
 def _in_groups(width: int, rect: Rect) -> Rect:
@@ -385,11 +391,11 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
     found = []
     for rect, codes in data.shards:
         piece = pieces.get((rect.row, rect.col), codes[:0])
-        if piece.shape != codes.shape:
-            raise ValueError(
-                f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
-                " loaded by torch.distributed.checkpoint."
-            )
+        missing = (
+            f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
+            " loaded by torch.distributed.checkpoint."
+        )
+        refuse({missing: piece.shape != codes.shape})
         found.append((codes, piece))
     return found
 
@@ -397,11 +403,11 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
 def _checked_books(name: str, books: Any, shape: torch.Size) -> Tensor:
     """Return a copy of a table's books from a state."""
     fits = isinstance(books, Tensor) and (books.shape, books.dtype) == (shape, torch.float16)
-    if not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any()):
-        raise ValueError(
-            f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)},"
-            " with zeros as entry 0."
-        )
+    wrong = (
+        f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)}, with"
+        " zeros as entry 0."
+    )
+    refuse({wrong: not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any())})
     return torch.clone(books.detach().cpu())
 
 
@@ -513,13 +519,11 @@ class Attached:
                 )
             undo.pop_all()
 
-    def use(self, books: Mapping[str, Tensor] | None) -> None:
-        """Decode by these books from now on, by table; None for not at all."""
+    def use(self, books: Mapping[str, Tensor]) -> None:
+        """Decode by these books from now on, by table."""
         for shard in self.shards:
-            shard.entries = None
-            if books is not None:
-                entries = books[shard.name][shard.groups].flatten(0, 1)
-                shard.entries = entries.to(shard.codes.device)
+            entries = books[shard.name][shard.groups].flatten(0, 1)
+            shard.entries = entries.to(shard.codes.device)
 
     def follow(self, *_: Any) -> None:
         """Report a reshard, which makes new lookups on every rank."""
@@ -578,11 +582,11 @@ class Attached:
 def _refuse_cut_groups(data: ShardedData, width: int) -> None:
     columns = data.shape[1]
     for rect in data.rects:
-        if rect.col % width or rect.cols % width:
-            raise ValueError(
-                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
-                f" {_divisors(columns, width)} columns fit {columns // width} codes."
-            )
+        cut = (
+            f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
+            f" {_divisors(columns, width)} columns fit {columns // width} codes."
+        )
+        refuse({cut: rect.col % width or rect.cols % width})
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -681,18 +685,14 @@ def _decode_module(
 def refuse_lookup(name: str, module: Any) -> None:
     """Refuse an embedding of torch's that returns something else than stored rows, their sums or
     means, with a ValueError that names the table."""
-    is_bag = isinstance(module, nn.EmbeddingBag)
-    padding = compact.padding_id_of(module) if is_bag else None
-    reasons = {
-        # It would write to the table.
-        f"max_norm={module.max_norm} changes rows when they are looked up": (
-            module.max_norm is not None
-        ),
-        "mode='max' can't be served; 'sum' and 'mean' can": is_bag and module.mode == "max",
+    padding = compact.padding_id_of(module) if isinstance(module, nn.EmbeddingBag) else None
+    # max_norm would write to the table.
+    has_norm, is_max = module.max_norm is not None, getattr(module, "mode", "") == "max"
+    rules = {
+        f"max_norm={module.max_norm} changes rows when they are looked up": has_norm,
+        "mode='max' can't be served; 'sum' and 'mean' can": is_max,
         f"padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags": (
             padding is not None
         ),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"Table {name!r}: {reason}.")
+    refuse({f"Table {name!r}: {reason}.": rules[reason] for reason in rules})

@@ -29,7 +29,7 @@ from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
 from dist_sparse.rotation.rotate import check_group, find_lookup
 from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, share_, turn_
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
-from dist_sparse.serving.sources import check_range, lookups_of
+from dist_sparse.serving.sources import check_range, model_lookups
 from dist_sparse.sparsifiers.importance import ImportanceSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ROW, ShardedData, check_writable
@@ -74,7 +74,7 @@ def serving(model: nn.Module, candidate: Candidate) -> Iterator[None]:
         located = {data.name: data for data in ModelTables(model).locate()}
         tables = list(located.values())
         # export() refuses tables whose lookup it does not know; so does a trial.
-        lookups_of(model, tables)
+        model_lookups(model, tables)
         check_candidate(model, candidate, located)
         check_range(tables, "fp32")
         facts["candidate"] = asdict(candidate)

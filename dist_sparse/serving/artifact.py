@@ -20,17 +20,17 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.checks import hex_of, sync_folder
+from dist_sparse.checks import hex_of, refuse, sync_folder
 from dist_sparse.compaction.row_index import REMOVED, RowIndex
 from dist_sparse.masking.masks import count_bits, unpack
 from dist_sparse.serving.encodings import chunks
@@ -44,6 +44,8 @@ from dist_sparse.serving.manifest import (
     size_of,
 )
 from dist_sparse.tables.hashing import STEP, finished
+
+StrPath: TypeAlias = str | os.PathLike[str]
 
 MANIFEST: Final = "manifest.json"
 # Suffix of folders that are being written.
@@ -70,7 +72,7 @@ class Opened(Generic[AnyManifest]):
         OSError: it can't be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], manifest: AnyManifest) -> None:
+    def __init__(self, path: StrPath, manifest: AnyManifest) -> None:
         self.path = Path(path)
         self.manifest: AnyManifest = manifest
         self._tensors = _mapped(self.path / TABLES, manifest)
@@ -93,15 +95,15 @@ class Opened(Generic[AnyManifest]):
             if key in PER_ROW and not rows:
                 continue
             if key in PER_ROW and isinstance(table, Table):
+                found, first = 0, 0
                 words = tensors.get("kept", all_kept(table.rows))
-                parts = ids_of(words, table.rows, table.default_row)
-                found = sum(sum_of_rows(ids, tensor[some]) for some, ids in parts) % 2**64
+                for ids in ids_of(words, table.rows, table.default_row):
+                    found = added(found, tensor[first : first + len(ids)], ids)
+                    first += len(ids)
             else:
                 found = added(0, tensor, None)
-            if hex_of(found) != table.checksums.get(key):
-                raise ValueError(
-                    f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
-                )
+            damaged = f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
+            refuse({damaged: hex_of(found) != table.checksums.get(key)})
             # A crafted artifact has checksums that fit, and its lookups must stay in the table.
             if key == "kept" and not _fits(tensor, table):
                 raise ValueError(
@@ -115,9 +117,7 @@ class Opened(Generic[AnyManifest]):
         return {name: self._tensors[f"{table}.{name}"] for name in names}
 
 
-def open_artifact(
-    path: str | os.PathLike[str], kind: Any = Manifest, *, verify: bool = True
-) -> Opened[Any]:
+def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -> Opened[Any]:
     """Open the folder that :func:`dist_sparse.export` wrote.
 
     Args:
@@ -137,12 +137,9 @@ def open_artifact(
 def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
     """The manifest of a folder."""
     file = folder / MANIFEST
-    if folder.name.endswith(PARTIAL):
-        raise ValueError(
-            f"{folder} is what an unfinished export left: delete it, and export again."
-        )
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no artifact: there is no {MANIFEST}.")
+    unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
+    missing = f"{folder} holds no artifact: there is no {MANIFEST}."
+    refuse({unfinished: folder.name.endswith(PARTIAL), missing: not file.is_file()})
     # Before the file is read: it may be anything that has this name.
     if file.stat().st_size > _LONGEST:
         raise ValueError(f"{file} is refused: it has more than {_LONGEST} bytes.")
@@ -162,16 +159,13 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
 
     Args:
         path: the final name. Missing parent folders are made.
-        tables: by name; their checksums are not known yet. None: :meth:`begin` gets them.
 
     Raises:
         ValueError: something is at ``path``.
         OSError: the folder can't be written: one of its parents is a file, for example.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], tables: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, path: StrPath) -> None:
         self._path = check_new(path)
         _remove_left(self._path)
         self.folder = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}{PARTIAL}")
@@ -181,20 +175,17 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
             self._file = open(self.folder / TABLES, "xb")  # noqa: SIM115  (locked until published)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(self._file, fcntl.LOCK_EX)
-            if tables is not None:
-                self.begin(tables)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def begin(self, tables: Mapping[str, Any]) -> None:
-        """Write the header of the tables."""
-        header, spans = _placed(tables)
-        self._checksums = dict.fromkeys(spans, 0)
-        # Tensors are written side by side: where the next rows of each belong, and where it ends.
-        self._at = {name: span.start for name, span in spans.items()}
-        self._ends = {name: span.stop for name, span in spans.items()}
-        self._file.write(header)
+        """Write the header of the tables, by name; their checksums are not known yet."""
+        placed = _placed(tables)
+        self._checksums = dict.fromkeys(placed.spans, 0)
+        # Tensors are written side by side: where the next rows of each belong.
+        self._at = {name: span.start for name, span in placed.spans.items()}
+        self._file.write(placed.header)
 
     def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
         """Write the next rows of a table, or its tensors that are no rows; as of :meth:`append`."""
@@ -218,7 +209,6 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
 
     def seal(self, manifest: AnyManifest) -> AnyManifest:
         """Bring the tables to disk, and return ``manifest`` with their sizes and checksums."""
-        assert self._at == self._ends, f"not written whole: {self._at}, {self._ends}"
         self._file.flush()
         os.fsync(self._file.fileno())
         tables = {}
@@ -257,7 +247,12 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def check_new(path: str | os.PathLike[str]) -> Path:
+def folders_of(path: StrPath | Sequence[StrPath]) -> list[Any]:
+    """Return a folder, or an artifact and the deltas after it, as a list."""
+    return [path] if isinstance(path, (str, os.PathLike)) else [*path]
+
+
+def check_new(path: StrPath) -> Path:
     """Return the absolute path of an artifact that is to be written.
 
     Raises:
@@ -265,15 +260,9 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     """
     found = Path(os.path.abspath(path))
     # A link to nothing is in the way too, which exists() does not see.
-    if os.path.lexists(found):
-        raise ValueError(
-            f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten."
-        )
-    if found.name.endswith(PARTIAL):
-        raise ValueError(
-            f"Invalid path={str(path)!r}: names that end in {PARTIAL!r} are those of unfinished"
-            " exports."
-        )
+    taken = f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten."
+    partial = f"Invalid path={str(path)!r}: names of unfinished exports end in {PARTIAL!r}."
+    refuse({taken: os.path.lexists(found), partial: found.name.endswith(PARTIAL)})
     return found
 
 
@@ -290,8 +279,7 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     """The tensors of a file that has the size and the header that follow from the manifest."""
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
-    header, spans = _placed(manifest.tables)
-    expected = bytes_of(manifest.tables)
+    header, spans, expected = _placed(manifest.tables)
     if (size := file.stat().st_size) != expected:
         raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
@@ -307,38 +295,42 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     return found
 
 
-def _placed(tables: Mapping[str, Any]) -> tuple[bytes, dict[str, slice]]:
-    """The header of a safetensors file, and where its tensors are in the file."""
-    entries: dict[str, dict[str, Any]] = {}
+class _Placed(NamedTuple):
+    """A safetensors file: its header, where its tensors are in the file, and its bytes."""
+
+    header: bytes
+    spans: dict[str, slice]
+    size: int
+
+
+def _placed(tables: Mapping[str, Any]) -> _Placed:
+    """Return the file of some tables."""
+    entries, sizes = {}, {}
     end = 0
     for name, (dtype, shape) in layout_of(tables).items():
-        start, end = end, end + size_of(dtype, shape)
-        offsets = [start, end]
+        sizes[name] = size_of(dtype, shape)
+        offsets = [end, end := end + sizes[name]]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # Spaces at its end: the tensors begin behind it, and must be aligned.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    spans = {}
-    for name, entry in entries.items():
-        start, end = entry["data_offsets"]
-        spans[name] = slice(len(header) + start, len(header) + end)
-    return header, spans
+    # Offsets in the header count from its end.
+    end, spans = len(header), {}
+    for name, size in sizes.items():
+        spans[name] = slice(end, end := end + size)
+    return _Placed(header, spans, end)
 
 
 def bytes_of(tables: Mapping[str, Any]) -> int:
     """Return the bytes of ``tables.safetensors``."""
-    header, spans = _placed(tables)
-    ends: list[int] = [span.stop for span in spans.values()]
-    return max([len(header), *ends])
+    return _placed(tables).size
 
 
 def _fits(words: Tensor, table: Any) -> bool:
     """Whether a bitmap has a bit for each kept row, and none behind the last row."""
-    beyond = table.rows % 32
-    if beyond and int(words[-1]) >> beyond:
-        return False
-    return bool(count_bits(words.view(torch.uint8)) == table.kept)
+    beyond = words[-1] & ~_last_word(table.rows)
+    return not bool(beyond) and bool(count_bits(words.view(torch.uint8)) == table.kept)
 
 
 def added(checksum: int, part: Tensor, ids: Tensor | None) -> int:
@@ -352,11 +344,8 @@ def added(checksum: int, part: Tensor, ids: Tensor | None) -> int:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, which must outlive them."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
     # Tensor.numpy() would need NumPy.
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 # Rows by the ids that they belong to. A delta costs what it changes: nothing here that it needs
@@ -400,10 +389,16 @@ def _factors(count: int) -> Tensor:
 
 def all_kept(rows: int) -> Tensor:
     """Return the bitmap of a table that keeps all rows."""
+    # As an int32, 32 ones are -1.
     words = torch.full((max(1, -(-rows // 32)),), -1, dtype=torch.int32)
-    # Bits behind the last row are 0; as an int32, 32 ones are -1.
-    words[-1] = torch.tensor((1 << rows - 32 * (len(words) - 1)) - 1).int()
+    words[-1] = _last_word(rows)
     return words
+
+
+def _last_word(rows: int) -> Tensor:
+    """Return the last word of a bitmap that keeps all rows: bits behind the last row are 0."""
+    before = 32 * max(0, (rows - 1) // 32)
+    return torch.tensor((1 << rows - before) - 1).int()
 
 
 def ids_in(words: Tensor, rows: int, first: int) -> Tensor:
@@ -412,15 +407,13 @@ def ids_in(words: Tensor, rows: int, first: int) -> Tensor:
     return unpack(some, min(SPAN, rows - first)).nonzero().flatten() + first
 
 
-def ids_of(words: Tensor, rows: int, default_row: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the stored rows of a bitmap, a few at a time: their numbers, and their ids, int64,
-    ascending; the default row has the id behind the last."""
-    last = 0
+def ids_of(words: Tensor, rows: int, default_row: bool = False) -> Iterator[Tensor]:
+    """Yield the ids of the stored rows of a bitmap, a few at a time: int64, ascending; the default
+    row has the id behind the last."""
     for first in range(0, rows, SPAN):
-        ids = ids_in(words, rows, first)
-        yield slice(last, last := last + len(ids)), ids
+        yield ids_in(words, rows, first)
     if default_row:
-        yield slice(last, last + 1), torch.tensor([rows])
+        yield torch.tensor([rows])
 
 
 def rows_of(index: RowIndex, ids: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ half a step of their row's grid, or at the nearest step of their column's, where
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.checks import hex_of
+from dist_sparse.checks import hex_of, refuse
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import (
     SPAN,
     ArtifactWriter,
     Opened,
+    StrPath,
     added,
     all_kept,
     check_new,
@@ -62,7 +62,7 @@ class MappedTable:
         tensors = artifact.tensors(name)
         words = tensors.pop("kept", all_kept(self.entry.rows))
         self.index = self._mapped = RowIndex(words, self.entry.rows, self.entry.default_row)
-        self._stored = {key: tensors.pop(key) for key in PER_ROW if key in tensors}
+        self._stored = {key: tensors.pop(key) for key in PER_ROW & tensors.keys()}
         self.whole = tensors
         # Ids, and their rows, of each delta.
         self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -92,19 +92,22 @@ class MappedTable:
         """Return all stored rows: of an artifact without deltas where they are mapped."""
         if not self._layers:
             return self._stored
-        every = [
-            ids for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row)
-        ]
-        return self.gather(torch.cat(every))
+        return self.gather(torch.cat([*self._ids()]))
 
-    def parts(self) -> Iterator[tuple[Tensor | None, dict[str, Tensor]]]:
-        """Yield every tensor of the artifact that base and deltas make: the ones that are no rows,
-        and then rows, a few at a time, with their ids."""
-        yield None, ({"kept": self.index.words} if self.entry.kept < self.entry.rows else {})
-        yield None, self.whole
-        for _, ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
+    def others(self) -> dict[str, Tensor]:
+        """Return the tensors that are no rows."""
+        kept = {"kept": self.index.words} if self.entry.kept < self.entry.rows else {}
+        return kept | self.whole
+
+    def parts(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield the rows of the artifact that base and deltas make, a few at a time: their ids, and
+        their tensors."""
+        for ids in self._ids():
             for part in chunks(len(ids), self.entry.dim):
                 yield ids[part], self.gather(ids[part])
+
+    def _ids(self) -> Iterator[Tensor]:
+        return ids_of(self.index.words, self.entry.rows, self.entry.default_row)
 
 
 def _put(
@@ -123,27 +126,23 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     """
     change, tensors = delta.manifest.tables[name], delta.tensors(name)
     ids, gone, after = tensors["ids"].long(), tensors["gone"].long(), change.after
-
-    def refuse_if(wrong: bool, reason: str) -> None:
-        if wrong:
-            raise ValueError(f"{delta.path} is refused: table {name!r}: its ids {reason}.")
-
+    where = f"{delta.path} is refused: table {name!r}: its ids"
     for some, end in ((ids, after.rows + after.default_row), (gone, after.rows)):
         # Between two more, an id out of range does not ascend.
         bounded = F.pad(some, (1, 0), value=-1)
         bounded = F.pad(bounded, (0, 1), value=end)
-        is_sorted = bool((bounded.diff() > 0).all())
-        refuse_if(not is_sorted, f"do not ascend, or are not in [0, {end})")
+        is_wrong = bool((bounded.diff() <= 0).any())
+        refuse({f"{where} do not ascend, or are not in [0, {end}).": is_wrong})
     came = ids[rows_of(before, ids) < 0]
-    is_known = len(came) == change.came and bool((rows_of(before, gone) >= 0).all())
-    refuse_if(not is_known, "that come have rows already, or those that go have none")
     words = before.words.clone()
     # Bits that come are 0 and bits that go are 1, so that nothing is carried.
     words.index_add_(0, came >> 5, (1 << (came & 31)).int())
     words.index_add_(0, gone >> 5, (1 << (gone & 31)).int(), alpha=-1)
     found = RowIndex(words, before.rows, before.default_row)
-    has_rows = found.num_kept == after.kept and bool((rows_of(found, ids) >= 0).all())
-    refuse_if(not has_rows, "do not lead to the rows that it says")
+    # Ids that go and had no row, and ids of rows that have none in the end.
+    strange = int((rows_of(before, gone) < 0).sum()), int((rows_of(found, ids) < 0).sum())
+    is_wrong = (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept)
+    refuse({f"{where} do not come and go as it says.": is_wrong})
     return found
 
 
@@ -162,16 +161,14 @@ def compare_rows(
     Raises:
         ValueError: names table, row and values.
     """
-    if entry.dtype == "codes":
-        # Codes are written as they are, and the CRC32 of the file covers them.
-        return
     found, weight = decode(stored, entry.dim), weight.cpu()
     if "scale_bias" in stored:
         error = (found.double() - weight.double()).abs()
         half = stored["scale_bias"][:, :1].double() / 2
         wrong = (error > half * _ROUNDING) | ((weight == 0) & (found != 0))
     else:
-        # The grid of a column need not reach its largest weights: codes are compared.
+        # The grid of a column need not reach its largest weights: codes are compared. The codes of
+        # books are the rows themselves.
         exact = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
         # Bits are compared: -0.0 is not 0.0.
         wrong = found.view(torch.int32) != exact.view(torch.int32)
@@ -205,9 +202,7 @@ class Chain:
         return MappedTable(self.artifact, name, self.deltas)
 
 
-def open_next(
-    path: str | os.PathLike[str], before: Manifest, base: str, *, verify: bool = True
-) -> Opened[Delta]:
+def open_next(path: StrPath, before: Manifest, base: str, *, verify: bool = True) -> Opened[Delta]:
     """Open a delta, and verify it and that it follows an artifact.
 
     Args:
@@ -232,9 +227,7 @@ def open_next(
     return opened
 
 
-def open_chain(
-    base: str | os.PathLike[str], *deltas: str | os.PathLike[str], verify: bool = True
-) -> Chain:
+def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
     """Open an artifact and the deltas after it, and verify all of their files and their order.
 
     Args:
@@ -253,7 +246,7 @@ def open_chain(
     return chain
 
 
-def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]) -> Chain:
+def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
     """Check an artifact, and the deltas after it, with nothing but their own files, and return
     them: CRC32s, sizes and bitmaps, that every weight is finite, that the grid of every row of 8 or
     4 bits holds zero exactly, and that deltas add up to what the last one says.
@@ -267,11 +260,11 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
     for name, entry in chain.manifest.tables.items():
         table = chain.table(name)
         sums = dict.fromkeys(entry.layout(), 0)
+        for key, tensor in table.others().items():
+            sums[key] = added(0, tensor, None)
         for ids, parts in table.parts():
             for key, part in parts.items():
                 sums[key] = added(sums[key], part, ids)
-            if ids is None:
-                continue
             if len(places := _invalid({**table.whole, **parts}, entry).nonzero()):
                 id = int(ids[places[0]])
                 raise ValueError(
@@ -283,9 +276,9 @@ def check_artifact(path: str | os.PathLike[str], *deltas: str | os.PathLike[str]
 
 
 def merge(
-    base: str | os.PathLike[str],
-    *deltas: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    base: StrPath,
+    *deltas: StrPath,
+    out: StrPath,
 ) -> Manifest:
     """Write an artifact and the deltas after it as one artifact, equal byte for byte to the full
     export of the moment of the last delta, and return its manifest. Rows are streamed.
@@ -302,9 +295,12 @@ def merge(
     check_new(out)
     chain = open_chain(base, *deltas)
     manifest = chain.manifest
-    with ArtifactWriter(out, manifest.tables) as writer:
+    with ArtifactWriter(out) as writer:
+        writer.begin(manifest.tables)
         for name in manifest.tables:
-            for ids, parts in chain.table(name).parts():
+            table = chain.table(name)
+            writer.add(name, table.others())
+            for ids, parts in table.parts():
                 writer.add(name, parts, ids)
         # The last delta brought the checksum of each tensor that a full export had written.
         if writer.seal(manifest) != manifest:
@@ -347,25 +343,24 @@ def move_rows(
         # Two passes, neither of which writes on a row that is still to be read: rows that move up
         # from the first to the last, rows that move down from the last to the first.
         for first in spans:
-            _move(stored, before, after, ids_in(stay, before.rows, first), up=True)
+            _move(stored, before, after, ids_in(stay, before.rows, first), -1)
         if before.default_row:
             last = torch.tensor([before.rows])
-            _move(stored, before, after, last, up=after.num_kept < before.num_kept)
+            _move(stored, before, after, last, after.num_kept - before.num_kept)
         for first in reversed(spans):
-            _move(stored, before, after, ids_in(stay, before.rows, first), up=False)
+            _move(stored, before, after, ids_in(stay, before.rows, first), 1)
     at = rows_of(after, new["ids"].long())
     for key, rows in stored.items():
         rows.index_copy_(0, at.to(rows.device), new[key].view(rows.dtype).to(rows.device))
 
 
 def _move(
-    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, *, up: bool
+    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, towards: int
 ) -> None:
-    """Move the rows of ids that move in one direction."""
+    """Move the rows of ids that move to lower places, if ``towards`` is negative, or to higher
+    ones."""
     source, target = rows_of(before, ids), rows_of(after, ids)
-    moves = target < source if up else target > source
-    if not bool(moves.any()):
-        return
+    moves = (target - source) * towards > 0
     source, target = source[moves], target[moves]
     for tensor in stored.values():
         # They are read before any of them is written.

@@ -180,8 +180,7 @@ class ColumnSpread:
         """
         magnitudes = (torch.arange(_BINS, dtype=torch.int32) << _SHIFT) + (1 << (_SHIFT - 1))
         centers = magnitudes.view(torch.float32).double()
-        found = [_best_scale(centers, counts) for counts in self.counts]
-        return torch.stack(found).half() if found else torch.zeros(0, dtype=torch.float16)
+        return torch.stack([_best_scale(centers, counts) for counts in self.counts]).half()
 
 
 def _best_scale(centers: Tensor, counts: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,15 +22,17 @@ import torch
 from torch import Tensor, nn
 
 import dist_sparse
-from dist_sparse.checks import choice, hex_of
-from dist_sparse.codes.quantize import CodedTraining
+from dist_sparse.checks import choice, hex_of, refuse
+from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_none
 from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
+    StrPath,
     added,
     all_kept,
     bytes_of,
     check_new,
+    folders_of,
     ids_of,
     memory_of,
     rows_of,
@@ -52,7 +55,7 @@ from dist_sparse.serving.manifest import (
 from dist_sparse.serving.sources import (
     ServedTable,
     check_zero,
-    lookups_of,
+    model_lookups,
     note_delta,
     refuse_range,
     refuse_replaced,
@@ -61,11 +64,10 @@ from dist_sparse.serving.sources import (
     with_changes,
 )
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.score import DataNormSparsifier
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import ShardedData, check_data
 from dist_sparse.text import Bar, progress
-from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
+from dist_sparse.training.sparsify import SparseTraining
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,10 @@ class Exported:
 def export(
     model: nn.Module,
     sparse: SparseTraining | BaseDataSparsifier | CodedTraining | None,
-    path: str | os.PathLike[str],
+    path: StrPath,
     dtype: Dtype = "fp32",
     scale: Scale = "row",
-    since: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Exported | None = None,
+    since: StrPath | Sequence[StrPath] | Exported | None = None,
 ) -> Exported:
     """Write the tables of ``model``, without removed weights, to a folder that
     ``dist_sparse.load_served`` reads. Collective: every rank of the world must call it; rank 0
@@ -163,16 +165,19 @@ def export(
     world = world_group()
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        coded, sparsifier = _sparsifier(sparse)
-        chosen, by = _checked(dtype, scale, sparse)
+        # The three that may be given have no base in common.
+        given: Any = sparse
+        is_coded = isinstance(sparse, CodedTraining)
+        sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
+        chosen, by = _checked(dtype, scale, is_coded)
         before = _folders(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
         # Ranks that disagree in these would wait for messages that no rank sends.
-        facts.update({f"table {data.name!r}": _checked_table(data) for data in located})
-        collections, lookups = lookups_of(model, located)
+        facts.update({f"table {data.name!r}": _where(data) for data in located})
+        collections, lookups = model_lookups(model, located)
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
@@ -182,10 +187,11 @@ def export(
     with world.agreeing("export()"):
         # An enforcer may owe zeros to rows that no forward has read since a step.
         sparsifier.masks.hooks.settle()
-        tables = _with_codes(tables, coded)
+        if is_coded:
+            tables = _with_codes(tables, given)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
-            dtype=chosen if coded is None else "codes",
+            dtype="codes" if is_coded else chosen,
             collections=tuple(collections),
             tables={name: table.planned(chosen, by) for name, table in tables.items()},
             bytes=0,
@@ -202,28 +208,17 @@ def export(
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
     # New codes and new scales of columns change rows that training has not written.
-    if coded is None and by == "row":
+    if manifest.dtype != "codes" and by == "row":
         note_delta((*before, target), delta.artifact.hash, tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
 
 
-def _sparsifier(sparse: Any) -> tuple[CodedTraining | None, BaseDataSparsifier]:
-    if isinstance(sparse, CodedTraining):
-        return sparse, sparse.sparsifier
-    # Without one nothing is removed.
-    return None, DataNormSparsifier() if sparse is None else sparsifier_of(sparse)
-
-
-def _checked(dtype: Any, scale: Any, sparse: Any) -> tuple[Dtype, Scale]:
+def _checked(dtype: Any, scale: Any, is_coded: bool) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
-    if by == "column" and chosen != "int4":
-        raise ValueError(f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone.")
-    if chosen == "codes" and not isinstance(sparse, CodedTraining):
-        raise ValueError(
-            f"Invalid sparse of type {type(sparse).__name__} with dtype='codes': must be what"
-            " quantize() returned."
-        )
+    scaled = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
+    coded = "Invalid sparse with dtype='codes': must be what quantize() returned."
+    refuse({scaled: by == "column" and chosen != "int4", coded: chosen == "codes" and not is_coded})
     return chosen, by
 
 
@@ -231,31 +226,23 @@ def _folders(since: Any) -> tuple[Path, ...]:
     """The folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    folders = [since] if isinstance(since, (str, os.PathLike)) else since or ()
-    return tuple(Path(os.path.abspath(folder)) for folder in folders)
+    return tuple(Path(os.path.abspath(folder)) for folder in folders_of(since or ()))
 
 
-def _checked_table(data: ShardedData) -> list[Any]:
-    """Where a table is stored."""
+def _where(data: ShardedData) -> list[Any]:
+    """Return where a table is stored, and refuse one of other ranks than rank 0."""
     check_data(data)
-    if 0 not in (data.ranks or (0,)):
-        raise ValueError(
-            f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
-        )
+    elsewhere = f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
+    refuse({elsewhere: 0 not in (data.ranks or (0,))})
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
-def _with_codes(
-    tables: dict[str, ServedTable], coded: CodedTraining | None
-) -> dict[str, ServedTable]:
-    if coded is None:
-        return tables
-    codes, books = coded.coded(), coded.books
-    if strange := sorted(set(codes) - set(tables)):
-        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
-    found = {}
-    for name, table in tables.items():
-        found[name] = replace(table, codes=codes.get(name), books=books.get(name))
+def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
+    codes, found = coded.coded(), dict(tables)
+    strange = sorted(codes.keys() - tables.keys())
+    refuse({f"The codes are of {strange}, which are no tables of the model.": strange})
+    for name, data in codes.items():
+        found[name] = replace(tables[name], rows=data, books=coded.books[name])
     return found
 
 
@@ -279,11 +266,13 @@ def _write(
             if chain is not None:
                 writer = stack.enter_context(DeltaWriter(path, manifest, chain, sources))
             elif world.rank == 0:
-                writer = stack.enter_context(ArtifactWriter(path, manifest.tables))
+                writer = stack.enter_context(ArtifactWriter(path))
+                writer.begin(manifest.tables)
         shown = progress(f"export {manifest.dtype}", rows, "rows", shown=world.rank == 0)
         bar = stack.enter_context(shown)
         for name, source in sources.items():
-            table, whole = manifest.tables[name], source.whole()
+            table = manifest.tables[name]
+            whole = source.whole(table)
             if table.scale == "column":
                 # Scales are chosen from all rows, which are streamed once more for them.
                 spread = ColumnSpread(table.dim)
@@ -312,8 +301,7 @@ def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
     except Exception as fault:
         error = fault
     # The other ranks wait for messages until the table is through, so the error waits too.
-    for _ in chunks:
-        pass
+    deque(chunks, maxlen=0)
     with world.agreeing("export()"):
         if error is not None:
             raise error
@@ -335,7 +323,7 @@ def _write_table(
         stored = encode(rows, table.dtype, whole.get("scales"))
         # The files are read back once they are written: these bytes are the ones that are served.
         compare_rows(name, first, rows, stored, table)
-        parts = {key: part.cpu() for key, part in stored.items() if key in PER_ROW}
+        parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
         writer.add(name, parts, ids[first : first + len(rows)])
         first += len(rows)
         bar(len(rows))
@@ -414,7 +402,7 @@ class _Changes:
     ) -> None:
         self._before, self._after, self._now = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
-        self._gone = torch.cat([ids for _, ids in ids_of(before.index.words & ~words, after.rows)])
+        self._gone = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
         self._whole = {}
         for key, tensor in before.whole.items():
             if not torch.equal(whole[key], tensor):
@@ -443,10 +431,8 @@ class _Changes:
             self._spools[key].write(memory_of(held))
 
     def result(self) -> TableDelta:
-        sums = {key: each % 2**64 for key, each in self._sums.items()}
-        for key, tensor in self._now.items():
-            sums[key] = added(0, tensor, None)
-        checksums = {key: hex_of(sums[key]) for key in self._after.layout()}
+        sums = self._sums | {key: added(0, part, None) for key, part in self._now.items()}
+        checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
         return TableDelta(
             after=replace(self._after, checksums=checksums),
             rows=sum(map(len, self._found)),

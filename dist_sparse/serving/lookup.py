@@ -8,7 +8,7 @@ as zeros. They hold tensors and numbers alone, no module of FBGEMM, which ``torc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.checks import refuse
 from dist_sparse.codes.books import ENTRIES, entries_at
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.encodings import books_of, decode
@@ -39,21 +40,26 @@ class StoredTable:
         entry: of the manifest.
         rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
         whole: its other tensors, likewise.
-        index: of the rows; None where a :class:`RowIndexes` holds it.
+        index: of the rows.
         room: how many rows it may come to have in the place where it is stored.
     """
 
     entry: Table
     rows: Mapping[str, Tensor]
     whole: Mapping[str, Tensor]
-    index: RowIndex | None
+    index: RowIndex
     room: int = 0
+
+    @property
+    def has_books(self) -> bool:
+        """Whether books say what its bytes stand for."""
+        return not {"books", "scales"}.isdisjoint(self.whole)
 
     @property
     def has_kernel(self) -> bool:
         """Whether FBGEMM has one: neither for books nor for rows of half a byte."""
         is_odd = self.entry.dtype == "int4" and self.entry.dim % 2 == 1
-        return not is_odd and books_of(self.whole) is None
+        return not (is_odd or self.has_books)
 
     @property
     def needed_index(self) -> RowIndex | None:
@@ -97,15 +103,16 @@ class RowLookup(nn.Module):
         super().__init__()
         entries = [tables[name].entry for name in features]
         self.dims = [entry.dim for entry in entries]
-        self.pooling = entries[0].pooling
-        means = torch.tensor([entry.pooling == "mean" for entry in entries])
-        self.mixed = len({entry.pooling for entry in entries}) > 1
+        poolings = [entry.pooling for entry in entries]
+        self.pooling, self.mixed = poolings[0], len(set(poolings)) > 1
+        means = torch.tensor([pooling == "mean" for pooling in poolings])
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
-        self.is_turned = any(entry.turned is not None for entry in entries)
-        for at, table in enumerate(tables.values()):
-            rotation = table.whole.get("rotation")
-            self.register_buffer(f"rotation_{at}", None if rotation is None else rotation.clone())
-        self.rotations = [f"rotation_{list(tables).index(name)}" for name in features]
+        # The features whose results are turned back.
+        self.turned: list[int] = []
+        for feature, name in enumerate(features):
+            if "rotation" in tables[name].whole:
+                self.turned.append(feature)
+                self.register_buffer(f"rotation_{feature}", tables[name].whole["rotation"])
 
     def forward(self, ids: Found) -> Tensor:
         """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
@@ -117,24 +124,25 @@ class RowLookup(nn.Module):
             found = torch.where(self.mean_columns, mean, total)
         else:
             found = self._pooled(ids, self.pooling)
-        return self._turned(found, ids.counts) if self.is_turned else found
+        return self._turned(found, ids.counts) if self.turned else found
 
     def _turned(self, found: Tensor, counts: Tensor) -> Tensor:
-        rotations: list[Tensor | None] = [getattr(self, name) for name in self.rotations]
-        is_sequence = self.pooling == "none"
-        # Every row of sequences is turned by every matrix: a graph can't split them by counts.
-        given = [found] * len(rotations) if is_sequence else torch.split(found, self.dims, 1)
-        parts = []
-        for part, rotation in zip(given, rotations, strict=True):
-            parts.append(part if rotation is None else part @ rotation)
-        if not is_sequence:
-            return torch.cat(parts, 1)
-        out = parts[0]
-        if len(parts) > 1:
-            features = torch.arange(len(parts), device=counts.device)
-            of = torch.repeat_interleave(features, counts, output_size=found.size(0)).unsqueeze(1)
-            for feature, part in enumerate(parts):
-                out = torch.where(of == feature, part, out)
+        if self.pooling == "none":
+            return self._turned_rows(found, counts)
+        parts = list(torch.split(found, self.dims, 1))
+        for feature in self.turned:
+            parts[feature] = parts[feature] @ self.get_buffer(f"rotation_{feature}")
+        return torch.cat(parts, 1)
+
+    def _turned_rows(self, found: Tensor, counts: Tensor) -> Tensor:
+        # Every row is turned by every matrix: a graph can't split rows by counts.
+        features = torch.arange(len(self.dims), device=counts.device)
+        of = torch.repeat_interleave(features, counts, output_size=found.size(0)).unsqueeze(1)
+        columns = self.get_buffer(f"rotation_{self.turned[0]}").size(1)
+        out = F.pad(found, (0, columns - found.size(1)))
+        for feature in self.turned:
+            turned = found @ self.get_buffer(f"rotation_{feature}")
+            out = torch.where(of == feature, turned, out)
         return out
 
     def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
@@ -149,7 +157,8 @@ class RowLookup(nn.Module):
         """Write the rows of tables in their places."""
         for name, table in tables.items():
             for key, places in self.stored(name).items():
-                places[: table.entry.stored] = table.rows[key].view(places.dtype)
+                rows = table.rows[key].view(places.dtype)
+                places[: len(rows)] = rows
 
 
 class FbgemmLookup(RowLookup):
@@ -157,19 +166,15 @@ class FbgemmLookup(RowLookup):
     tables."""
 
     weights: Tensor
-    no_weights: Tensor
-    placements: Tensor
-    starts: Tensor
-    types: Tensor
-    columns: Tensor
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        starts, end = {}, 0
+        # Where a table starts, its rows, and their bytes.
         self._shapes: dict[str, tuple[int, int, int]] = {}
+        end = 0
         for name, table in tables.items():
             width = sum(part.shape[1] * part.itemsize for part in table.rows.values())
-            starts[name], self._shapes[name] = end, (end, table.places, width)
+            self._shapes[name] = end, table.places, width
             end += -(-table.places * width // _ALIGNMENT) * _ALIGNMENT
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
@@ -179,7 +184,8 @@ class FbgemmLookup(RowLookup):
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
         # The operator takes these for each feature, not for each table.
         self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
-        self.register_buffer("starts", torch.tensor([starts[name] for name in features]))
+        starts = [self._shapes[name][0] for name in features]
+        self.register_buffer("starts", torch.tensor(starts))
         self.register_buffer("types", torch.full((count,), SPARSE_TYPES[dtype], dtype=torch.uint8))
         self.register_buffer("columns", columns)
         self._fill(tables)
@@ -211,27 +217,27 @@ class LibtorchLookup(RowLookup):
         by_shape: dict[tuple[int, int | None], list[str]] = {}
         for name, table in tables.items():
             by_shape.setdefault((table.entry.dim, table.entry.groups), []).append(name)
-        self.groups, group_of = nn.ModuleList(), {}
+        self.groups, self._features = nn.ModuleList(), list(features)
+        self._group_of: dict[str, int] = {}
         for at, names in enumerate(by_shape.values()):
             self.groups.append(_Group(tables, names, features))
-            group_of.update(dict.fromkeys(names, at))
+            self._group_of.update(dict.fromkeys(names, at))
         self._fill(tables)
-        self.group_of = [group_of[name] for name in features]
 
     def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
         found: list[Tensor] = [group(ids, pooling) for group in self.groups]
         if pooling == "none":
-            return torch.stack(found).sum(0) if len(found) > 1 else found[0]
-        if len(found) == 1:
-            # From feature after feature to bag after bag.
-            return found[0].transpose(0, 1).flatten(1)
-        return torch.cat([found[at][feature] for feature, at in enumerate(self.group_of)], 1)
+            first, *others = found
+            return sum(others, first)
+        groups = map(self._group_of.__getitem__, self._features)
+        # From feature after feature to bag after bag.
+        return torch.cat([found[group][feature] for feature, group in enumerate(groups)], 1)
 
     def stored(self, table: str) -> dict[str, Tensor]:
         """Return the rows, and their scales and biases."""
-        groups = cast(Iterable[_Group], self.groups)
-        return next(group for group in groups if table in group.places).stored(table)
+        group = cast(_Group, self.groups[self._group_of[table]])
+        return group.stored(table)
 
 
 class _Group(nn.Module):
@@ -269,15 +275,14 @@ class _Group(nn.Module):
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
-        books = [found for name in mine if (found := books_of(tables[name].whole)) is not None]
-        if books:
-            self._add_books(books, features)
+        if one.has_books:
+            self._add_books([books_of(tables[name].whole) for name in mine], features)
 
-    def _add_books(self, books: Sequence[Tensor], features: Sequence[str]) -> None:
+    def _add_books(self, books: list[Any], features: Sequence[str]) -> None:
         """Hold all books one behind the other: where each group of columns starts, and each
         table."""
         size = books[0].shape[0] * ENTRIES
-        self.register_buffer("books", torch.cat(list(books)).flatten(0, 1))
+        self.register_buffer("books", torch.cat(books).flatten(0, 1))
         self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
         # Ids of tables in another group read zeros, in any book.
         at = {name: size * number for number, name in enumerate(self.places)}
@@ -342,19 +347,19 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.kernels import table_batch
 
-    if len({table.entry.pooling for table in tables.values()}) > 1:
-        raise ValueError(
-            f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
-            " pools in one way: use to_torchrec()."
-        )
+    mixed = (
+        f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module pools"
+        " in one way: use to_torchrec()."
+    )
+    refuse({mixed: len({table.entry.pooling for table in tables.values()}) > 1})
     # FBGEMM's remap counts tables where it should count features: a table with two features and a
     # remap serves other rows. So each feature has a table of its own.
     stored = []
     for place, name in enumerate(collection.looked_up):
         index = tables[name].index
-        assert index is not None
         remap = index(torch.arange(index.rows)).int()
-        stored.append(replace(_stored(tables[name], f"{name}.{place}"), remap=remap))
+        alone = f"{name}.{place}"
+        stored.append(replace(_stored(tables[name], alone, [alone]), remap=remap))
     return table_batch(stored)
 
 
@@ -364,22 +369,19 @@ def to_torchrec(
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
     from dist_sparse.torchrec.kernels import bag_collection
 
-    if collection.kind != "bag":
-        raise ValueError(
-            f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
-            " EmbeddingBagCollection looks up bags: use to_fbgemm()."
-        )
+    other = (
+        f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
+        " EmbeddingBagCollection looks up bags: use to_fbgemm()."
+    )
+    refuse({other: collection.kind != "bag"})
     # A feature of two tables has other rows in each: its outputs' names tell them apart.
     keys: dict[str, list[str]] = {name: [] for name in collection.tables}
     for name, key in zip(collection.looked_up, collection.outputs, strict=True):
         keys[name].append(key)
     stored = []
     for name in collection.tables:
-        one = _stored(tables[name], name)
         # Behind the last row one of zeros: for removed ids, and for ids out of range.
-        tail = None if one.scale_bias is None else F.pad(one.scale_bias, (0, 0, 0, 1))
-        rows = F.pad(one.rows, (0, 0, 0, 1))
-        stored.append(replace(one, rows=rows, scale_bias=tail, features=tuple(keys[name])))
+        stored.append(_stored(tables[name], name, keys[name], zeros=1))
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     inner = bag_collection(stored, collection.weighted)
     return QuantizedCollection(collection, inner, index, zeros)
@@ -419,28 +421,28 @@ class QuantizedCollection(nn.Module):
         return self.collection(port.keyed(self.keys, rows, lengths, weights))
 
 
-def _stored(table: StoredTable, name: str) -> Any:
-    """The stored rows of a table in FBGEMM's format."""
+def _stored(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:
+    """Return a copy of the stored rows of a table in FBGEMM's format, and rows of zeros behind
+    them."""
     from dist_sparse.torchrec.kernels import StoredRows
 
     entry = table.entry
-    if entry.turned is not None:
-        raise ValueError(
-            f"Table {name!r} was rotated alone: its outputs are turned back by a matrix, for which"
-            " other libraries have no place. Rotate its group instead, or serve it by this one."
-        )
-    if entry.dtype == "int4" and entry.dim % 2:
-        raise ValueError(f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even.")
-    dtype, rows = entry.dtype, table.rows["rows"]
-    if books_of(table.whole) is not None:
-        dtype, rows = "fp16", decode({**table.whole, "rows": rows}, entry.dim).half()
-    tail = table.rows.get("scale_bias")
+    rotated = (
+        f"Table {name!r} was rotated alone: its outputs are turned back by a matrix, for which"
+        " other libraries have no place. Rotate its group instead, or serve it by this one."
+    )
+    odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
+    refuse({rotated: entry.turned, odd: entry.dtype == "int4" and entry.dim % 2})
+    dtype, rows = entry.dtype, {key: part.cpu() for key, part in table.rows.items()}
+    if table.has_books:
+        dtype, rows = "fp16", {"rows": decode({**table.whole, **rows}, entry.dim).half()}
+    raw = {key: F.pad(part.view(torch.uint8), (0, 0, 0, zeros)) for key, part in rows.items()}
     return StoredRows(
         name=name,
-        features=(name,),
+        features=tuple(features),
         columns=entry.dim,
         dtype=dtype,
         pooling=entry.pooling,
-        rows=rows.view(torch.uint8),
-        scale_bias=None if tail is None else tail.view(torch.uint8),
+        rows=raw["rows"],
+        scale_bias=raw.get("scale_bias"),
     )

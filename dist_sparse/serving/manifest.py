@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from dist_sparse.checks import choice, integer, sealed, unsealed
+from dist_sparse.checks import choice, integer, refuse, sealed, unsealed
 from dist_sparse.codes.books import ENTRIES
 from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
@@ -32,7 +32,7 @@ Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-PER_ROW: Final[tuple[str, ...]] = ("rows", "scale_bias")
+PER_ROW: Final = frozenset({"rows", "scale_bias"})
 """Tensors with an entry for each stored row. Others are carried whole if they have changed."""
 
 _MOST_COLUMNS: Final = 1 << 16
@@ -131,13 +131,18 @@ class Table:
     groups: int | None = None
     default_row: bool = False
     turned: int | None = None
-    before: int = 0
+    before: int
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stored(self) -> int:
         """Rows that are stored."""
         return self.kept + self.default_row
+
+    @property
+    def columns(self) -> int:
+        """Columns of its outputs."""
+        return self.turned or self.dim
 
     @property
     def bytes(self) -> TableBytes:
@@ -168,14 +173,13 @@ class Table:
             found["scales"] = torch.float16, (self.dim,)
         elif self.dtype in ("int8", "int4"):
             found["scale_bias"] = torch.float16, (self.stored, 2)
-        columns = self.dim
-        if self.dtype == "int4":
-            # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
-            columns = -(-self.dim // 2)
+        encoding = ENCODINGS[self.dtype]
+        # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
+        columns = -(-self.dim * encoding.bits // (8 * encoding.stored.itemsize))
         if self.groups is not None:
             columns = self.groups
             found["books"] = torch.float16, (columns, ENTRIES, self.dim // columns)
-        found["rows"] = ENCODINGS[self.dtype].stored, (self.stored, columns)
+        found["rows"] = encoding.stored, (self.stored, columns)
         if self.turned is not None:
             found["rotation"] = torch.float32, (self.dim, self.turned)
         return found
@@ -219,16 +223,11 @@ class Manifest:
             LookupError, TypeError, AttributeError: an entry is missing or of another type.
         """
         entries = unsealed(text, FORMAT, VERSION)
-        tables = {}
-        for name, entry in entries["tables"].items():
-            try:
-                tables[name] = _table(entry)
-            except ValueError as error:
-                raise ValueError(f"table {name!r}: {error}") from None
+        tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
         # Tables without codes may be beside those that have some.
         strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
-        if strange and entries["dtype"] != "codes":
-            raise ValueError(f"not all of its tables are {entries['dtype']!r}")
+        mixed = f"not all of its tables are {entries['dtype']!r}"
+        refuse({mixed: strange and entries["dtype"] != "codes"})
         return Manifest(
             dist_sparse=str(entries["dist_sparse"]),
             dtype=entries["dtype"],
@@ -264,27 +263,25 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _table(entry: Mapping[str, Any]) -> Table:
+def _table(name: str, entry: Mapping[str, Any]) -> Table:
     found = Table(**{**entry, "checksums": dict(entry["checksums"])})
-    for key, least in (("rows", 1), ("dim", 1), ("kept", 0), ("before", 0)):
-        integer(key, entry[key], least=least)
+    integer("rows", found.rows, least=1, of=name)
+    integer("kept", found.kept, least=0, most=found.rows, of=name)
+    integer("dim", found.dim, least=1, most=_MOST_COLUMNS, of=name)
+    integer("before", found.before, least=1, of=name)
     known = {"pooling": get_args(Pooling), "dtype": ENCODINGS, "scale": get_args(Scale)}
     for key, names in known.items():
-        choice(key, entry[key], names)
+        choice(f"{key} of {name!r}", entry[key], names)
     is_coded, is_by_column = found.dtype == "codes", found.scale == "column"
-    groups = integer("groups", found.groups, least=1) if is_coded else 1
-    turned = found.dim if found.turned is None else integer("turned", found.turned)
-    rules = {
-        "kept": found.kept <= found.rows,
-        "dim": found.dim <= _MOST_COLUMNS,
-        "default_row": isinstance(found.default_row, bool),
-        "scale": found.dtype == "int4" or not is_by_column,
-        "groups": found.dim % groups == 0 and (found.groups is None) != is_coded,
-        "turned": found.dim <= turned <= _MOST_COLUMNS,
+    groups = integer("groups", found.groups, least=1, of=name) if is_coded else 1
+    if found.turned is not None:
+        integer("turned", found.turned, least=found.dim, most=_MOST_COLUMNS, of=name)
+    wrong = {
+        "default_row": not isinstance(found.default_row, bool),
+        "scale": is_by_column and found.dtype != "int4",
+        "groups": found.dim % groups != 0 or (found.groups is None) == is_coded,
     }
-    for key, fits in rules.items():
-        if not fits:
-            raise ValueError(f"Invalid {key}={entry[key]!r} beside the other entries")
+    refuse({f"Invalid {key} of {name!r} beside the other entries": wrong[key] for key in wrong})
     return found
 
 
@@ -295,11 +292,8 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     # A lookup holds the tables of its own collection alone.
     looked_up = {feature.table for feature in features}
     strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)
-    if strange:
-        raise ValueError(
-            f"collection {found.path!r} has features of {sorted(strange)}, which are none of its"
-            " tables"
-        )
+    text = f"collection {found.path!r} has features of {sorted(strange)}, none of its tables"
+    refuse({text: strange})
     return found
 
 
@@ -312,8 +306,8 @@ def summary(manifest: Manifest) -> str:
         taken = table.bytes
         before += table.before
         numbers = map(count, (table.rows, table.kept, table.dim))
-        share = percent(taken.after / table.before if table.before else None)
-        rest = taken.books if last == "books" else taken.scales
+        share = percent(taken.after / table.before)
+        rest = getattr(taken, last)
         sizes = size(table.before), size(taken.after), share, size(taken.index), size(rest)
         rows.append((name, *numbers, table.dtype, *sizes))
     whole = (
@@ -407,15 +401,15 @@ class Delta:
         """
         entries = unsealed(text, _DELTA_FORMAT, _DELTA_VERSION)
         artifact = Manifest.from_text(entries["artifact"])
-        if list(entries["tables"]) != list(artifact.tables):
-            raise ValueError(f"its tables are {sorted(entries['tables'])}")
+        others = list(entries["tables"]) != list(artifact.tables)
+        refuse({f"its tables are {sorted(entries['tables'])}": others})
         tables = {}
         for name, entry in entries["tables"].items():
             after = artifact.tables[name]
             most = {"rows": after.stored, "came": after.stored, "gone": after.rows}
             for key, largest in most.items():
                 integer(key, entry[key], least=0, most=largest, of=name)
-            whole = tuple(key for key in after.layout() if key in entry["whole"])
+            whole = tuple(sorted(after.layout().keys() & entry["whole"]))
             fields = {**entry, "whole": whole, "checksums": dict(entry["checksums"])}
             tables[name] = TableDelta(after=after, **fields)
         return Delta(

@@ -7,7 +7,6 @@ its ``lookup``, a module that takes and returns tensors.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice
+from dist_sparse.checks import choice, refuse
 from dist_sparse.compaction.row_index import (
     REMOVED,
     UNKNOWN,
@@ -27,8 +26,8 @@ from dist_sparse.compaction.row_index import (
     UnknownLookups,
     check_ids,
 )
-from dist_sparse.serving.artifact import Opened, all_kept
-from dist_sparse.serving.chain import Chain, index_after, move_rows, open_chain, open_next
+from dist_sparse.serving.artifact import Opened, StrPath, all_kept, folders_of, open_artifact
+from dist_sparse.serving.chain import MappedTable, index_after, move_rows, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
     Found,
@@ -39,11 +38,13 @@ from dist_sparse.serving.lookup import (
     to_fbgemm,
     to_torchrec,
 )
-from dist_sparse.serving.manifest import Collection, Delta
+from dist_sparse.serving.manifest import Collection, Delta, Manifest
 from dist_sparse.torchrec import kernels
 
+_NO_INDEX: Final = RowIndex(all_kept(0), 0)
 
-class _Lookup(nn.Module):
+
+class ServedLookup(nn.Module):
     """Find the rows of ids and read them: base class of the modules that are exported.
 
     Args:
@@ -61,21 +62,19 @@ class _Lookup(nn.Module):
         self._collection, self._fbgemm, self.unknown = collection, fbgemm, unknown
         self._names = list(collection.looked_up)
         self.features = len(self._names)
-        # For when the tables change; rows and indexes are held by the modules below.
-        self._tables: dict[str, StoredTable] = {}
-        for name, table in tables.items():
-            whole = {key: part.clone() for key, part in table.whole.items()}
-            self._tables[name] = replace(table, rows={}, whole=whole, index=None)
+        entries = {name: table.entry for name, table in tables.items()}
+        self.dims = [entries[name].columns for name in self._names]
         self.index = self._indexes(tables)
         self.rows = self._row_lookup(tables)
-        rows = {name: table.entry.rows for name, table in tables.items()}
+        rows = {name: entry.rows for name, entry in entries.items()}
         self.counted = UnknownLookups(rows, self._names)
+        self._hold(tables)
 
-    @property
-    def dims(self) -> list[int]:
-        """Columns of the result of each feature."""
-        entries = [self._tables[name].entry for name in self._names]
-        return [entry.turned or entry.dim for entry in entries]
+    def _hold(self, tables: Mapping[str, StoredTable]) -> None:
+        """Note what the tables are; rows and indexes are held by the modules."""
+        self._tables: dict[str, StoredTable] = {}
+        for name, table in tables.items():
+            self._tables[name] = replace(table, rows={}, index=_NO_INDEX)
 
     def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
@@ -85,14 +84,26 @@ class _Lookup(nn.Module):
             [names.index(name) for name in self._names],
         )
 
-    def _row_lookup(self, tables: dict[str, StoredTable]) -> RowLookup:
+    def _row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
         # Both take the same arguments and return the same sums.
         native = self._fbgemm and all(table.has_kernel for table in tables.values())
         return (FbgemmLookup if native else LibtorchLookup)(tables, self._names)
 
-    def like_this(self, tables: dict[str, StoredTable]) -> _Lookup:
-        """Return the same lookup of other tables."""
-        return type(self)(tables, self._collection, self._fbgemm, self.unknown)
+    def tables(self) -> dict[str, StoredTable]:
+        """Return the tables as they are now: where their rows are stored, and a copy of their
+        indexes on the CPU."""
+        indexes, found = self.index.tables(), {}
+        for at, (name, table) in enumerate(self._tables.items()):
+            entry, places = table.entry, self.rows.stored(name)
+            rows = {key: part[: entry.stored] for key, part in places.items()}
+            index = indexes.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
+            found[name] = replace(table, rows=rows, index=index.cpu())
+        return found
+
+    def copied(self) -> ServedLookup:
+        """Return a lookup of the same tables, without room for deltas, on the CPU."""
+        tables = {name: replace(table, room=0) for name, table in self.tables().items()}
+        return type(self)(tables, self._collection, self._fbgemm, self.unknown).cpu()
 
     def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
         """Return a function that makes the tables the ones that a delta leads to. Nothing changes
@@ -101,42 +112,48 @@ class _Lookup(nn.Module):
         Raises:
             ValueError: the delta does not fit the rows; names its folder and table.
         """
-        before: dict[str, RowIndex] = {}
-        tables: dict[str, StoredTable] = {}
-        grown: dict[str, StoredTable] = {}
-        indexes, is_grown = self.index.tables(), False
-        for at, (name, table) in enumerate(self._tables.items()):
-            change, tensors, entry = delta.manifest.tables[name], delta.tensors(name), table.entry
-            index = indexes.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
-            before[name] = index.cpu()
-            whole = {**table.whole, **{key: tensors[key].clone() for key in change.whole}}
+        before, tables, is_grown = self.tables(), {}, False
+        for name, table in before.items():
+            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            whole = {key: tensors[key].clone() for key in change.whole}
             # The table may be pooled in another way in another collection.
-            after = replace(change.after, pooling=entry.pooling)
-            tables[name] = StoredTable(after, {}, whole, index_after(delta, name, before[name]))
-            places = self.rows.stored(name)
-            room = len(places["rows"])
-            is_grown |= after.stored > room or bool(change.whole)
-            if after.stored > room:
+            entry = replace(change.after, pooling=table.entry.pooling)
+            index, room = index_after(delta, name, table.index), table.places
+            if entry.stored > room:
                 # The next deltas find room.
-                room = after.stored + after.stored // 4
-            rows = {key: part[: entry.stored] for key, part in places.items()}
-            grown[name] = StoredTable(entry, rows, whole, None, room)
+                room = entry.stored + entry.stored // 4
+            is_grown |= room > table.places or bool(whole)
+            whole = {**table.whole, **whole}
+            tables[name] = replace(table, entry=entry, whole=whole, index=index, room=room)
         device = self.index.words.device
         index_of_all = self._indexes(tables).to(device)
-        lookup = self._row_lookup(grown).to(device) if is_grown else self.rows
+        lookup = self._row_lookup(tables).to(device) if is_grown else self.rows
 
         def change_all() -> None:
             for name, table in tables.items():
-                assert table.index is not None
-                move_rows(lookup.stored(name), before[name], table.index, delta.tensors(name))
-                self._tables[name] = replace(table, index=None)
+                places, new = lookup.stored(name), delta.tensors(name)
+                move_rows(places, before[name].index, table.index, new)
+            self._hold(tables)
             self.index, self.rows = index_of_all, lookup
 
         return change_all
 
+    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+        """Look up the tensors that :meth:`Served.forward` takes."""
+        if lengths is None or (self._collection.weighted and weights is None):
+            raise ValueError(
+                f"{self._collection.path!r} takes ids and their lengths or offsets, and weights if"
+                " it is weighted."
+            )
+        found: Tensor = self(ids, lengths, weights)
+        return found
+
+    def example(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Return arguments of a call with some ids."""
+        raise NotImplementedError
+
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """The rows of ids: int32 ``(n,)``, -1 where there is none. Of one feature ``counts`` is not
-        read."""
+        """The rows of ids: int32 ``(n,)``, -1 where there is none."""
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
@@ -147,14 +164,14 @@ class _Lookup(nn.Module):
 
     def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
         """Count the ids out of range, or raise them as a ValueError."""
+        # One pass where all ids are known, as in most batches.
         if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
-        lengths = [len(ids)] if self.features == 1 else counts.tolist()
-        found = self.counted.add(ids, rows == UNKNOWN, lengths)
+        found = self.counted.add(ids, rows == UNKNOWN, counts.tolist())
         if self.unknown == "raise":
             raise ValueError("Out of range: " + "; ".join(found.values()) + ".")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Lookup:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedLookup:
         """Move to another device, and keep dtypes: rounded scales would not give zeros for
         zeros."""
 
@@ -167,7 +184,7 @@ class _Lookup(nn.Module):
         return self
 
 
-class CollectionLookup(_Lookup):
+class CollectionLookup(ServedLookup):
     """Lookups of several features: values and lengths as in a KeyedJaggedTensor."""
 
     def forward(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -182,13 +199,16 @@ class CollectionLookup(_Lookup):
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         offsets = _checked(offsets, values.size(0))
-        # Of one feature no counts are read.
-        counts = lengths if self.features == 1 else lengths.view(self.features, -1).sum(1)
+        counts = lengths.view(self.features, -1).sum(1)
         found: Tensor = self.rows(Found(self._found(values, counts), offsets, counts, weights))
         return found
 
+    def example(self, ids: Tensor) -> tuple[Tensor, ...]:
+        args = ids, torch.ones_like(ids), torch.ones(len(ids))
+        return args if self._collection.weighted else args[:2]
 
-class EmbeddingBagLookup(_Lookup):
+
+class EmbeddingBagLookup(ServedLookup):
     """Lookups of one table: ids and offsets as in ``torch.nn.EmbeddingBag``."""
 
     def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -205,12 +225,26 @@ class EmbeddingBagLookup(_Lookup):
             last = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
             ends = torch.cat([ends, last])
         ends = _checked(ends, ids.size(0))
-        # Of one feature no counts are read.
-        found: Tensor = self.rows(Found(self._found(ids, ends), ends, ends, weights))
+        counts = ends[-1:]
+        found: Tensor = self.rows(Found(self._found(ids, counts), ends, counts, weights))
         return found
 
+    def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
+        if ids.dim() == 2:
+            # A bag in each row.
+            bags, each = ids.size()
+            # With include_last_offset there is one offset more: the end of the last bag.
+            lengths = torch.arange(bags + self._collection.include_last_offset) * each
+            ids = ids.reshape(-1)
+            if weights is not None:
+                weights = weights.reshape(-1)
+        return super().look_up(ids, lengths, weights)
 
-class EmbeddingLookup(_Lookup):
+    def example(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return ids, torch.arange(len(ids) + self._collection.include_last_offset)
+
+
+class EmbeddingLookup(ServedLookup):
     """Lookups of one table: ids as in ``torch.nn.Embedding``."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -221,6 +255,13 @@ class EmbeddingLookup(_Lookup):
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
         found: Tensor = self.rows(Found(self._found(flat, count), F.pad(count, (1, 0)), count))
         return found.view(ids.size() + found.size()[1:])
+
+    def look_up(self, ids: Tensor, *_: Tensor | None) -> Tensor:
+        found: Tensor = self(ids)
+        return found
+
+    def example(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return (ids,)
 
 
 def _checked(offsets: Tensor, count: int) -> Tensor:
@@ -239,8 +280,8 @@ class Served(nn.Module):
     """A collection of an artifact: looks its tables up, as the module that was exported did.
 
     Args:
-        chain: the artifact that it was loaded from.
-        collection: of the manifest.
+        manifest: of the artifact.
+        collection: of its collections.
         lookup: of its tables.
 
     Attributes:
@@ -251,14 +292,11 @@ class Served(nn.Module):
         dims: columns of the results, likewise.
     """
 
-    def __init__(self, chain: Chain, collection: Collection, lookup: _Lookup) -> None:
+    def __init__(self, manifest: Manifest, collection: Collection, lookup: ServedLookup) -> None:
         super().__init__()
-        self._collection = collection
-        self._folders, self._manifest = list(chain.paths), chain.manifest
-        self._root = chain.manifest.hash
-        self._gate = Gate()
+        self._collection, self._gate = collection, Gate()
+        self._manifest, self._root = manifest, manifest.hash
         self.lookup = lookup
-        self.path, self.kind, self.weighted = collection.path, collection.kind, collection.weighted
         self.features = [feature.name for feature in collection.features]
         self.outputs = list(collection.outputs)
         self.dims = lookup.dims
@@ -297,7 +335,6 @@ class Served(nn.Module):
             change = self.lookup.changed(opened)
             with self._gate.change():
                 change()
-            self._folders.append(opened.path)
             self._manifest = opened.manifest.artifact
         return self
 
@@ -324,7 +361,7 @@ class Served(nn.Module):
         """
         with self._gate.lookup():
             if isinstance(ids, Tensor):
-                return self._look_up(ids, lengths, weights)
+                return self.lookup.look_up(ids, lengths, weights)
             return self._look_up_jagged(ids)
 
     def _look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
@@ -346,50 +383,43 @@ class Served(nn.Module):
         return self.lookup(ids, lengths, weights)
 
     def _look_up_jagged(self, ids: Any) -> Any:
-        if not self.features:
-            raise ValueError(
-                f"Table {self.path!r} takes tensors, as its torch.nn module did, not {type(ids)}."
-            )
+        path, kind = self._collection.path, type(ids)
+        text = f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
+        refuse({text: not self.features})
         from dist_sparse.torchrec import port
 
-        values, lengths, weights = port.take(ids, self.features, self.weighted)
+        values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
         found = self.lookup(values, lengths, weights)
-        return port.give(found, lengths, self.outputs, self.dims, pooled=self.kind == "bag")
+        is_pooled = self._collection.kind == "bag"
+        return port.give(found, lengths, self.outputs, self.dims, is_pooled)
 
     @property
     def unknown(self) -> dict[str, int]:
         """How many ids out of range were looked up since the artifact was loaded, by table."""
         return dict(self.lookup.counted.counts)
 
-    def to_pt2(self, file: str | os.PathLike[str]) -> None:
+    def to_pt2(self, file: StrPath) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
 
         It takes tensors, like :meth:`forward` called with tensors. The number of ids and of bags
         may be any when it is called, 0 and 1 included. Where it uses FBGEMM's operator, a C++
         program must load FBGEMM's library first; ``load_served(path, fbgemm=False)`` gives one that
-        needs libtorch alone. Reads the artifact again.
+        needs libtorch alone.
 
         Raises:
-            ValueError: the artifact was loaded with ``unknown="raise"``, or is gone or damaged.
+            ValueError: the artifact was loaded with ``unknown="raise"``.
         """
-        if self.lookup.unknown == "raise":
-            raise ValueError(
-                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
-                " names the id. Load the artifact with unknown='zero' or unknown='id0'."
-            )
+        raising = (
+            "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names"
+            " the id. Load the artifact with unknown='zero' or unknown='id0'."
+        )
+        refuse({raising: self.lookup.unknown == "raise"})
         many = {0: torch.export.Dim.DYNAMIC}
-        ids = torch.zeros(2 * len(self.dims), dtype=torch.int64)
-        if self.kind == "embedding":
-            args: tuple[Tensor, ...] = (ids,)
-        elif self.kind == "embedding_bag":
-            args = (ids, torch.arange(len(ids) + self._collection.include_last_offset))
-        else:
-            args = (ids, torch.ones_like(ids))
-            if self.weighted:
-                args = (*args, torch.ones(len(ids)))
+        args = self.lookup.example(torch.zeros(2 * len(self.dims), dtype=torch.int64))
+        with self._gate.lookup():
+            lookup = self.lookup.copied()
         # Sizes of 0 and 1 are not special to a lookup: this is torch's switch for that.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            lookup = self.lookup.like_this(self._read())
             program = torch.export.export(lookup, args, dynamic_shapes=(many,) * len(args))
             torch.export.save(program, str(file))
 
@@ -401,14 +431,15 @@ class Served(nn.Module):
         in the order of :attr:`features`, and gives what the artifact serves, bit for bit: removed
         ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
         caller's ids. Of tables with several features each feature has a copy. Columns with a
-        scale each become float16. Reads the artifact again.
+        scale each become float16.
 
         Raises:
             ValueError: the collection has sums and means, a table was rotated alone, or it has 4
-                bits and an odd number of columns; or the artifact is gone or damaged.
+                bits and an odd number of columns.
             ImportError: FBGEMM is not installed.
         """
-        return to_fbgemm(self._collection, self._read())
+        with self._gate.lookup():
+            return to_fbgemm(self._collection, self.lookup.tables())
 
     def to_torchrec(self) -> QuantizedCollection:
         """Return a module with TorchRec's quantized ``EmbeddingBagCollection`` over the stored
@@ -416,23 +447,19 @@ class Served(nn.Module):
 
         It takes and returns what the collection did, bit for bit as the artifact serves it.
         ``torchrec.inference.modules.shard_quant_model`` shards tables of 8 and 4 bits; its model
-        loads the state of this one. Reads the artifact again.
+        loads the state of this one.
 
         Raises:
             ValueError: the collection looks up sequences or is a module of torch's, a table was
-                rotated alone, or it has 4 bits and an odd number of columns; or the artifact is
-                gone or damaged.
+                rotated alone, or it has 4 bits and an odd number of columns.
             ImportError: TorchRec is not installed.
         """
-        return to_torchrec(self._collection, self._read(), self.lookup.index)
-
-    def _read(self) -> dict[str, StoredTable]:
-        """Read the tables again, without room for deltas."""
-        return _tables(open_chain(*self._folders), self._collection)
+        with self._gate.lookup():
+            return to_torchrec(self._collection, self.lookup.tables(), self.lookup.index)
 
 
 def load_served(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: StrPath | Sequence[StrPath],
     *,
     fbgemm: bool = True,
     unknown: Literal["zero", "raise", "id0"] = "zero",
@@ -478,19 +505,13 @@ def load_served(
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
     fbgemm = fbgemm and kernels.available()
-    base, *deltas = [path] if isinstance(path, (str, os.PathLike)) else path
-    chain = open_chain(base)
+    base, *deltas = folders_of(path)
+    artifact: Opened[Manifest] = open_artifact(base)
     served = {}
-    for collection in chain.manifest.collections:
-        tables = {}
-        for name, table in _tables(chain, collection).items():
-            entry = table.entry
-            # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
-            room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-            tables[name] = replace(table, room=room)
-        kind = _LOOKUPS.get(collection.kind, CollectionLookup)
-        lookup = kind(tables, collection, fbgemm, unknown)
-        served[collection.path] = Served(chain, collection, lookup)
+    for collection in artifact.manifest.collections:
+        tables = _tables(artifact, collection)
+        lookup = _LOOKUPS[collection.kind](tables, collection, fbgemm, unknown)
+        served[collection.path] = Served(artifact.manifest, collection, lookup)
     for delta in deltas:
         for one in served.values():
             one.apply(delta)
@@ -498,20 +519,29 @@ def load_served(
     return next(iter(served.values())) if len(served) == 1 else served
 
 
-def _tables(chain: Chain, collection: Collection) -> dict[str, StoredTable]:
+def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
     """The tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
-        table = chain.table(name)
+        table = MappedTable(artifact, name)
         entry = table.entry
         if collection.kind in ("sequence", "embedding"):
             # The table may be pooled in another collection.
             entry = replace(entry, pooling="none")
-        tables[name] = StoredTable(entry, table.stored(), table.whole, table.index)
+        # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
+        room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
+        # What is no row outlives the mapped file.
+        whole = {key: part.clone() for key, part in table.whole.items()}
+        tables[name] = StoredTable(entry, table.stored(), whole, table.index, room)
     return tables
 
 
-_LOOKUPS: Final = {"embedding": EmbeddingLookup, "embedding_bag": EmbeddingBagLookup}
+_LOOKUPS: Final[dict[str, type[ServedLookup]]] = {
+    "bag": CollectionLookup,
+    "sequence": CollectionLookup,
+    "embedding_bag": EmbeddingBagLookup,
+    "embedding": EmbeddingLookup,
+}
 
 
 class Gate:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_sparse.checks import refuse
 from dist_sparse.codes.quantize import refuse_lookup
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import EmbeddingSite, Site, sites_of
@@ -61,7 +62,7 @@ class Lookup:
         return not moved and self.index.stored == self.index.rows
 
 
-def lookups_of(
+def model_lookups(
     model: nn.Module, located: Sequence[ShardedData]
 ) -> tuple[list[Collection], dict[str, Lookup]]:
     """Return how the modules of a model look up its tables, which were located in it: collections
@@ -70,30 +71,29 @@ def lookups_of(
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
-    named = {data.fqn: data.name for data in located}
-    lookups = {}
+    named, lookups, collections = {}, {}, []
     for data in located:
+        named[data.fqn] = data.name
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
-    collections = []
     for site in sites_of(model):
         indexes, slots, names = site.indexes(), site.slots(), {}
         for table, fqn in site.tables.items():
-            if fqn not in named:
-                raise ValueError(
-                    f"{fqn} is a table of another module too; only one of them can be served."
-                )
+            shared = f"{fqn} is a table of another module too; only one of them can be served."
+            refuse({shared: fqn not in named})
             names[table] = named[fqn]
             lookup = lookups[named[fqn]]
             lookup.index = indexes.get(table, lookup.index)
             lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
-            collections.append(_embedding(lookups, site, names[""]))
+            collection = _embedding(lookups, site, names[""])
         else:
-            collections.append(_collection(lookups, site, names))
-    for data in located:
-        # A compact table that keeps no row still looks up: every id is a removed one.
-        if 0 in (lookups[data.name].index.rows, data.shape[1]):
-            raise ValueError(f"Table {data.name!r} has no weights: there is nothing to look up.")
+            collection = _collection(lookups, site, names)
+        collections.append(collection)
+        # Hooks are on the module that holds the tables, keys are outputs of the collection.
+        bases, keys = bases_of_outputs(site.module), collection.outputs or (None,)
+        for key, table in zip(keys, collection.looked_up, strict=True):
+            if key in bases:
+                lookups[table].rotation = _rotation(table, bases[key])
     # By path, so that the file does not depend on the order of the modules.
     return sorted(collections, key=lambda each: each.path), lookups
 
@@ -103,7 +103,6 @@ def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) ->
     refuse_lookup(name, module)
     # An nn.Embedding has neither of the two options.
     lookups[name].pooling = getattr(module, "mode", "none")
-    _add_rotations(lookups, module, {None: name})
     return Collection(
         path=site.place,
         kind="embedding_bag" if isinstance(module, nn.EmbeddingBag) else "embedding",
@@ -117,46 +116,33 @@ def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, s
     # The compact one still has the means of whole tables; inside they are sums.
     whole = inner if site.outer is None else site.outer
     # Its outputs hold the ids too, as weights.
-    if inner.needs_indices:
-        raise ValueError(
-            f"Collection {site.place!r} has need_indices=True, which serving does not support."
-        )
+    indices = f"Collection {site.place!r} has need_indices=True, which serving does not support."
+    refuse({indices: inner.needs_indices})
     features = []
     for table in whole.tables:
         name = names[table.name]
-        if whole.weighted and table.pooling == "mean":
-            raise ValueError(
-                f"Table {name!r} has weighted means, which TorchRec divides differently in"
-                " different shardings: they can't be served; weighted sums can."
-            )
+        means = (
+            f"Table {name!r} has weighted means, which TorchRec divides differently in different"
+            " shardings: they can't be served; weighted sums can."
+        )
+        refuse({means: whole.weighted and table.pooling == "mean"})
         lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
-    collection = Collection(
+    return Collection(
         path=site.place,
         kind="bag" if inner.pooled else "sequence",
         weighted=whole.weighted,
         tables=tuple(names[table.name] for table in whole.tables),
         features=tuple(features),
     )
-    # Hooks are on the module that holds the tables, keys are outputs of the collection.
-    of_outputs = dict(zip(collection.outputs, collection.looked_up, strict=True))
-    _add_rotations(lookups, site.module, of_outputs)
-    return collection
 
 
-def _add_rotations(
-    lookups: Mapping[str, Lookup], module: nn.Module, tables: Mapping[Any, str]
-) -> None:
-    """Note the matrices that outputs of a module are multiplied by; ``tables`` by the key of the
-    output, None for the only one of an embedding."""
-    bases = bases_of_outputs(module)
-    for key in bases.keys() & tables.keys():
-        rotation = bases[key].T.float().cpu().contiguous()
-        if not bool(rotation.isfinite().all()):
-            raise ValueError(
-                f"Table {tables[key]!r}: the matrix that turns its outputs back is not finite."
-            )
-        lookups[tables[key]].rotation = rotation
+def _rotation(table: str, basis: Tensor) -> Tensor:
+    """Return the matrix that outputs of a table are multiplied by."""
+    rotation = basis.T.float().cpu().contiguous()
+    infinite = f"Table {table!r}: the matrix that turns its outputs back is not finite."
+    refuse({infinite: not rotation.isfinite().all()})
+    return rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,20 +151,21 @@ class ServedTable:
 
     Args:
         data: as it is stored now.
+        rows: its weights, or their codes: uint8 ``(data.shape[0], groups)``.
         lookup: of the module that looks it up.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
         kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
             compact table.
-        codes: in the place of its weights, uint8 ``(data.shape[0], groups)``, and their books.
+        books: of its codes.
         changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; one True
             is any.
     """
 
     data: ShardedData
+    rows: ShardedData
     lookup: Lookup
     stored: Tensor
     kept: Tensor
-    codes: ShardedData | None = None
     books: Tensor | None = None
     changed: Tensor = _ANY
 
@@ -190,9 +177,12 @@ class ServedTable:
     def planned(self, dtype: Dtype, scale: Scale) -> Table:
         """Describe the table as it will be stored, without checksums."""
         rows, dim, groups = len(self.kept), self.data.shape[1], None
-        if self.codes is not None:
-            dtype, scale, groups = "codes", "row", self.codes.shape[1]
+        # A compact table that keeps no row still looks up: every id is a removed one.
+        refuse({f"Table {self.data.name!r} has no weights to look up.": 0 in (rows, dim)})
+        if self.books is not None:
+            dtype, scale, groups = "codes", "row", self.rows.shape[1]
         elif dtype == "codes":
+            # A table beside those with codes.
             dtype = "fp32"
         return Table(
             rows=rows,
@@ -213,22 +203,23 @@ class ServedTable:
         ids = (self.kept & self.changed).nonzero().flatten()
         return F.pad(ids, (0, int(self.lookup.index.default_row)), value=len(self.kept))
 
-    def whole(self) -> dict[str, Tensor]:
-        """Return its tensors that are no rows, named as in :meth:`Table.layout`."""
-        words = None if bool(self.kept.all()) else RowIndex.of(self.kept).words
-        found = {"kept": words, "rotation": self.lookup.rotation, "books": self.books}
-        return {key: tensor for key, tensor in found.items() if tensor is not None}
+    def whole(self, planned: Table) -> dict[str, Any]:
+        """Return its tensors that are no rows, named as in the layout of the planned table."""
+        found = {"rotation": self.lookup.rotation, "books": self.books}
+        if planned.kept < planned.rows:
+            found["kept"] = RowIndex.of(self.kept).words
+        return {key: found[key] for key in found.keys() & planned.layout().keys()}
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the served rows that may have changed on rank 0, in order, a few at a time:
         encoding them takes several times their memory. Collective over the ranks that hold the
         table: they must exhaust it; on others it ends at once."""
-        data, slots = self.data if self.codes is None else self.codes, self.lookup.slots
+        slots = self.lookup.slots
         # move_rows() is collective over the holders alone.
-        if world_rank() not in (data.ranks or (0,)):
+        if world_rank() not in (self.data.ranks or (0,)):
             return
-        rows = self.stored & self.changed
-        for part in _moved(data, rows) if slots is None else _by_id(data, slots):
+        changed = self.stored & self.changed
+        for part in _moved(self.rows, changed) if slots is None else _by_id(self.rows, slots):
             yield from (part[some] for some in chunks(*part.shape))
 
 
@@ -272,7 +263,8 @@ def registered_tables(
             held = [sparsifier.masks.plain.held(name).data_ptr()]
         # Equal names prove nothing: the storage must be the same. Other weights than tables may be
         # sparsified too.
-        if held != tables.get(name, held) or not (name in tables or parameters.issuperset(held)):
+        is_same = held == tables[name] if name in tables else parameters.issuperset(held)
+        if not is_same:
             raise ValueError(
                 f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
                 " another tensor: export the model that was sparsified, with all of its tables."
@@ -312,13 +304,13 @@ def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTa
             f"Table {data.name!r} has lost rows since it got its default row: it can't be served."
         )
     if index.stored == index.rows == len(stored):
-        return ServedTable(data=data, lookup=lookup, stored=stored, kept=stored)
+        return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=stored)
     # No id has the rows behind.
     stored = stored & (torch.arange(len(stored)) < index.stored)
     kept = index.kept().cpu()
     # Of the ids that compact() kept, the ones whose rows masks keep still.
     kept[kept.clone()] = stored[: index.num_kept]
-    return ServedTable(data=data, lookup=lookup, stored=stored, kept=kept)
+    return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=kept)
 
 
 def check_range(located: Sequence[ShardedData], dtype: str) -> None:
@@ -333,12 +325,12 @@ def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     """Refuse weights of a table that are not finite in ``dtype``."""
     largest = ENCODINGS[dtype].largest
     for value in map(float, torch.aminmax(weights) if weights.numel() else ()):
+        text = (
+            f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
+            f" finite ones of at most {largest:g}."
+        )
         # Not ``>``, which is false for NaN.
-        if not abs(value) <= largest:
-            raise ValueError(
-                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
-                f" have finite ones of at most {largest:g}."
-            )
+        refuse({text: not abs(value) <= largest})
 
 
 def check_zero(
@@ -395,15 +387,14 @@ def with_changes(
     found = dict(tables)
     # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
     plain = {name for name, table in tables.items() if table.lookup.is_plain}
-    records = _records(sparsifier)
+    flags = partial(_flags, _records(sparsifier))
     for names in sparsifier.masks.tables.groups.values():
-        if not plain.isdisjoint(names):
-            fit = [registered[name] for name in names if name in plain]
-            flags = gather_rows(fit, partial(_flags, records))
-            for name, rows in flags.items():
-                rows |= ~note.kept[name]
-                if not bool(rows.all()):
-                    found[name] = replace(tables[name], changed=rows)
+        # In the same order on every rank.
+        fit = [registered[name] for name in names if name in plain]
+        for name, rows in gather_rows(fit, flags).items() if fit else ():
+            rows |= ~note.kept[name]
+            if not bool(rows.all()):
+                found[name] = replace(tables[name], changed=rows)
     return found
 
 
@@ -411,9 +402,9 @@ def refuse_replaced(
     sparsifier: BaseDataSparsifier, before: tuple[Path, ...], artifact: str
 ) -> None:
     """Refuse folders that hold another artifact than the last delta led to. Local."""
-    note = _NOTES.get(sparsifier, {}).get(before)
-    if note is not None and note.artifact != artifact:
-        raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
+    note = _NOTES.get(sparsifier, {}).get(before, _Note(artifact, {}))
+    replaced = f"{before[-1]} is refused: it was replaced since this process wrote it."
+    refuse({replaced: note.artifact != artifact})
 
 
 def note_delta(

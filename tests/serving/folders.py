@@ -55,6 +55,7 @@ class Source:
             pooling=self.pooling,
             dtype=self.dtype,
             scale=self.scale,
+            before=self.weight.nbytes,
         )
         tensors: dict[str, Tensor] = {}
         if entry.kept < entry.rows:
@@ -109,7 +110,8 @@ def write(
         tables={name: entry for name, (entry, _) in stored.items()},
         bytes=0,
     )
-    with ArtifactWriter(path, manifest.tables) as writer:
+    with ArtifactWriter(path) as writer:
+        writer.begin(manifest.tables)
         for name, (entry, tensors) in stored.items():
             put(writer, name, entry, tensors)
         writer.publish(writer.seal(manifest))

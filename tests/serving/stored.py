@@ -33,7 +33,7 @@ def dense(path: Path) -> dict[str, Tensor]:
 def put(writer: ArtifactWriter, name: str, entry: Table, tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors of a table of an artifact."""
     words = tensors.get("kept", all_kept(entry.rows))
-    ids = torch.cat([ids for _, ids in ids_of(words, entry.rows, entry.default_row)])
+    ids = torch.cat([*ids_of(words, entry.rows, entry.default_row)])
     for key, tensor in tensors.items():
         writer.append(f"{name}.{key}", tensor, ids if key in PER_ROW else None)
 

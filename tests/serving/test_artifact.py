@@ -21,7 +21,7 @@ from dist_sparse.serving.artifact import ArtifactWriter, Opened, open_artifact
 from dist_sparse.serving.manifest import Collection, Feature, Manifest, Table
 from tests.serving.stored import put
 
-INT8: dict[str, Any] = {"dim": 3, "pooling": "sum", "dtype": "int8"}
+INT8: dict[str, Any] = {"dim": 3, "pooling": "sum", "dtype": "int8", "before": 1}
 # Sizes that leave everything after them misaligned, were it not sorted; one name needs escapes in
 # JSON.
 TABLES = {
@@ -58,7 +58,8 @@ MANIFEST = Manifest(
 def write(
     path: Path, tensors: dict[str, Tensor] = TENSORS, manifest: Manifest = MANIFEST
 ) -> Manifest:
-    with ArtifactWriter(path, manifest.tables) as writer:
+    with ArtifactWriter(path) as writer:
+        writer.begin(manifest.tables)
         for table, entry in manifest.tables.items():
             found = {key: tensors[f"{table}.{key}"] for key in entry.layout()}
             put(writer, table, entry, found)
@@ -242,7 +243,7 @@ def test_a_feature_of_another_collection_s_table_is_refused(copied: Path) -> Non
     rewritten(copied, leave_out)
     with pytest.raises(
         ValueError,
-        match=r"manifest\.json is refused: collection .* has features of \[.*\], which are",
+        match=r"manifest\.json is refused: collection .* has features of \[.*\], none of",
     ):
         open_artifact(copied)
 
@@ -266,17 +267,19 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
     ):
         there()
         with pytest.raises(ValueError, match="exists already"):
-            ArtifactWriter(path, TABLES)
+            ArtifactWriter(path)
     path.unlink()
     with pytest.raises(NotADirectoryError):
-        ArtifactWriter(Path(__file__) / "missing" / "artifact", TABLES)
+        ArtifactWriter(Path(__file__) / "missing" / "artifact")
     for new in (path, tmp_path / "missing" / "parents" / "artifact"):
         with (
-            pytest.raises(AssertionError, match="not written whole"),
-            ArtifactWriter(new, TABLES) as writer,
+            pytest.raises(ValueError, match="damaged"),
+            ArtifactWriter(new) as writer,
         ):
-            writer.seal(MANIFEST)
-    with ArtifactWriter(path, TABLES) as writer:
+            writer.begin(TABLES)
+            writer.finish(MANIFEST)
+    with ArtifactWriter(path) as writer:
+        writer.begin(TABLES)
         for name, tensor in TENSORS.items():
             writer.append(name, tensor)
         sealed = writer.seal(MANIFEST)
@@ -290,7 +293,7 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_artifact(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch\nfrom tests.serving.test_artifact import *\n"
-        "writer = ArtifactWriter(sys.argv[1], TABLES)\n"
+        "writer = ArtifactWriter(sys.argv[1])\nwriter.begin(TABLES)\n"
         "for name, tensor in TENSORS.items(): writer.append(name, tensor)\n"
         "writer.seal(MANIFEST)\nos.kill(os.getpid(), 9)"
     )
@@ -306,8 +309,8 @@ def test_a_killed_writer_leaves_no_artifact(tmp_path: Path) -> None:
     named.rename(left)
     # The next one to the same path removes it, and nothing of one that lives.
     with (
-        ArtifactWriter(tmp_path / "other", TABLES) as other,
-        ArtifactWriter(named, TABLES) as living,
-        ArtifactWriter(named, TABLES) as second,
+        ArtifactWriter(tmp_path / "other") as other,
+        ArtifactWriter(named) as living,
+        ArtifactWriter(named) as second,
     ):
         assert {*tmp_path.iterdir()} == {living.folder, second.folder, other.folder}

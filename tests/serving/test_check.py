@@ -95,7 +95,8 @@ def test_an_export_that_wrote_something_else_is_refused(
 def rewritten(artifact: Opened, path: Path, **tensors: torch.Tensor) -> None:
     """Write an artifact again with other tensors, and checksums that fit."""
     manifest = artifact.manifest
-    with ArtifactWriter(path, manifest.tables) as writer:
+    with ArtifactWriter(path) as writer:
+        writer.begin(manifest.tables)
         entry = manifest.tables["weight"]
         put(writer, "weight", entry, {**artifact.tensors("weight"), **tensors})
         writer.publish(writer.seal(manifest))

@@ -177,6 +177,18 @@ def test_exported_program(tmp_path: Path, fbgemm: bool) -> None:
         )
 
 
+def test_a_state_with_older_names_is_refused(tmp_path: Path) -> None:
+    """One that was saved when a matrix was named ``rows.turns.0.matrix``."""
+    model, _ = narrowed(compacts=True)
+    served: Any = load_served(export(model, None, tmp_path / "served").path)
+    one = served["one"]
+    state = one.state_dict()
+    one.load_state_dict(state)
+    state["lookup.rows.turns.0.matrix"] = state.pop("lookup.rows.rotation_0")
+    with pytest.raises(RuntimeError, match=r"Missing key.*rotation_0[^$]*Unexpected key.*turns"):
+        one.load_state_dict(state)
+
+
 def test_removed_rows_serve_zero(tmp_path: Path) -> None:
     model, sparse = narrowed(compacts=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
