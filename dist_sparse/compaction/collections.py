@@ -79,7 +79,7 @@ class CompactIds(nn.Module):
         self.names = list(chain.from_iterable(get_embedding_names_by_table(list(tables))))
         # In a list: as a module it would be its own child.
         self.collection = [collection]
-        self._features = [feature for table in tables for feature in table.feature_names]
+        self._features = [*chain.from_iterable(table.feature_names for table in tables)]
         # The table of each feature.
         self._tables = [table.name for table in tables for _ in table.feature_names]
         self._rows = {table.name: table.num_embeddings for table in tables}
@@ -424,7 +424,8 @@ class _Zeros(_Outputs):
 
 def compact_collection(
     module: nn.Module,
-    outer: CompactCollection | None,
+    replaced: nn.Module,
+    indexes: dict[str, RowIndex],
     kept: Mapping[str, Tensor],
     device: torch.device,
     widths: Mapping[str, int],
@@ -435,17 +436,17 @@ def compact_collection(
 
     Args:
         module: the collection.
-        outer: the compact collection that it is the ``inner`` of, if it is.
+        replaced: the compact collection around it; itself if it is in none.
+        indexes: by table, of those that have lost rows before.
         kept: by table, which of the rows in ``module`` are kept.
         device: of the ids.
         widths: by table, how many of its first columns are kept, where that is not all.
         default_row: whether the removed ids of a table share a row.
     """
     collection = collection_of(module)
-    indexes = outer.table_indexes() if outer is not None else {}
     stored, shards = {}, row_shards(module)
     configs = []
-    for config in configs_of(outer or module):
+    for config in configs_of(replaced):
         name, rows = config.name, config.num_embeddings
         configs.append(replace(config, embedding_dim=widths.get(name, config.embedding_dim)))
         if name in indexes:
@@ -478,31 +479,31 @@ def _allocate(made: nn.Module, module: nn.Module) -> None:
 
 
 def expanded_collection(
-    module: nn.Module, outer: CompactCollection
+    module: nn.Module, replaced: nn.Module
 ) -> EmbeddingBagCollection | EmbeddingCollection:
     """Return a collection of the whole tables in place of a compact one, to be filled. Tables of a
     sharded one are on the meta device.
 
     Args:
-        module: the ``inner`` of ``outer``.
+        module: the ``inner`` of ``replaced``.
     """
-    configs, meta = configs_of(outer), torch.device("meta")
+    configs, meta, collection = configs_of(replaced), torch.device("meta"), collection_of(module)
     made: EmbeddingBagCollection | EmbeddingCollection
-    if collection_of(module).pooled:
-        made = EmbeddingBagCollection(configs, outer.weighted, meta)
+    if collection.pooled:
+        made = EmbeddingBagCollection(configs, collection.weighted, meta)
     else:
         made = EmbeddingCollection(configs, meta)
     _allocate(made, module)
     return made.train(module.training)
 
 
-def initial_bounds(outer: CompactCollection, table: str) -> tuple[float, float]:
+def initial_bounds(replaced: nn.Module, table: str) -> tuple[float, float]:
     """Return between which values TorchRec draws the initial weights of a table.
 
     Raises:
         ValueError: it has an initializer of its own.
     """
-    drawn = {config.name: config.init_fn for config in configs_of(outer)}[table]
+    drawn = {config.name: config.init_fn for config in configs_of(replaced)}[table]
     # TorchRec's default, a partial function, filled in by the configuration.
     if getattr(drawn, "func", None) is not nn.init.uniform_:
         raise ValueError(

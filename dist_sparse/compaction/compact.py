@@ -1,20 +1,19 @@
-"""`compact()`: replace the tables of a sparsified model by tables of their kept rows or columns.
-`expand()`: the way back, in which rows move from the shards of a compact table to those of a whole
-one on the same plan, chunk by chunk.
+"""`compact()` replaces the tables of a sparsified model by tables of their kept rows or columns.
+`expand()` is the way back: whole tables take the places of compact ones.
 
-Both have three phases. No rank begins the next part of a phase before all have succeeded in this
-one:
+Both have three phases, and the same second and third one, in
+:meth:`~dist_sparse.compaction.replacing.Rebuild.replace`. No rank begins the next part of a phase
+before all have succeeded in this one:
 
-1. Check which rows and columns are kept, and whether all tables can be compacted. Nothing changes.
-2. Build: compact modules replace the old ones in the user's module; weights and optimizer state of
+1. Check which rows and columns are kept, and whether all tables can be replaced. Nothing changes.
+2. Build: new modules replace the old ones in the user's module; weights and optimizer state of
    kept rows are moved bit for bit, table by table. A failure is undone.
 3. Release: optimizers get the new parameters, and the old tables are freed. This can't be undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from operator import mul
 from typing import Any, Literal
 
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 
 from dist_sparse.checks import choice, integer
 from dist_sparse.compaction.moving import kept_rows
-from dist_sparse.compaction.replacing import Change, Planner, Rebuild, Site, sites_of
+from dist_sparse.compaction.replacing import Change, Planner, Site, rebuild_of, sites_of
 from dist_sparse.enforcer.enforcer import MaskEnforcer, refuse_masked
 from dist_sparse.groups import world_group
 from dist_sparse.records import TableStats
 from dist_sparse.rotation.rotate import move_bases
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.sparsifiers.packed_store import PackedStore
-from dist_sparse.tables.shards import ShardedData, narrow_width
+from dist_sparse.tables.shards import Block, ShardedData, narrow_width
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
 
@@ -100,54 +98,55 @@ def compact(
         (torch.Size([20, 8]), True)
     """
     world = world_group()
-    # Phase 1: check. Arguments are compared first: counting rows communicates over the groups of
-    # the tables, where ranks with different arguments would wait for each other.
+    # 1. Check. Arguments are compared first: counting rows communicates over the groups of the
+    # tables, where ranks with different arguments would wait for each other.
     with world.agreeing("compact()") as facts:
         choice("removed", removed, ("zero", "default_row"))
         default_row = removed == "default_row"
         sparsifier = sparsifier_of(sparse)
         if names := sparsifier.masks.plain.names:
             raise ValueError(f"Plain data can't be compacted: {names} are no tables of a model.")
-        enforcer = sparsifier.masks.enforcer
-        if optimizer is None and isinstance(enforcer, MaskEnforcer):
-            optimizer = enforcer.optimizers
-        rebuild = Rebuild(model, "compact", optimizer, plan, world)
+        if optimizer is None:
+            # An attached enforcer knows them.
+            optimizer = getattr(sparsifier.masks.enforcer, "optimizers", None)
+        rebuild = rebuild_of(model, "compact", optimizer, plan, world)
         facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
         if isinstance(sparse, SparseTraining):
             # Before any change: if warnings are errors, detach() would raise too late.
             sparse.warn_of_early_end()
     with world.agreeing("compact(), counting rows"):
         stats = {table.name: table for table in sparsifier.table_stats()}
-        removed_from = {name for name, table in stats.items() if table.removed_blocks}
         kept = kept_rows(sparsifier)
     with world.agreeing("compact()"):
         # The width is rounded up to a multiple of 4: removed columns that stay must be zeros.
         sparsifier.masks.hooks.settle()
-        widths = _widths(sparsifier, stats)
-        widths = {name: widths[name] for name in removed_from.intersection(widths)}
-        changes = _changes(model, sparsifier, removed_from, widths, kept)
+        losing = {name for name, table in stats.items() if table.removed_blocks}
+        if not losing:
+            raise ValueError("Nothing is removed yet, so there is nothing to compact.")
+        widths = _widths(sparsifier, stats, losing)
+        changes = _changes(model, sparsifier, losing, widths, kept)
         rebuild.refuse([change.site for change in changes], bool(widths), default_row)
 
-    # Phase 2: build. The old tables are still there, so any failure leaves the model as it was.
+    # 2. Build. The old tables are still there, so any failure leaves the model as it was.
     with world.agreeing("compact(), building its tables"):
         for each in changes:
             each.new = each.site.compacted(each.kept, each.widths, model, default_row)
 
-    # Phase 3: release.
     def finish(root: nn.Module) -> None:
         # Narrower outputs of rotated tables are turned back.
         for each in changes:
             move_bases(each.site.module, root.get_submodule(each.path), root, widths)
         _detach(sparse, sparsifier)
 
+    # Rows move to the new tables; then, 3., the old ones are released.
     return rebuild.replace(changes, finish=finish)
 
 
-# Phase 1: check
-
-
-def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> dict[str, int]:
-    """Return the remaining columns of rotated tables, a multiple of 4, as FBGEMM needs."""
+def _widths(
+    sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats], losing: set[str]
+) -> dict[str, int]:
+    """Return the remaining columns of the rotated tables among ``losing``, a multiple of 4, as
+    FBGEMM needs."""
     widths: dict[str, int] = {}
     rotation, store = sparsifier.masks.rotation, sparsifier.masks.tables
     for group in getattr(rotation, "groups", ()):
@@ -155,38 +154,38 @@ def _widths(sparsifier: BaseDataSparsifier, stats: Mapping[str, TableStats]) -> 
         # table that has lost nothing makes its whole group keep all.
         kept = [stats[name].blocks - stats[name].removed_blocks for name in group]
         most = max(map(mul, kept, [store.table(name).block[1] for name in group]))
-        widths |= dict.fromkeys(group, narrow_width(most, store.find(group[0]).shape[1]))
+        width = narrow_width(most, store.find(group[0]).shape[1])
+        widths |= dict.fromkeys(losing.intersection(group), width)
     return widths
 
 
 def _changes(
     model: nn.Module,
     sparsifier: BaseDataSparsifier,
-    removed: set[str],
+    losing: set[str],
     widths: dict[str, int],
     kept: Mapping[str, Tensor],
 ) -> list[Change]:
-    """Return what every module with a table in ``removed`` keeps.
+    """Return what every module with a table in ``losing`` keeps.
 
     Args:
-        removed: registered names of tables with removed rows or columns.
+        losing: registered names of tables with removed rows or columns.
         widths: remaining columns of the rotated ones, by registered name.
         kept: which rows are kept, by registered name.
     """
     store = sparsifier.masks.tables
     located = store.locate()
-    if not removed:
-        raise ValueError("Nothing is removed yet, so there is nothing to compact.")
-    _refuse_partial_rows(store, [located[name] for name in sorted(removed - set(widths))])
+    for name in sorted(losing.difference(widths)):
+        _refuse_partial_rows(located[name], store.table(name).block)
     # Another model may have tables of the same names; the source of registered tensors has none.
     models = [getattr(source, "model", nn.Module()) for source in store.sources]
-    sparsified = set(chain.from_iterable(each.modules() for each in models))
+    sparsified = set(nn.ModuleList(models).modules())
     by_fqn = {data.fqn: name for name, data in located.items()}
     found = []
-    missing = set(removed)
+    missing = set(losing)
     for site in sites_of(model):
         names = {table: by_fqn[fqn] for table, fqn in site.tables.items() if fqn in by_fqn}
-        if site.module in sparsified and removed.intersection(names.values()):
+        if site.module in sparsified and losing.intersection(names.values()):
             # A table that is not registered keeps all.
             rows = site.used_rows()
             for table, name in names.items():
@@ -202,26 +201,22 @@ def _changes(
 
 def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -> dict[str, int]:
     """Return the remaining columns of a module's narrower tables."""
-    narrowed = {table: name for table, name in names.items() if name in widths}
-    if narrowed and site.has_one_width:
+    if site.has_one_width:
         # TorchRec refuses an EmbeddingCollection of several widths.
-        widths |= dict.fromkeys(narrowed.values(), max(map(widths.__getitem__, narrowed.values())))
-    return {table: widths[name] for table, name in narrowed.items()}
+        narrower = widths.keys() & names.values()
+        widths |= dict.fromkeys(narrower, max(map(widths.__getitem__, narrower), default=0))
+    return {table: widths[name] for table, name in names.items() if name in widths}
 
 
-def _refuse_partial_rows(store: PackedStore, tables: Iterable[ShardedData]) -> None:
-    """Refuse tables whose masks remove parts of rows."""
-    for data in tables:
-        height, width = store.table(data.name).block
-        if height != 1 or width < data.shape[1]:
-            raise ValueError(
-                f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "
-                "rows can be compacted, (1, ROW), or columns of rotated tables: what a finer "
-                "mask removes inside of kept rows would come back. export() stores such masks."
-            )
-
-
-# Phase 3: release
+def _refuse_partial_rows(data: ShardedData, block: Block) -> None:
+    """Refuse a table whose masks remove parts of rows."""
+    height, width = block
+    if height != 1 or width < data.shape[1]:
+        raise ValueError(
+            f"Table {data.name!r} has masks of blocks ({height}, {width}), and only whole "
+            "rows can be compacted, (1, ROW), or columns of rotated tables: what a finer "
+            "mask removes inside of kept rows would come back. export() stores such masks."
+        )
 
 
 def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
@@ -234,9 +229,6 @@ def _detach(sparse: Any, sparsifier: BaseDataSparsifier) -> None:
     for name in sparsifier.masks.tables.names:
         sparsifier.masks.tables.drop(name)
         del sparsifier.data_groups[name]
-
-
-# The way back
 
 
 def expand(
@@ -292,26 +284,25 @@ def expand(
         ('EmbeddingBag', True)
     """
     world = world_group()
-    # Phase 1: check.
+    # 1. Check.
     with world.agreeing("expand()") as facts:
         choice("initial", initial, ("zero", "init"))
         integer("seed", seed, least=0)
-        rebuild = Rebuild(model, "expand", optimizer, plan, world)
+        rebuild = rebuild_of(model, "expand", optimizer, plan, world)
         # Compact collections that keep all rows have nothing to bring back.
         sites = [site for site in sites_of(model) if site.indexes()]
         tables = [site.label for site in sites]
         facts.update(rebuild.facts, initial=initial, seed=seed, tables=tables)
         if not sites:
             raise ValueError("No table of this model has lost rows, so there is nothing to expand.")
-        for site in sites:
-            refuse_masked([(site.label, weight) for weight in site.module.parameters()])
         rebuild.refuse(sites)
         changes = [_expansion(site, initial == "init") for site in sites]
 
-    # Phase 2: build. The compact tables are still there, so any failure leaves the model as it was.
+    # 2. Build. The compact tables are still there, so any failure leaves the model as it was.
     with world.agreeing("expand(), building its tables"):
         for each in changes:
             each.new = each.site.expanded()
+    # Rows move to the new tables; then, 3., the old ones are released.
     return rebuild.replace(changes, seed)
 
 
@@ -320,7 +311,11 @@ def _expansion(site: Site, draws: bool) -> Change:
 
     Args:
         draws: whether the others are drawn.
+
+    Raises:
+        ValueError: an enforcer masks the tables, or an initializer can't draw single rows.
     """
+    refuse_masked([(site.label, weight) for weight in site.module.parameters()])
     indexes = site.indexes()
     placed = {table: index.kept().cpu() for table, index in indexes.items()}
     bounds = {table: site.initial_bounds(table) for table in indexes} if draws else {}

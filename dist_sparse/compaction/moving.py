@@ -12,6 +12,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 from dist_sparse.enforcer.dense import initial_state, leaves
 from dist_sparse.groups import Group, Parcels, group_over
-from dist_sparse.masking.masks import BlockMask, pack, unpack
+from dist_sparse.masking.masks import pack, unpack
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.dense_store import as_matrix
+from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.shards import Rect, ShardedData, whole
 
@@ -58,20 +60,17 @@ def kept_rows(
     if located is None:
         located = packed.current_for("kept_rows()")
     kept: dict[str, Tensor] = {}
-    for ranks, names in packed.groups.items():
-        # Tiling and masks are in the order of this rank's shards.
-        rank = group_over(ranks).rank
-        masks = {}
-        for name in names:
-            masks[name] = dict(zip(located[name].tiling[rank], packed.masks(name), strict=True))
-        kept |= gather_rows([located[name] for name in names], partial(_kept, masks))
+    for names in packed.groups.values():
+        kept |= gather_rows([located[name] for name in names], partial(_kept, packed))
     for name in dense.names:
         kept[name] = (as_matrix(dense.mask(name)) != 0).any(1).cpu()
-    return {name: kept[name] for name in sparsifier.data_groups}
+    return kept
 
 
-def _kept(masks: Mapping[str, Mapping[Rect, BlockMask]], data: ShardedData, rect: Rect) -> Tensor:
-    return ~masks[data.name][rect].dead_rows().cpu()
+def _kept(store: PackedStore, data: ShardedData, rect: Rect) -> Tensor:
+    """Return the rows of a shard of this rank that its mask keeps."""
+    masks = {mask.rect: mask for mask in store.masks(data.name)}
+    return ~masks[rect].dead_rows().cpu()
 
 
 def gather_rows(
@@ -88,26 +87,31 @@ def gather_rows(
         held: the shards of a group rank that are asked; of several replicas the first by default.
     """
     group = group_over(tables[0].ranks)
-    shards: list[list[tuple[ShardedData, Rect]]] = []
-    for rank in range(group.size):
-        shards.append([(data, rect) for data in tables for rect in held(data, rank)])
-    lengths = []
-    for of_rank in shards:
-        lengths.append([rect.rows for _, rect in of_rank])
+    shards = [_shards(tables, held, rank) for rank in range(group.size)]
     # An all-gather takes messages of one length.
-    most = max(map(sum, lengths))
+    most = max(map(_rows_in, shards))
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
-        mine = [flags(data, rect) for data, rect in shards[group.rank]]
-        padding = torch.zeros(most - sum(lengths[group.rank]), dtype=torch.bool)
-        sent = pack(torch.cat([*mine, padding]))
+        padding = torch.zeros(most - _rows_in(shards[group.rank]), dtype=torch.bool)
+        sent = pack(torch.cat([*starmap(flags, shards[group.rank]), padding]))
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
-    for received, of_rank, rows in zip(group.all_gather(sent), shards, lengths, strict=True):
-        parts = torch.split(unpack(received, sum(rows)), rows)
-        for (data, rect), part in zip(of_rank, parts, strict=True):
+    for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
+        flagged = unpack(received, most)
+        for data, rect in of_rank:
             # Shards of the same rows have other columns: a row is flagged if any of them flags it.
-            found[data.name][rect.row : rect.row_end] |= part
+            found[data.name][rect.row : rect.row_end] |= flagged[: rect.rows]
+            flagged = flagged[rect.rows :]
     return found
+
+
+def _shards(
+    tables: Sequence[ShardedData], held: Callable[[ShardedData, int], Sequence[Rect]], rank: int
+) -> list[tuple[ShardedData, Rect]]:
+    return [(data, rect) for data in tables for rect in held(data, rank)]
+
+
+def _rows_in(shards: Sequence[tuple[ShardedData, Rect]]) -> int:
+    return sum(rect.rows for _, rect in shards)
 
 
 def move_rows(
@@ -116,8 +120,6 @@ def move_rows(
     kept: Tensor,
     wanted: Sequence[Sequence[Rect]],
     *,
-    dtype: torch.dtype | None = None,
-    rowwise: bool = False,
     chunk_bytes: int = 8 << 20,
 ) -> Iterator[tuple[Rect, Tensor]]:
     """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
@@ -125,24 +127,16 @@ def move_rows(
     Replicas: the first holder sends.
 
     Args:
-        source: the table as it is stored now.
-        tensors: of this rank, one for each of ``source.shards``, with the same rows: the weights
-            themselves or any optimizer state of their shape; with ``rowwise`` one value per row,
-            ``(rows,)`` or ``(rows, 1)``.
+        source: the table as it is stored now, with the dtype of ``tensors``.
+        tensors: of this rank, one for each of ``source.shards``: the weights themselves or any
+            optimizer state of their shape.
         kept: bool ``(source.shape[0],)`` on the CPU, the same on every rank.
         wanted: for each group rank the rectangles that it wants, in kept coordinates.
-        dtype: of ``tensors``, on all ranks; None is that of the weights.
-        rowwise: whether the tensors hold one value per row and shard. What is wanted must then have
-            the columns of shards: values of shards of other widths can't be derived from them.
         chunk_bytes: of a chunk, of the whole width of the table.
 
     Yields:
         A rectangle in kept coordinates within one that this rank wants, with all its columns, and
-        what is in it: ``(rows, columns)``, with ``rowwise`` ``(rows,)``. It may be a view of a
-        message. Rows ascend.
-
-    Raises:
-        ValueError: one value per row is wanted of columns that are of no shard.
+        what is in it: ``(rows, columns)``. It may be a view of a message. Rows ascend.
 
     Example::
 
@@ -159,13 +153,10 @@ def move_rows(
         ... ]
         [('rows [0, 2) x columns [1, 2)', [[3.0], [7.0]])]
     """
-    if rowwise:
-        yield from _move_rowwise(source, tensors, kept, wanted, dtype, chunk_bytes)
-        return
-    dtype = source.dtype if dtype is None else dtype
     group = group_over(source.ranks)
     held = dict(zip(source.tiling[group.rank], tensors, strict=True))
-    for chunk in _chunks(kept, max(1, chunk_bytes // max(1, source.shape[1] * dtype.itemsize))):
+    row_bytes = max(1, source.shape[1] * source.dtype.itemsize)
+    for chunk in _chunks(kept, max(1, chunk_bytes // row_bytes)):
         parcels = Parcels(group)
         # A rank out of memory ends it on all.
         with group.agreeing(f"moving rows of {source.name!r}"):
@@ -175,22 +166,29 @@ def move_rows(
                 local = held[part.shard][part.rows.start - top : part.rows.stop - top]
                 local = local[kept[part.rows].to(local.device)].view(part.kept.rows, -1)
                 _send(parcels, part.kept, local, wanted)
-            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank], dtype)
+            arriving = _expected(parcels, source, kept, chunk, wanted[group.rank])
         parcels.exchange(group.device)
         # Read from the message only now, a rectangle at a time.
         for want, pieces in arriving.items():
             yield _put_together(want, [(common, read()) for common, read in pieces])
 
 
-def _move_rowwise(
+def move_rowwise(
     source: ShardedData,
     tensors: Sequence[Tensor],
     kept: Tensor,
     wanted: Sequence[Sequence[Rect]],
-    dtype: torch.dtype | None,
-    chunk_bytes: int,
+    *,
+    chunk_bytes: int = 8 << 20,
 ) -> Iterator[tuple[Rect, Tensor]]:
-    """Move one value per row and shard: as a table with one column for each span of columns."""
+    """Yield kept values as :func:`move_rows` yields rows, ``(rows,)``: of tensors with one value
+    per row and shard, ``(rows,)`` or ``(rows, 1)``. They move as a table with one column for each
+    span of columns.
+
+    Raises:
+        ValueError: values are wanted of columns that are of no shard: they can't be derived from
+            values of shards of other widths.
+    """
     spans = sorted({(rect.col, rect.cols) for rect in source.rects})
 
     def column(rect: Rect) -> Rect:
@@ -209,9 +207,7 @@ def _move_rowwise(
     tiling = tuple(tuple(map(column, rects)) for rects in source.tiling)
     table = replace(source, shape=(source.shape[0], len(spans)), tiling=tiling)
     columns = [list(map(column, rects)) for rects in wanted]
-    for rect, values in move_rows(
-        table, tensors, kept, columns, dtype=dtype, chunk_bytes=chunk_bytes
-    ):
+    for rect, values in move_rows(table, tensors, kept, columns, chunk_bytes=chunk_bytes):
         first, count = spans[rect.col]
         yield rect._replace(col=first, cols=count), values.view(-1)
 
@@ -231,7 +227,6 @@ def _expected(
     kept: Tensor,
     chunk: _Chunk,
     wanted: Sequence[Rect],
-    dtype: torch.dtype,
 ) -> dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]:
     """What this rank gets of a chunk: by rectangle that it wants, where the pieces of it are, and
     how to read them."""
@@ -242,7 +237,7 @@ def _expected(
             for want in wanted:
                 common = part.kept.intersect(want)
                 if common is not None:
-                    read = parcels.expect(sender, (common.rows, common.cols), dtype)
+                    read = parcels.expect(sender, (common.rows, common.cols), source.dtype)
                     arriving[want].append((common, read))
     return arriving
 
@@ -298,8 +293,10 @@ def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Re
     # Nearly always, and without a copy.
     if len(pieces) == 1:
         return pieces[0]
-    top, bottom = min(rect.row for rect, _ in pieces), max(rect.row_end for rect, _ in pieces)
-    out = pieces[0][1].new_empty(bottom - top, want.cols)
+    rects, tensors = zip(*pieces, strict=True)
+    top = min(map(attrgetter("row"), rects))
+    bottom = max(map(attrgetter("row_end"), rects))
+    out = tensors[0].new_empty(bottom - top, want.cols)
     # Shards may have some of the columns each.
     for rect, piece in pieces:
         columns = slice(rect.col - want.col, rect.col_end - want.col)
@@ -340,7 +337,7 @@ class Steppers:
     def __init__(self, optimizers: Any) -> None:
         several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
         self._given = list(filter(None, several))
-        self._leaves = [leaf for optimizer in self._given for leaf in leaves(optimizer)]
+        self._leaves = [*chain.from_iterable(map(leaves, self._given))]
 
     @property
     def kinds(self) -> list[str]:
@@ -431,15 +428,14 @@ class StoredTables:
 
     def states(self, table: str) -> dict[str, list[Tensor]]:
         """Return the optimizer state of this rank's shards of a table, live, by name."""
-        shards, parameter = self.located[table].shards, self.parameters.get(table)
         if table in self._fused:
             # FBGEMM's states have no names, and JSON has no integer keys.
             by_state = zip(*self._fused[table], strict=True)
             return {str(number): list(states) for number, states in enumerate(by_state)}
         # An empty parameter says nothing of the shapes that its state has elsewhere.
-        if parameter is None or not shards:
+        if not self.located[table].shards:
             return {}
-        held = self._steppers.states(parameter)
+        held = self._steppers.states(self.parameters[table])
         return {name: _by_shard(state, self.located[table]) for name, state in held.items()}
 
     def initial(self, table: str, name: str) -> float:
@@ -468,8 +464,7 @@ class _Kind(NamedTuple):
 
 def _by_shard(tensor: Tensor, data: ShardedData) -> list[Tensor]:
     """Optimizer state of a rank's shards, which TorchRec concatenates by rows, apart."""
-    rows = [shard.rect.rows for shard in data.shards]
-    return list(torch.split(tensor, rows)) if rows else []
+    return list(torch.split(tensor, [shard.rect.rows for shard in data.shards]))
 
 
 @torch.no_grad()
@@ -504,7 +499,7 @@ def move_tables(
         }
     # A rank without a shard of a table does not know its states, but takes part in moving them.
     hyperparameters: dict[str, Any] = {}
-    kinds: dict[str, dict[str, Any]] = {name: {} for name in kept}
+    kinds: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for held in world.all_gather_json(mine):
         hyperparameters |= held["hyperparameters"]
         for name, states in held["states"].items():
@@ -519,17 +514,20 @@ def move_tables(
         parameter, made = source.parameters.get(name), {}
         into = torch.arange(there.shape[0]) < flags.count_nonzero()
         move = _Move(here, there, flags, placed.get(name, into))
-        move.fill(source.weights(name), target.weights(name), here.dtype, False)
+        move.fill(source.weights(name), target.weights(name))
         before, after = source.states(name), target.states(name)
         for key, (kind, rowwise, dims) in kinds[name].items():
-            dtype, fresh = getattr(torch, kind), 0.0
+            of_state = replace(move, source=replace(here, dtype=getattr(torch, kind)))
+            fresh = 0.0
             if name not in hyperparameters:
                 # State of a plain optimizer is made by its first step.
                 weight = target.parameters[name]
                 columns = (1,) if rowwise else weight.shape[1:]
-                made[key] = weight.new_empty((len(weight), *columns)[:dims], dtype=dtype)
+                made[key] = weight.new_empty(
+                    (len(weight), *columns)[:dims], dtype=of_state.source.dtype
+                )
                 after[key], fresh = _by_shard(made[key], there), source.initial(name, key)
-            move.fill(before.get(key, []), after.get(key, []), dtype, rowwise, fresh)
+            of_state.fill(before.get(key, []), after.get(key, []), rowwise, fresh)
         if parameter is not None:
             stepped.append(Stepped(parameter, target.parameters[name], made))
     return stepped
@@ -549,20 +547,18 @@ class _Move:
         self,
         held: Sequence[Tensor],
         into: Sequence[Tensor],
-        dtype: torch.dtype,
-        rowwise: bool,
+        rowwise: bool = False,
         fresh: float = 0.0,
     ) -> None:
         """Fill this rank's new shards ``into`` from the old ones ``held``: weights or optimizer
-        state. Rows that take none are ``fresh``. Collective."""
+        state of ``source.dtype``. Rows that take none are ``fresh``. Collective."""
         places = []
         for shard, tensor in zip(self.target.shards, into, strict=True):
             tensor.fill_(fresh)
             rows = self.placed[shard.rect.row : shard.rect.row_end].nonzero().view(-1)
             places.append((self._moved(shard.rect), rows.to(tensor.device), tensor))
-        wanted = self._wanted(rowwise)
-        chunks = move_rows(self.source, held, self.kept, wanted, dtype=dtype, rowwise=rowwise)
-        for rect, part in chunks:
+        move = move_rowwise if rowwise else move_rows
+        for rect, part in move(self.source, held, self.kept, self._wanted(rowwise)):
             for moved, rows, tensor in places:
                 # Row-wise state arrives under the old columns; the shard may have the first.
                 here = rect._replace(cols=min(rect.cols, moved.cols))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as AnyCollection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_sparse.checks import refuse
 from dist_sparse.compaction.moving import Stepped, Steppers, StoredTables, move_tables
 from dist_sparse.compaction.row_index import RowIndex
+from dist_sparse.compaction.stale import consume, consume_parameter
 from dist_sparse.compaction.tables import (
     CompactCollection,
     CompactEmbedding,
@@ -53,6 +56,7 @@ _COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbed
     nn.EmbeddingBag: CompactEmbeddingBag,
     CompactEmbeddingBag: CompactEmbeddingBag,
 }
+_WHOLE: Final = {CompactEmbedding: nn.Embedding, CompactEmbeddingBag: nn.EmbeddingBag}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,25 +66,23 @@ class _Site:
     Args:
         path: of the module in the model.
         module: an embedding, or a collection of TorchRec's.
-        outer: the compact collection whose ``inner`` it is, if there is one.
         tables: fully qualified names of the weights, by the table's name in the module; of an
             embedding by ``""``.
     """
 
     path: str
     module: nn.Module
-    outer: CompactCollection | None
     tables: dict[str, str]
 
     @property
     def replaced(self) -> nn.Module:
         """The module whose place a compact one takes."""
-        return self.module if self.outer is None else self.outer
+        return self.module
 
     @property
     def place(self) -> str:
         """The path of :attr:`replaced`."""
-        return self.path if self.outer is None else self.path.rpartition(".")[0]
+        return self.path
 
     @property
     def label(self) -> str:
@@ -90,16 +92,7 @@ class _Site:
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
 
     def used_rows(self) -> dict[str, Tensor]:
-        """Return which stored rows of each table an id has: bool ``(rows,)``. Those behind pad
-        shards to equal blocks."""
-        originals = [] if self.outer is None else self.outer.tables
-        used = {table.name: table.rows for table in originals}
-        used |= {table: index.stored for table, index in self.indexes().items()}
-        stored = self.rows().items()
-        return {table: torch.arange(rows) < used.get(table, rows) for table, rows in stored}
-
-    def rows(self) -> dict[str, int]:
-        """Return how many rows each table stores."""
+        """Return which stored rows of each table an id has: bool ``(rows,)``."""
         raise NotImplementedError
 
     def indexes(self) -> dict[str, RowIndex]:
@@ -109,7 +102,7 @@ class _Site:
     def slots(self) -> dict[str, Tensor]:
         """Return where the rows of indexes are stored, of tables that do not keep them in the order
         of their ids."""
-        return {} if self.outer is None else self.outer.table_slots()
+        return {}
 
 
 class EmbeddingSite(_Site):
@@ -130,8 +123,8 @@ class EmbeddingSite(_Site):
         """The id that lookups treat as padding."""
         return padding_id_of(self.module)
 
-    def rows(self) -> dict[str, int]:
-        return {"": len(self.module.get_parameter("weight"))}
+    def used_rows(self) -> dict[str, Tensor]:
+        return {"": torch.ones(len(self.module.get_parameter("weight")), dtype=torch.bool)}
 
     def indexes(self) -> dict[str, RowIndex]:
         return {"": self.module.index} if isinstance(self.module, CompactTable) else {}
@@ -160,34 +153,35 @@ class EmbeddingSite(_Site):
     ) -> nn.Module:
         """Return an embedding of fewer columns, or of fewer rows, to be filled."""
         old, weight = self.module, self.module.get_parameter("weight").data
-        made: nn.Module
         if widths:
-            options = {**lookup_options(old), "padding_idx": old.padding_idx}
-            narrow = weight.new_empty(len(weight), widths[""])
             # Not a compact table: it keeps all rows, so that ids are row numbers.
-            made = type(old)(*narrow.shape, **options, _weight=narrow)
-            made.requires_grad_(old.weight.requires_grad)
-        else:
-            index = RowIndex.of(kept[""].to(weight.device), default_row)
-            # Ids of a table that was compacted before are those of the original table.
-            for earlier in self.indexes().values():
-                index = earlier.compose(index)
-            stored = weight.new_empty(index.stored, weight.shape[1])
-            made = _COMPACT[type(old)](old, stored, index)
-        return made.train(old.training)
+            return self._table(type(old), len(weight), widths[""])
+        index = RowIndex.of(kept[""].to(weight.device), default_row)
+        # Ids of a table that was compacted before are those of the original table.
+        for earlier in self.indexes().values():
+            index = earlier.compose(index)
+        stored = weight.new_empty(index.stored, weight.shape[1])
+        return _COMPACT[type(old)](old, stored, index).train(old.training)
 
     def initial_bounds(self, table: str) -> None:
         """Return None: torch draws both kinds from the standard normal distribution."""
 
     def expanded(self) -> nn.Module:
         """Return an embedding of all rows of the original table, to be filled."""
-        old: Any = self.module
-        weight = old.stored_weight
-        whole = weight.new_empty(old.index.rows, weight.shape[1])
-        made: Any = nn.EmbeddingBag if isinstance(old, nn.EmbeddingBag) else nn.Embedding
-        options = {**lookup_options(old), "padding_idx": padding_id_of(old)}
-        table: nn.Module = made(*whole.shape, **options, _weight=whole)
-        return table.requires_grad_(weight.requires_grad).train(old.training)
+        old = self.module
+        return self._table(_WHOLE[type(old)], old.index.rows, old.embedding_dim)
+
+    def _table(self, kind: Any, rows: int, columns: int) -> nn.Module:
+        """Return a table of another shape, to be filled, in which ids are row numbers."""
+        weight = self.module.get_parameter("weight")
+        made: nn.Module = kind(
+            rows,
+            columns,
+            **lookup_options(self.module),
+            padding_idx=self.padding_id,
+            _weight=weight.new_empty(rows, columns),
+        )
+        return made.requires_grad_(weight.requires_grad).train(self.module.training)
 
 
 class CollectionSite(_Site):
@@ -201,6 +195,11 @@ class CollectionSite(_Site):
         return collection_of(self.module)
 
     @property
+    def whole(self) -> Collection | CompactCollection:
+        """The collection that ids are looked up in: its tables are the original ones."""
+        return self.collection
+
+    @property
     def is_sharded(self) -> bool:
         """Whether TorchRec shards its tables."""
         return self.collection.is_sharded
@@ -210,11 +209,15 @@ class CollectionSite(_Site):
         """Whether its tables must have the same columns, as in an EmbeddingCollection."""
         return not self.collection.pooled
 
-    def rows(self) -> dict[str, int]:
-        return {table.name: table.rows for table in self.collection.tables}
+    def used_rows(self) -> dict[str, Tensor]:
+        # Rows behind those that ids have pad shards to equal blocks.
+        used = {table.name: table.rows for table in self.whole.tables}
+        used |= {table: index.stored for table, index in self.indexes().items()}
+        stored = {table.name: torch.arange(table.rows) for table in self.collection.tables}
+        return {table: rows < used[table] for table, rows in stored.items()}
 
     def indexes(self) -> dict[str, RowIndex]:
-        return {} if self.outer is None else self.outer.table_indexes()
+        return {}
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what plain optimizers step, by table."""
@@ -225,7 +228,7 @@ class CollectionSite(_Site):
         torchrec = torchrec_port()
         assert torchrec is not None  # the collection is one of its modules
         # Rows that change hands have no order to keep.
-        reason = getattr(self.outer, "refused", None)
+        reason = getattr(self.replaced, "refused", None)
         reason = reason or torchrec.compact_refusal(model, self.module)
         return reason and f"can't be compacted: {reason}."
 
@@ -238,7 +241,11 @@ class CollectionSite(_Site):
 
         # Ids arrive on the device of a DistributedModelParallel.
         device: Any = getattr(model, "device", None)
-        return compact_collection(self.module, self.outer, kept, device, widths, default_row)
+        indexes = self.indexes()
+        made: nn.Module = compact_collection(
+            self.module, self.replaced, indexes, kept, device, widths, default_row
+        )
+        return made
 
     def initial_bounds(self, table: str) -> tuple[float, float]:
         """Return between which values TorchRec draws the initial weights of a table.
@@ -248,16 +255,39 @@ class CollectionSite(_Site):
         """
         from dist_sparse.compaction.collections import initial_bounds
 
-        assert self.outer is not None
-        return initial_bounds(self.outer, table)
+        return initial_bounds(self.replaced, table)
 
     def expanded(self) -> nn.Module:
         """Return a collection of all rows of the original tables, to be filled."""
         from dist_sparse.compaction.collections import expanded_collection
 
-        assert self.outer is not None
-        made: nn.Module = expanded_collection(self.module, self.outer)
+        made: nn.Module = expanded_collection(self.module, self.replaced)
         return made
+
+
+@dataclass(frozen=True, eq=False)
+class CompactSite(CollectionSite):
+    """The ``inner`` of a compact collection, ``outer``."""
+
+    outer: CompactCollection
+
+    @property
+    def replaced(self) -> nn.Module:
+        return self.outer
+
+    @property
+    def place(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def whole(self) -> CompactCollection:
+        return self.outer
+
+    def indexes(self) -> dict[str, RowIndex]:
+        return self.outer.table_indexes()
+
+    def slots(self) -> dict[str, Tensor]:
+        return self.outer.table_slots()
 
 
 Site: TypeAlias = EmbeddingSite | CollectionSite
@@ -271,29 +301,37 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
         # A collection holds its tables in embeddings, which are no sites of their own.
         if module in inside:
             continue
-        collection = None if torchrec is None else torchrec.collection(module)
-        if collection is not None:
+        if torchrec and (collection := torchrec.collection(module)):
             inside.update(module.modules())
-            holder = modules.get(path.rpartition(".")[0])
-            outer = holder if isinstance(holder, CompactCollection) else None
+            outer = modules.get(path.rpartition(".")[0])
             tables = {table.name: collection.fqn(path, table.name) for table in collection.tables}
-            yield CollectionSite(path, module, outer, tables)
+            if isinstance(outer, CompactCollection):
+                yield CompactSite(path, module, tables, outer)
+            else:
+                yield CollectionSite(path, module, tables)
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             # The path of a model that is a table itself is empty.
-            yield EmbeddingSite(path, module, None, {"": f"{path}.weight".lstrip(".")})
+            yield EmbeddingSite(path, module, {"": f"{path}.weight".lstrip(".")})
 
 
-def places_of(
-    root: nn.Module, modules: AnyCollection[nn.Module]
-) -> list[tuple[nn.Module, str, Any]]:
-    """Return where ``root`` holds some modules: the module around each, its name in it, and itself.
-    A module may have several places."""
+Place: TypeAlias = tuple[nn.Module, str, Any]
+"""The module around another one, its name there, and itself."""
+
+
+def places_of(root: nn.Module, modules: AnyCollection[nn.Module]) -> list[Place]:
+    """Return where ``root`` holds some modules. A module may have several places."""
     return [
         (holder, name, child)
         for holder in root.modules()
         for name, child in holder._modules.items()
         if child in modules
     ]
+
+
+def put(places: Iterable[Place], instead: Mapping[nn.Module, nn.Module]) -> None:
+    """Put other modules, by the old ones, in some places; without another one the old one."""
+    for holder, name, old in places:
+        setattr(holder, name, instead.get(old, old))
 
 
 Planner: TypeAlias = Callable[[nn.Module], Any]
@@ -336,17 +374,14 @@ class Change:
 
 
 class Rebuild:
-    """A model in which modules with other tables take the places of modules that hold some.
+    """A plain model in which modules with other tables take the places of modules that hold some.
 
     Args:
-        model: a DistributedModelParallel or a plain module.
+        model: the model.
         action: ``"compact"`` or ``"expand"``.
         optimizer: all optimizers that are not fused, one or a sequence; None if they are unknown.
         plan: as of :func:`~dist_sparse.compact`.
         world: all ranks.
-
-    Attributes:
-        root: the user's module, without the DistributedModelParallel around it.
     """
 
     def __init__(
@@ -354,14 +389,6 @@ class Rebuild:
     ) -> None:
         self._model, self._action, self._plan, self._world = model, action, plan, world
         self._steppers, self._optimizers_known = Steppers(optimizer), optimizer is not None
-        torchrec = torchrec_port()
-        is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
-        # None of a plain module.
-        self._torchrec = torchrec if is_sharded else None
-        self.root = self._unwrapped(model)
-
-    def _unwrapped(self, model: nn.Module) -> nn.Module:
-        return self._torchrec.unwrapped(model) if self._torchrec else model
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -381,61 +408,57 @@ class Rebuild:
             narrowed: whether any table loses columns.
             default_row: whether removed ids share a row.
         """
-        action = self._action
         # Once, not for each site: a model has thousands of parameters.
-        holders = _holders_of_parameters(self._model)
+        holders, wrappers = _holders_of_parameters(self._model), self._wrappers()
         for site in sites:
-            parameters = site.parameters().values()
-            shared = {index.default_row for index in site.indexes().values()}
             # An embedding inside a collection holds the parameter.
-            tied = set[nn.Module]().union(*(holders[each] for each in parameters))
+            tied = set[nn.Module]().union(*map(holders.__getitem__, site.parameters().values()))
             others = sorted(type(each).__name__ for each in tied.difference(site.module.modules()))
-            wrapper = self._wrapper_around(site)
-            refusal = site.refusal(self._model, narrowed)
-            rules = (
-                (
-                    wrapper,
-                    f"is inside {wrapper}, which holds on to the old parameters: {action} the"
-                    " module inside, and wrap the result again.",
-                ),
-                (refusal, refusal),
-                (
-                    bool(bases_of_outputs(site.module)) and not narrowed,
-                    f"is rotated, and its output is turned back by a hook: it can't be {action}ed.",
-                ),
-                # What their ids share would be lost; an id that is removed now would share it too.
-                (True in shared, f"has default rows: it can't be {action}ed."),
-                (
-                    default_row and site.padding_id is not None,
-                    "has a padding_idx, whose id would get the default row if its row was removed.",
-                ),
-                # Ids removed before would still give zeros, ids removed now the default row.
-                (
-                    default_row and False in shared,
-                    "has already lost rows without a default row; it can't get one now.",
-                ),
+            around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
+            rules = {
+                f"is inside {' in '.join(around)}, which holds on to the old parameters:"
+                f" {self._action} the module inside, and wrap the result again.": around,
+                **self._rules(site, narrowed),
                 # The other layer needs a row for each id.
-                (others, f"is the weight of other modules too ({others}): it can't be {action}ed."),
-                (
-                    not self._optimizers_known and any(each.requires_grad for each in parameters),
-                    "is stepped by a plain optimizer, which must get the new parameters: pass"
-                    f" {action}(optimizer=...), or optimizer=() if there is none. An attached"
-                    " enforcer knows them.",
-                ),
-            )
-            for holds, reason in rules:
-                if holds:
-                    raise ValueError(f"{site.label} {reason}")
+                f"is the weight of other modules too ({others}): it can't be"
+                f" {self._action}ed.": others,
+            }
+            if default_row:
+                rules |= _default_row_rules(site)
+            refuse({f"{site.label} {reason}": holds for reason, holds in rules.items()})
 
-    def _wrapper_around(self, site: Site) -> str | None:
-        """Return a wrapper that would keep the old parameters of a module."""
-        # The DDP inside a DistributedModelParallel is built again.
-        modules = {} if self._torchrec else dict(self._model.named_modules())
-        for path, wrapper in modules.items():
-            wraps = isinstance(wrapper, (DistributedDataParallel, nn.DataParallel))
-            if wraps and site.module in wrapper.modules():
-                return type(wrapper).__name__ + (f" at {path!r}" if path else "")
-        return None
+    def _rules(self, site: Site, narrowed: bool) -> dict[str, object]:
+        """Return what refuses a module by itself: whether it holds, by the reason."""
+        refusal = site.refusal(self._model, narrowed)
+        default_rows = [index.default_row for index in site.indexes().values()]
+        trained = any(map(attrgetter("requires_grad"), site.parameters().values()))
+        cant = f"it can't be {self._action}ed."
+        return {
+            f"{refusal}": refusal,
+            f"is rotated, and its output is turned back by a hook: {cant}": not narrowed
+            and bases_of_outputs(site.module),
+            # What their ids share would be lost; an id that is removed now would share it too.
+            f"has default rows: {cant}": any(default_rows),
+            "is stepped by a plain optimizer, which must get the new parameters: pass"
+            f" {self._action}(optimizer=...), or optimizer=() if there is none. An attached"
+            " enforcer knows them.": trained and not self._optimizers_known,
+        }
+
+    def _wrappers(self) -> list[nn.Module]:
+        """Return the wrappers that would keep the old parameters of what is inside them."""
+        kinds = DistributedDataParallel, nn.DataParallel
+        return [each for each in self._model.modules() if isinstance(each, kinds)]
+
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        """Return the user's module in a model."""
+        return model
+
+    def _wrapped(self, root: nn.Module, changes: Iterable[Change]) -> nn.Module:
+        """Return ``root``, the user's module, in wrappers like those of the model. Collective."""
+        return root
+
+    def _release_wrapper(self) -> None:
+        """Release all that the model holds except the user's module."""
 
     def replace(
         self,
@@ -462,8 +485,7 @@ class Rebuild:
                     self._steppers.replace(pair)
                 for change in changes:
                     release_site(change.site, self._action)
-                if self._torchrec is not None:
-                    self._release_wrapper(self._torchrec)
+                self._release_wrapper()
         except ValueError as fault:
             # Released tables can't be restored: no rank may continue with a model that others lost.
             raise RuntimeError(
@@ -483,15 +505,13 @@ class Rebuild:
         """Return the model with its new modules, filled with the rows that move, and the parameters
         that plain optimizers step in it. Collective; if a rank fails, the model is unchanged."""
         replaced = {change.site.replaced: change.new for change in changes}
-        places: list[tuple[nn.Module, str, Any]] = []
+        places: list[Place] = []
         try:
+            root = self._unwrapped(self._model)
             with self._agreeing("putting its tables in place"):
-                places = places_of(self.root, replaced)
-                for holder, name, old in places:
-                    setattr(holder, name, replaced[old])
-            result = replaced.get(self.root, self.root)
-            if self._torchrec is not None:
-                result = self._sharded(self._torchrec, result, changes)
+                places = places_of(root, replaced)
+                put(places, replaced)
+            result = self._wrapped(replaced.get(root, root), changes)
             stepped: list[Stepped] = []
             root = self._unwrapped(result)
             with self._agreeing("moving rows"):
@@ -510,14 +530,28 @@ class Rebuild:
         except BaseException:
             # Interrupts too: a notebook goes on with the old model, whose modules have their
             # tables.
-            for holder, name, old in places:
-                setattr(holder, name, old)
+            put(places, {})
             raise
         return result, stepped
 
-    def _sharded(
-        self, torchrec: TorchRecPort, root: nn.Module, changes: Iterable[Change]
-    ) -> nn.Module:
+
+class ShardedRebuild(Rebuild):
+    """A DistributedModelParallel, which is built again around the user's module."""
+
+    @property
+    def _torchrec(self) -> TorchRecPort:
+        port = torchrec_port()
+        assert port is not None  # the model is one of its modules
+        return port
+
+    def _wrappers(self) -> list[nn.Module]:
+        # The DDP inside is built again.
+        return []
+
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        return self._torchrec.unwrapped(model)
+
+    def _wrapped(self, root: nn.Module, changes: Iterable[Change]) -> nn.Module:
         """Build a DistributedModelParallel like the model around ``root``. Collective.
 
         TorchRec builds DDP in constructors, after work that may fail on one rank alone, such as
@@ -530,6 +564,7 @@ class Rebuild:
                 with self._agreeing("before DDP"):
                     pass
 
+        torchrec = self._torchrec
         handle = register_module_module_registration_hook(on_registration)
         try:
             with self._agreeing("sharding its tables"):
@@ -546,15 +581,33 @@ class Rebuild:
             handle.remove()
         return result
 
-    def _release_wrapper(self, torchrec: TorchRecPort) -> None:
-        """Release all that a DistributedModelParallel holds except the user's module: using it
-        raises from now on."""
+    def _release_wrapper(self) -> None:
         # After a forward without a backward, hooks of the old DDP would run in the next backward of
         # the new model.
-        layers = torchrec.dense_layers(self._model)
+        layers = self._torchrec.dense_layers(self._model)
         if isinstance(layers, DistributedDataParallel):
             consume(layers, "This model", self._action)
         consume(self._model, "This model", self._action)
+
+
+def rebuild_of(
+    model: nn.Module, action: str, optimizer: Any, plan: Planner | None, world: Group
+) -> Rebuild:
+    """Return the rebuild of a DistributedModelParallel or a plain module; for the arguments see
+    :class:`Rebuild`."""
+    torchrec = torchrec_port()
+    is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
+    return (ShardedRebuild if is_sharded else Rebuild)(model, action, optimizer, plan, world)
+
+
+def _default_row_rules(site: Site) -> dict[str, object]:
+    """Return what refuses a default row for a module: whether it holds, by the reason."""
+    return {
+        "has a padding_idx, whose id would get the default row if its row was"
+        " removed.": site.padding_id is not None,
+        # Ids removed before would still give zeros, ids removed now the default row.
+        "has already lost rows without a default row; it can't get one now.": site.indexes(),
+    }
 
 
 def _holders_of_parameters(model: nn.Module) -> Mapping[Any, set[nn.Module]]:
@@ -588,92 +641,3 @@ def release_site(site: Site, action: str) -> None:
     if isinstance(site, CollectionSite) and site.is_sharded:
         for used in (site.module, *site.collection.optimizers()):
             consume(used, "This table collection", action)
-
-
-# Stale uses
-#
-# A released storage would crash the process, and an empty tensor would compute in silence: its L2
-# norm is 0. So the class of the object is replaced by a subclass that raises.
-
-
-def consume(used: Any, name: str, action: str = "compact") -> None:
-    """Release everything that an object holds. Using it raises a RuntimeError from now on.
-
-    Args:
-        used: a module or an optimizer.
-        name: of the object, for the message.
-        action: what released it, ``"compact"`` or ``"expand"``.
-
-    Example::
-
-        >>> import torch
-        >>> from dist_sparse.compaction.replacing import consume
-        >>> model = torch.nn.Linear(2, 2)
-        >>> consume(model, "This model")
-        >>> model(torch.ones(2))
-        Traceback (most recent call last):
-        RuntimeError: This model was compacted, and its memory released: use the model that
-        compact() returned...
-    """
-
-    def refuse(self: Any, attribute: str) -> Any:
-        # isinstance() reads __class__.
-        if attribute.startswith("__"):
-            return object.__getattribute__(self, attribute)
-        raise RuntimeError(
-            f"{name} was {action}ed, and its memory released: use the model that {action}()"
-            " returned, and its fused_optimizer."
-        )
-
-    used.__dict__.clear()
-    kind = type(used)
-    object.__setattr__(used, "__class__", type("Consumed", (kind,), {"__getattribute__": refuse}))
-
-
-def consume_parameter(parameter: nn.Parameter, name: str, action: str = "compact") -> None:
-    """Release the memory of a table. Computing with it, and reading its gradient or shape, raises
-    from now on.
-
-    It can still be compared by ``is``, be a key of a dictionary, and be printed. TorchRec's
-    parameter of a fused table is a view, and FBGEMM's batch of tables is released with the last of
-    them: a backward that has not come may write to it.
-
-    Args:
-        parameter: a leaf, or TorchRec's view of a fused table.
-        name: fully qualified, for the message.
-        action: what released it, ``"compact"`` or ``"expand"``.
-
-    Example::
-
-        >>> import torch
-        >>> from dist_sparse.compaction.replacing import consume_parameter
-        >>> table = torch.nn.Parameter(torch.ones(4, 2))
-        >>> consume_parameter(table, "item.weight")
-        >>> table.square().sum()
-        Traceback (most recent call last):
-        RuntimeError: The table item.weight was compacted, and its memory released: ...
-    """
-    message = (
-        f"The table {name} was {action}ed, and its memory released: what holds it was made before."
-        f" Make it again from the model that {action}() returned: optimizers, lists for clipping"
-        " or L2, averages of weights."
-    )
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(message)
-
-    kind = type(parameter)
-    parameter.grad = None
-    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    vars(parameter).clear()
-    # TorchRec's view holds the whole batch of tables in one.
-    for slot in getattr(kind, "__slots__", ()):
-        if hasattr(parameter, slot):
-            delattr(parameter, slot)
-    members = {
-        "__torch_function__": classmethod(refuse),
-        "__repr__": lambda self: f"<{message}>",
-        # TorchRec's view has a property of its own, which torch does not dispatch.
-        "grad": property(refuse),
-    }
-    parameter.__class__ = type("Consumed", (kind,), members)

@@ -246,10 +246,11 @@ class RowIndexes(nn.Module):
             start += len(table.words)
         self.any_removed, self.any_dense = bool(words), len(words) < len(of_tables)
         self.any_default = any(default_row for _, default_row in self._indexed.values())
-        # torch.cat refuses an empty list. No lookup reads this word.
-        nothing = [torch.zeros(1, dtype=torch.int32)]
-        self.register_buffer("words", torch.cat(words or nothing))
-        self.register_buffer("counts", torch.cat(counts or nothing))
+        if not words:
+            # torch.cat refuses an empty list. No lookup reads this word.
+            words = counts = [torch.zeros(1, dtype=torch.int32)]
+        self.register_buffer("words", torch.cat(words))
+        self.register_buffer("counts", torch.cat(counts))
         self.register_buffer("constants", _constants(), persistent=False)
         # The last row of the only table of a single feature, which needs no gather.
         self.only_last = of_tables[0][0] if len(features) == len(tables) == 1 else -1

@@ -26,7 +26,7 @@ from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_group
 from dist_sparse.planning.candidates import BY_COLUMN, Candidate, shape_of
-from dist_sparse.rotation.rotate import check_group, find_lookup
+from dist_sparse.rotation.rotate import check_group, find_lookup_for_dots
 from dist_sparse.rotation.turning import bases_of, change_rows_, gram_matrices, share_, turn_
 from dist_sparse.serving.encodings import ColumnSpread, Dtype, chunks, decode, encode
 from dist_sparse.serving.sources import check_range, model_lookups
@@ -126,7 +126,7 @@ def check_candidate(
     for name, data in located.items():
         # In a group of several, outputs stay rotated: what reads them must be known.
         if not candidate.alone.get(name, True):
-            find_lookup([model], data, turned=False)
+            find_lookup_for_dots([model], data)
         # Rows are scored and rounded whole, and each copy has rows of its own.
         if data.copied and not data.has_whole_rows:
             raise ValueError(
@@ -161,7 +161,7 @@ def _rotate(candidate: Candidate, located: Mapping[str, ShardedData]) -> dict[st
     turned_back: dict[str, Tensor] = {}
     for group in candidate.groups:
         over = group_over(located[group[0]].ranks)
-        bases = bases_of(gram_matrices([located[name] for name in group], over))
+        bases = bases_of(gram_matrices([located[name] for name in group], over), group)
         # As in rotate(): all ranks use the bytes of the first.
         share_([*bases.values()], over)
         for name, basis in bases.items():

@@ -74,22 +74,24 @@ def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:
                 " add_model()."
             )
         groups = rotation_groups(tables, packed.names, "tables")
-        names = [*chain.from_iterable(groups)]
         facts["tables"] = groups
         located = packed.locate()
         _refuse_unfit(sparsifier, located, groups)
         # It may be attached later: then update() checks it.
         if sparsifier.masks.enforcer is not None:
-            _enforcer(sparsifier).check_rotation(names)
+            _enforcer(sparsifier).check_rotation([*chain.from_iterable(groups)])
         models = [source.model for source in packed.sources if hasattr(source, "model")]
-        alone = {group[0] for group in groups if len(group) == 1}
-        lookups = {name: find_lookup(models, located[name], name in alone) for name in names}
+        alone: dict[str, TableLookup] = {}
+        for name, *others in groups:
+            if others:
+                for each in (name, *others):
+                    find_lookup_for_dots(models, located[each])
+            else:
+                alone[name] = find_lookup(models, located[name])
     # All ranks have agreed: from here on the model changes.
-    turned = {name: lookups[name] for name in names if name in alone}
-    for name, lookup in turned.items():
+    for name, lookup in alone.items():
         _turn_back(lookup, located[name])
-    roots = {name: lookup.root for name, lookup in turned.items()}
-    sparsifier.masks.rotation = _Rotation(sparsifier, groups, roots)
+    sparsifier.masks.rotation = _Rotation(sparsifier, groups, alone)
 
 
 class _Rotation:
@@ -97,14 +99,14 @@ class _Rotation:
 
     Args:
         groups: names of tables that are rotated together.
-        turned: the model of each table whose output is turned back: the groups of one.
+        turned: how the model looks up each table whose output is turned back: the groups of one.
     """
 
     def __init__(
         self,
         sparsifier: BaseDataSparsifier,
         groups: Sequence[Sequence[str]],
-        turned: Mapping[str, nn.Module],
+        turned: Mapping[str, TableLookup],
     ) -> None:
         self._sparsifier, self._groups, self._turned = sparsifier, groups, turned
 
@@ -146,14 +148,14 @@ class _Rotation:
             # From the same matrices on every rank.
             bases: dict[str, Tensor] = {}
             for together in groups:
-                bases |= bases_of({name: grams[name] for name in together})
+                bases |= bases_of(grams, together)
         for group, tables in by_ranks:
             # Eigenvectors may differ between ranks in sign and rounding: all use the first rank's.
             share_([bases[data.name] for data in tables], group)
             for data in tables:
                 turn_(data, bases[data.name], group)
-        for name in filter(self._turned.__contains__, names):
-            kept = self._turned[name].get_buffer(_BASIS + name)
+        for name in bases.keys() & self._turned.keys():
+            kept = self._turned[name].root.get_buffer(_BASIS + name)
             kept.copy_(kept.cpu().double() @ bases[name])
         enforcer.after_rotation(names)
 
@@ -185,11 +187,11 @@ def rotation_groups(
     wrong = f"Invalid {argument}={rotate!r}:"
     groups = rotate if isinstance(rotate, (list, tuple)) else [()]
     # A lone name would be a group of letters.
-    fits = all(isinstance(group, (list, tuple)) and group for group in groups)
-    named = [*chain.from_iterable(groups)] if fits else []
-    unknown = [name for name in named if name not in known]
+    if not all(isinstance(group, (list, tuple)) and group for group in groups):
+        raise ValueError(f'{wrong} must be "table", or groups of names such as [["user", "item"]].')
+    named = [*chain.from_iterable(groups)]
+    unknown = sorted(map(str, set(named).difference(known)))
     rules = {
-        f'{wrong} must be "table", or groups of names such as [["user", "item"]].': not fits,
         f"{wrong} {unknown} are none of the tables {known}.": unknown,
         f"{wrong} each name must be in one group only.": len(set(named)) < len(named),
     }
@@ -256,64 +258,90 @@ def _enforcer(sparsifier: BaseDataSparsifier) -> MaskEnforcer:
 _HARMLESS = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
 
 
-class Lookup(NamedTuple):
-    """The module that looks a table up.
+class TableLookup(NamedTuple):
+    """How a model looks a table up.
 
     Args:
-        root: the model without wrappers.
-        outputs: of a collection, the table of each output; None for other modules.
+        modules: of the model without wrappers, by path.
+        module: that looks the table up.
+        outputs: which outputs of a collection are of the table; None is the output of a module that
+            has one.
     """
 
-    root: nn.Module
+    modules: Mapping[str, nn.Module]
     module: nn.Module
-    outputs: dict[str, str] | None
+    outputs: list[str | None]
+
+    @property
+    def root(self) -> nn.Module:
+        """The model without wrappers."""
+        return self.modules[""]
 
 
-def find_lookup(models: Sequence[nn.Module], data: ShardedData, turned: bool) -> Lookup:
-    """Return the module that looks a table up, in one of ``models``.
-
-    Args:
-        turned: its output will be turned back; otherwise only dot products may read it.
+def find_lookup(models: Sequence[nn.Module], data: ShardedData) -> TableLookup:
+    """Return how one of ``models`` looks a table up.
 
     Raises:
-        ValueError: there is nothing, its output is not a sum of rows, another module reads the
-            weight too, or something else than dot products reads the output.
+        ValueError: none does, its output is not a sum of rows, or another module reads the weight
+            too.
     """
-    # Of TorchRec's: <path of the collection>.embedding_bags.<table>
-    path = (data.fqn or "").removesuffix("weight").removesuffix(".").split(".")
-    torchrec = torchrec_port()
+    path = str(data.fqn).removesuffix("weight").removesuffix(".")
     # A table is in one of them; the others have no module at its path.
     for modules in map(modules_by_path, models):
-        module, outputs = modules.get(".".join(path)), None
-        above = modules.get(".".join(path[:-2])) if path[1:] else None
-        if torchrec and above and (collection := torchrec.collection(above)):
-            module, outputs = above, collection.outputs()
-        if module is None:
-            continue
-        # A processor holds the collection that holds the table.
-        around = modules.get(".".join(path[:-3]))
-        processed = torchrec and around and torchrec.processes_features(around)
-        holders = _holders(modules, data)
-        refusals: dict[str, object] = {
-            f"{type(around).__name__} reads its collection without calling it": processed,
-            "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
-            "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
-            f"the modules {holders} share its weight": len(holders) > 1,
-        }
-        if not turned:
-            reader = _reader(modules, module)
-            refusals |= {
-                'its output is rotated back, as rotate="table" does, so that dot products do not'
-                " read its rows": _BASIS + data.name in modules[""]._buffers,
-                f"{reader} reads it, but only dot products may read tables that are rotated"
-                ' together; use rotate="table", which rotates outputs back': reader,
+        module, outputs, processed = _looking_up(modules, path)
+        if module is not None:
+            holders = _holders(modules, data)
+            refusals = {
+                "a feature processor reads its collection without calling it": processed,
+                "its rows are pooled by their maximum": getattr(module, "mode", "sum") == "max",
+                "max_norm renormalizes its rows": getattr(module, "max_norm", None) is not None,
+                f"the modules {holders} share its weight": len(holders) > 1,
             }
-        where = f"Table {data.name!r} can't be rotated"
-        refuse({f"{where}: {reason}.": holds for reason, holds in refusals.items()})
-        return Lookup(modules[""], module, outputs)
+            _refuse(data, refusals)
+            return TableLookup(modules, module, outputs)
     raise ValueError(
         f"Table {data.name!r} can't be rotated: it is in no model given to add_model()."
     )
+
+
+def find_lookup_for_dots(models: Sequence[nn.Module], data: ShardedData) -> None:
+    """Refuse a table that can't be rotated together with others: only dot products may read it.
+
+    Raises:
+        ValueError: as :func:`find_lookup`; or something else than dot products reads its output.
+    """
+    lookup = find_lookup(models, data)
+    reader = _reader(lookup.modules, lookup.module)
+    refusals = {
+        'its output is rotated back, as rotate="table" does, so that dot products do not'
+        " read its rows": _BASIS + data.name in lookup.root._buffers,
+        f"{reader} reads it, but only dot products may read tables that are rotated"
+        ' together; use rotate="table", which rotates outputs back': reader,
+    }
+    _refuse(data, refusals)
+
+
+def _refuse(data: ShardedData, reasons: Mapping[str, object]) -> None:
+    where = f"Table {data.name!r} can't be rotated"
+    refuse({f"{where}: {reason}.": holds for reason, holds in reasons.items()})
+
+
+def _looking_up(
+    modules: Mapping[str, nn.Module], path: str
+) -> tuple[nn.Module | None, list[str | None], bool]:
+    """Return the module that looks up the table at ``path``, None if the model has no such table;
+    which outputs are of the table; and whether a feature processor is around the module."""
+    # Of TorchRec's: <path of the collection>.embedding_bags.<table>
+    above, _, table = path.rpartition(".")
+    above = above.rpartition(".")[0]
+    holder: Any = modules.get(above)
+    # A processor holds the collection.
+    around: Any = modules.get(above.rpartition(".")[0])
+    torchrec = torchrec_port()
+    if torchrec and (collection := torchrec.collection(holder)):
+        outputs = [output for output, name in collection.outputs().items() if name == table]
+        return holder, [*outputs], torchrec.processes_features(around)
+    return modules.get(path), [None], False
 
 
 def _holders(modules: Mapping[str, nn.Module], data: ShardedData) -> list[str]:
@@ -364,13 +392,13 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 _BASIS = "rotation_of_"
 
 
-def _turn_back(lookup: Lookup, data: ShardedData) -> None:
+def _turn_back(lookup: TableLookup, data: ShardedData) -> None:
     """Have a module's output for a table turned back from now on, unless it is."""
-    root, module, outputs = lookup
+    root, module = lookup.root, lookup.module
     if _BASIS + data.name not in root._buffers:
         device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
         # A basis of 16 bits would lose more than the table has.
-        exact = torch.float64 if data.dtype == torch.float64 else torch.float32
+        exact = torch.promote_types(data.dtype, torch.float32)
         root.register_buffer(
             _BASIS + data.name, torch.eye(data.shape[1], dtype=exact, device=device)
         )
@@ -378,9 +406,7 @@ def _turn_back(lookup: Lookup, data: ShardedData) -> None:
     if not hook.names:
         # Hooks of the user's read the original basis.
         module.register_forward_hook(hook, prepend=True)
-    in_collection = (data.fqn or "").removesuffix(".weight").rpartition(".")[2]
-    of_outputs: Mapping[Any, str] = outputs or {None: in_collection}
-    hook.names |= {key: data.name for key, table in of_outputs.items() if table == in_collection}
+    hook.names |= dict.fromkeys(lookup.outputs, data.name)
 
 
 def expect_bases(root: nn.Module) -> RemovableHandle:

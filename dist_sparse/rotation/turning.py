@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dist_sparse.groups import Group, Parcels
 from dist_sparse.tables.shards import Rect, ShardedData
@@ -81,19 +82,19 @@ def change_rows_(data: ShardedData, change: Callable[[Tensor], Tensor], group: G
 
 def _add_up_(matrices: Sequence[Tensor], group: Group) -> None:
     """Replace matrices by their sums over ranks, all in one message."""
+    # torch can't put an empty list together.
     if matrices:
-        summed = group.all_reduce(torch.cat([matrix.flatten() for matrix in matrices]))
-        parts = torch.split(summed, [matrix.numel() for matrix in matrices])
-        for matrix, part in zip(matrices, parts, strict=True):
-            matrix.copy_(part.view_as(matrix))
+        vector_to_parameters(group.all_reduce(parameters_to_vector(matrices)), matrices)
 
 
 def _weights(data: ShardedData, lookups: Sequence[Tensor], span: range) -> Tensor:
     """Return the weights of rows whose first elements this rank has: float64 ``(rows, 1)``."""
-    for (rect, _), counts in zip(data.shards, lookups, strict=True):
-        if rect.col == 0 and _common(span, _rows_of(rect)) == span:
-            return 1 + counts[_within(span, rect.row)].double().unsqueeze(1)
-    raise AssertionError(f"{data.name}: rows {span} are not on this rank")
+    [counts, *_] = [
+        counts[_within(span, rect.row)]
+        for (rect, _), counts in zip(data.shards, lookups, strict=True)
+        if rect.col == 0 and span.start in _rows_of(rect)
+    ]
+    return 1 + counts.double().unsqueeze(1)
 
 
 def _whole_rows(
@@ -127,7 +128,7 @@ def _exchanged(
     all-to-all."""
     # A rank without a shard sends nothing, but takes part.
     device = data.shards[0].tensor.device if data.shards else torch.device("cpu")
-    held = {rect: weight.data for rect, weight in data.shards}
+    held = dict(data.shards)
     found: dict[range, Tensor] = {}
     for wanted in readers[group.rank]:
         if rows := _common(wanted, chunk):
@@ -142,7 +143,7 @@ def _exchanged(
             if not rows:
                 continue
             if sender == group.rank:
-                parcels.send(reader, held[rect][_within(rows, rect.row)].contiguous())
+                parcels.send(reader, held[rect].data[_within(rows, rect.row)].contiguous())
             if reader == group.rank:
                 place = found[span][_within(rows, span.start), rect.col : rect.col_end]
                 arriving.append((place, parcels.expect(sender, place.shape, data.dtype)))
@@ -179,21 +180,27 @@ def _within(rows: range, first: int) -> slice:
 _LEAST = 1e-10
 
 
-def bases_of(grams: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the bases of tables whose rows meet in dot products, from their Gram matrices, both by
-    name: of two the balanced ones, otherwise one for all.
+def bases_of(grams: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the bases of tables whose rows meet in dot products, by name: of two the balanced
+    ones, otherwise one for all.
+
+    Args:
+        grams: Gram matrices of all tables, by name.
+        names: of the tables that meet.
 
     Raises:
         ValueError: weights are not finite.
     """
-    for name, gram in grams.items():
-        if not gram.isfinite().all():
+    together = []
+    for name in names:
+        if not grams[name].isfinite().all():
             raise ValueError(
                 f"Table {name!r} can't be rotated: weights are not finite. No mask was changed."
             )
-    if len(grams) == 2:
-        return dict(zip(grams, paired_bases(*grams.values()), strict=True))
-    return dict.fromkeys(grams, common_basis([*grams.values()]))
+        together.append(grams[name])
+    if len(names) == 2:
+        return dict(zip(names, paired_bases(*together), strict=True))
+    return dict.fromkeys(names, common_basis(together))
 
 
 def common_basis(grams: Sequence[Tensor]) -> Tensor:
@@ -241,11 +248,8 @@ def paired_bases(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     (root_a, inverse_a), (root_b, inverse_b) = _root(_part(first, used)), _root(_part(second, used))
     left, singular, right = torch.linalg.svd(root_a.T @ root_b)
     scale = singular.sqrt()
-    placed = [
-        _placed(inverse.T @ side * scale, used, len(first))
-        for inverse, side in ((inverse_a, left), (inverse_b, right.T))
-    ]
-    return placed[0], placed[1]
+    basis_a = _placed(inverse_a.T @ left * scale, used, len(first))
+    return basis_a, _placed(inverse_b.T @ right.T * scale, used, len(first))
 
 
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:

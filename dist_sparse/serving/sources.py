@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from dist_sparse.checks import refuse
 from dist_sparse.codes.quantize import refuse_lookup
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
-from dist_sparse.compaction.replacing import EmbeddingSite, Site, sites_of
+from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.groups import world_group, world_rank
 from dist_sparse.masking.kept_scores import Written
@@ -28,7 +28,6 @@ from dist_sparse.serving.artifact import all_kept
 from dist_sparse.serving.encodings import ENCODINGS, Dtype, chunks
 from dist_sparse.serving.manifest import Collection, Feature, Pooling, Scale, Table
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
-from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
@@ -111,10 +110,12 @@ def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) ->
     )
 
 
-def _collection(lookups: Mapping[str, Lookup], site: Site, names: Mapping[str, str]) -> Collection:
-    inner = collection_of(site.module)
+def _collection(
+    lookups: Mapping[str, Lookup], site: CollectionSite, names: Mapping[str, str]
+) -> Collection:
+    inner = site.collection
     # The compact one still has the means of whole tables; inside they are sums.
-    whole = inner if site.outer is None else site.outer
+    whole = site.whole
     # Its outputs hold the ids too, as weights.
     indices = f"Collection {site.place!r} has need_indices=True, which serving does not support."
     refuse({indices: inner.needs_indices})

@@ -8,6 +8,7 @@ ahead.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
 
@@ -23,7 +24,7 @@ from dist_sparse.compaction.collections import (
     CompactIds,
     IndexedCollection,
 )
-from dist_sparse.compaction.replacing import places_of
+from dist_sparse.compaction.replacing import places_of, put
 from dist_sparse.compaction.row_index import REMOVED, UNKNOWN, RowIndex
 from dist_sparse.enforcer.enforcer import refuse_masked
 from dist_sparse.tables.modules import collection_of
@@ -74,7 +75,7 @@ class SlotIndex(nn.Module):
     Args:
         rows: ids of the table, from 0.
         slots: rows that it stores.
-        ids: of the first slots, int64; None for no id.
+        ids: of the first slots, int64.
 
     Attributes:
         id_of_slot: int32 ``(slots,)``, or int64 above :data:`MOST_COUNTED` ids, the state: an id,
@@ -99,7 +100,7 @@ class SlotIndex(nn.Module):
 
     id_of_slot: Tensor
 
-    def __init__(self, rows: int, slots: int, ids: Tensor | None = None) -> None:
+    def __init__(self, rows: int, slots: int, ids: Tensor | Sequence[int] = ()) -> None:
         super().__init__()
         if not 1 <= rows <= MOST_IDS:
             raise ValueError(
@@ -108,8 +109,7 @@ class SlotIndex(nn.Module):
         self.rows, self.stored, self.hashed = rows, slots, rows > MOST_COUNTED
         dtype = torch.int64 if self.hashed else torch.int32
         state = torch.full((slots,), VACANT, dtype=dtype)
-        if ids is not None:
-            state[: len(ids)] = ids
+        state[: len(ids)] = torch.as_tensor(ids)
         self.register_buffer("id_of_slot", state)
         # From half an id a bucket to one, if all slots are held.
         self._bits = max(1, (slots - 1).bit_length())
@@ -276,14 +276,13 @@ class FollowingIds(CompactIds):
         """Count the ids of training batches, and what became of their lookups. Call it before ids
         come into slots: those of earlier batches had none."""
         batches, self._batches, self._noted = self._batches, [], 0
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.indexes}
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for values, lengths in batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):
-                if table in parts:
+                if table in self.indexes:
                     parts[table].append(ids)
         for table, looked_up in parts.items():
-            if looked_up:
-                self._counted[table].append(self._distinct(table, torch.cat(looked_up)))
+            self._counted[table].append(self._distinct(table, torch.cat(looked_up)))
 
     def take_noted(self, table: str) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of a table that training has looked up on this rank since the
@@ -292,12 +291,10 @@ class FollowingIds(CompactIds):
         self.sort_out()
         counted, self._counted[table] = self._counted[table], []
         none = torch.empty(0, dtype=self.slots[table].id_of_slot.dtype)
-        both = torch.cat([none, *(some for some, _ in counted)])
-        ids, places = torch.unique(both, return_inverse=True)
+        some, times = zip((none, none.long()), *counted, strict=True)
+        ids, places = torch.unique(torch.cat(some), return_inverse=True)
         sums = torch.zeros(len(ids), dtype=torch.int64)
-        return ids, sums.index_add_(
-            0, places, torch.cat([sums[:0], *(each for _, each in counted)])
-        )
+        return ids, sums.index_add_(0, places, torch.cat(times))
 
     def _distinct(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct ids of lookups that are in range, and how often each occurs."""
@@ -472,8 +469,7 @@ def _of_compact(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no compact collection with removed rows, which compact()"
             " makes. Of a collection, give rows={table: count}."
         )
-    for holder, name, old in places_of(model, replaced):
-        setattr(holder, name, replaced[old])
+    put(places_of(model, replaced), replaced)
     return replaced.get(model, model)
 
 

@@ -237,11 +237,6 @@ class FollowingTables:
             modules = model.modules()
             collections = [each for each in modules if isinstance(each, FollowingCollection)]
             self._tables = _tables_of(collections, protect_ids or {}, candidates, self._group)
-            if not all(collection_of(each.inner).is_sharded for each in collections):
-                raise ValueError(
-                    "The collection is not sharded yet: put the model under"
-                    " DistributedModelParallel first."
-                )
             # Refuses what an update could not write.
             for table in self._tables.values():
                 table.stored(self._steppers)
@@ -251,8 +246,8 @@ class FollowingTables:
         self.steps = 0
         self.moved = dict.fromkeys(self._tables, 0)
         self.updates: list[SlotUpdate] | None = None
-        # The step after which reserved slots are held; None where none is reserved.
-        self._admits_at: int | None = None
+        # The step after which reserved slots are held; -1 where none is reserved.
+        self._admits_at = -1
 
     def step(self) -> None:
         """Call after each optimizer step. Collective in steps with an update, otherwise local.
@@ -263,7 +258,7 @@ class FollowingTables:
                 is too small for this pipeline.
         """
         self.steps += 1
-        if self._admits_at is not None and self.steps >= self._admits_at:
+        if 0 <= self._admits_at <= self.steps:
             self._admit()
         if self.steps % self.every == 0:
             self._update()
@@ -274,7 +269,7 @@ class FollowingTables:
         ahead = max([each.ids.ahead for each in self._tables.values()], default=0)
         with self._group.agreeing("step()") as facts:
             facts["steps"] = self.steps
-            if self._admits_at is not None:
+            if self._admits_at >= 0:
                 raise RuntimeError(
                     f"Update {self.steps} is due while batches of the update before are in flight:"
                     f" every={self.every} must be larger than the {ahead} batches that the pipeline"
@@ -284,21 +279,20 @@ class FollowingTables:
         self._count()
         self._forget()
         changes = self._select()
+        divisor = self._weight.next()
         for table, (leaving, coming) in zip(self._tables.values(), changes, strict=True):
             device = table.index.id_of_slot.device
             table.index.hand_over(leaving.to(device), coming.to(device))
             table.counts.seen_all()
             self.moved[table.name] += len(coming)
-        divisor = self._weight.next()
-        if divisor is not None:
-            for table in self._tables.values():
+            if divisor is not None:
                 table.counts.divide(divisor)
         self._admits_at = self.steps + ahead
         if not ahead:
             self._admit()
         self._record(changes, started)
 
-    def _record(self, changes: Sequence[Sequence[Tensor]], started: float) -> None:
+    def _record(self, changes: Sequence[tuple[Tensor, Tensor]], started: float) -> None:
         """Sum up the lookups since the update before over all ranks. Collective."""
         tables, found = list(self._tables.values()), []
         sums = self._group.all_reduce(torch.stack([table.fates for table in tables]))
@@ -323,15 +317,15 @@ class FollowingTables:
 
     def _count(self) -> None:
         """Bring the noted lookups to the ranks that own the ids. Collective."""
-        tables, owners = list(self._tables.values()), range(self._group.size)
-        outgoing: list[list[Tensor]] = [[] for _ in owners]
+        tables = list(self._tables.values())
+        outgoing: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         for table in tables:
             ids, times = table.ids.take_noted(table.name)
             # Ids ascend: those of a rank's range are together.
-            cuts = torch.searchsorted(ids, torch.tensor(table.starts, dtype=ids.dtype)).tolist()
-            for owner in owners:
-                mine = slice(cuts[owner], cuts[owner + 1])
-                outgoing[owner] += [ids[mine].long(), times[mine]]
+            cuts = torch.searchsorted(ids, torch.tensor(table.starts[1:-1], dtype=ids.dtype))
+            parts = zip(ids.long().tensor_split(cuts), times.tensor_split(cuts), strict=True)
+            for of_owner, both in zip(outgoing, parts, strict=True):
+                of_owner += both
         arrived = exchanged(outgoing, self._group)
         for number, table in enumerate(tables):
             pairs = [(each[2 * number], each[2 * number + 1]) for each in arrived]
@@ -342,20 +336,22 @@ class FollowingTables:
         bounded = [table for table in self._tables.values() if table.index.hashed]
         if not bounded:
             return
-        counts = [cast(CandidateCounts, table.counts) for table in bounded]
-        keys = [each.counts.long() for each in counts]
+        keys = [table.counts.counts.long() for table in bounded]
         flags = winners([table.candidates for table in bounded], keys, self._group)
-        for each, kept in zip(counts, flags, strict=True):
+        for table, kept in zip(bounded, flags, strict=True):
+            counts = cast(CandidateCounts, table.counts)
             # Decay has brought some down to 0, which is that of any other id.
-            each.keep(kept & (each.counts > 0))
+            counts.keep(kept & (counts.counts > 0))
 
-    def _select(self) -> list[list[Tensor]]:
+    def _select(self) -> list[tuple[Tensor, Tensor]]:
         """Return for each table the ids that lose their slots, and those that win one, over all
         ranks: ascending, int64. Collective."""
         tables, group = list(self._tables.values()), self._group
-        slots = [table.index.stored for table in tables]
-        held = [table.held_here() for table in tables]
-        keys = [table.keys(ids, True) for table, ids in zip(tables, held, strict=True)]
+        slots, held, keys = [], [], []
+        for table in tables:
+            slots.append(table.index.stored)
+            held.append(table.held_here())
+            keys.append(table.keys(held[-1], True))
         least, contests = self.admit_after * self._weight.now, []
         for table, ids, bar in zip(tables, held, bars(slots, keys, group), strict=True):
             both, order = torch.cat([ids, table.newcomers(max(least, bar))]).sort()
@@ -366,11 +362,11 @@ class FollowingTables:
         for (ids, holds, _), wins in zip(contests, won, strict=True):
             changes += [ids[holds & ~wins], ids[wins & ~holds]]
         all_changes = gathered(changes, group)
-        return [all_changes[at : at + 2] for at in range(0, len(all_changes), 2)]
+        return list(zip(all_changes[::2], all_changes[1::2], strict=True))
 
     def _admit(self) -> None:
         """Write the reserved rows, and let their ids be found. Local."""
-        self._admits_at = None
+        self._admits_at = -1
         for table in self._tables.values():
             # Lookups so far found no row.
             table.ids.sort_out()
@@ -385,7 +381,7 @@ class FollowingTables:
         self._forget()
         return {
             "step": self.steps,
-            "admits_at": -1 if self._admits_at is None else self._admits_at,
+            "admits_at": self._admits_at,
             "decay": self._weight.decay,
             "age": self._weight.age,
             "seed": self.seed,
@@ -419,9 +415,8 @@ class FollowingTables:
                 for name, table in self._tables.items()
             }
             facts.update(steps)
-        self.steps = steps["step"]
+        self.steps, self._admits_at = steps["step"], steps["admits_at"]
         self._weight = Weight(self._weight.decay, steps["age"])
-        self._admits_at = None if steps["admits_at"] < 0 else steps["admits_at"]
         for name, table in self._tables.items():
             table.ids.take_noted(name)
             table.forget_fates()
@@ -469,12 +464,21 @@ def _tables_of(
     """Return the following tables of collections, by name."""
     found: dict[str, _Table] = {}
     for collection in collections:
+        if not collection_of(collection.inner).is_sharded:
+            raise ValueError(
+                "The collection is not sharded yet: put the model under DistributedModelParallel"
+                " first."
+            )
         for name, index in collection.following_ids.slots.items():
             if name in found:
                 raise ValueError(f"Two following tables have the name {name!r}.")
             block = -(-index.rows // group.size)
             starts = [min(rank * block, index.rows) for rank in range(group.size + 1)]
-            counts = CandidateCounts if index.hashed else LookupCounts
+            counts: type[CandidateCounts | LookupCounts] = LookupCounts
+            most = index.rows
+            if index.hashed:
+                # Too many ids to count each.
+                counts, most = CandidateCounts, candidates * index.stored
             found[name] = _Table(
                 name=name,
                 collection=collection,
@@ -482,13 +486,15 @@ def _tables_of(
                 starts=starts,
                 counts=counts(starts[group.rank], starts[group.rank + 1]),
                 protected=_protected(name, index, protect_ids.get(name, ())),
-                candidates=candidates * index.stored if index.hashed else index.rows,
+                candidates=most,
                 totals=torch.zeros(4, dtype=torch.int64),
             )
-    if not found:
-        raise ValueError("The model has no following tables: following() makes them.")
-    if unknown := sorted(set(protect_ids) - set(found)):
-        raise ValueError(f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.")
+    unknown = sorted(set(protect_ids) - set(found))
+    rules = {
+        "The model has no following tables: following() makes them.": not found,
+        f"Invalid protect_ids: {unknown} are none of the tables {sorted(found)}.": unknown,
+    }
+    checks.refuse(rules)
     return found
 
 

@@ -49,7 +49,7 @@ def masks_of(
         zeros=math.prod(block),
         measure=ByTotals(lambda offset: known, squares),
     )
-    made = new_masks(score_tables([goal] * times, [0] * times), Group(None, None))
+    made = new_masks(score_tables([goal] * times, [0] * times), Group())
     return [inner(new.mask.bits) for table in made for new in table.masks]
 
 
