@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 # A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave.
 LEADING_SHIFT: Final = 20
 
+# Added to a row's total before it is multiplied by squares, so that rows that were never touched
+# are ordered by norm, and after those that are removed already.
 TINY: Final = 2.0**-100
-"""Added to a row's total before it is multiplied by squares, so that rows that were never touched
-are ordered by norm, and after those that are removed already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions

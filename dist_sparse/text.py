@@ -21,11 +21,12 @@ from operator import attrgetter
 from typing import Final
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_LARGEST: Final = [999.5 * 1024**power for power in range(6)]
-"""Bytes from which on the next unit is shorter: "1,010 KiB" has a digit too many."""
 
+# Bytes from which on the next unit is shorter: "1,010 KiB" has a digit too many.
+_LARGEST: Final = [999.5 * 1024**power for power in range(6)]
+
+# Cells up to here do not wrap.
 _SHORT: Final = 16
-"""Cells up to here do not wrap."""
 
 
 def printable(text: str) -> str:
@@ -231,8 +232,8 @@ def duration(seconds: float) -> str:
 # Progress of long work, for people who watch it.
 
 
+# Counts what is done.
 Bar = Callable[[float], object]
-"""Counts what is done."""
 
 
 @contextmanager

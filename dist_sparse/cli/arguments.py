@@ -181,5 +181,5 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         raise EntryError(f"it failed{place} with {what}") from error
 
 
+# Files that import and call the user's code; runpy is frozen.
 _MACHINERY: Final = (__file__, importlib.__file__, "<frozen ")
-"""Files that import and call the user's code; runpy is frozen."""

@@ -25,8 +25,9 @@ from dist_sparse.torchrec import advised, check_versions, fitting, installed
 
 _PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
 _FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+
+# What TorchRec requires besides torch and FBGEMM.
 _OF_TORCHREC: Final = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
-"""What TorchRec requires besides torch and FBGEMM."""
 
 _SECONDS: Final = 120.0
 

@@ -321,6 +321,7 @@ _DELTAS = option(
     "deltas", help="deltas after it, of export(since=), in order", nargs="*", metavar="DELTA"
 )
 
+# By name, in the order of the help: what runs, its purpose, examples with notes, and options.
 _COMMANDS: Final[
     dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]]
 ] = {
@@ -503,4 +504,3 @@ to ten minutes on GPUs, two on a CPU. What it finds on GPUs is worth an issue.
         ],
     ),
 }
-"""By name, in the order of the help: what runs, its purpose, examples with notes, and options."""

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from dist_sparse.groups import Group
     from dist_sparse.tables.shards import ShardedData
 
+# Entries of a book: a byte has as many values.
 ENTRIES: Final = 256
-"""Entries of a book: a byte has as many values."""
 
+# The largest magnitude of an entry.
 LARGEST_HALF: Final = torch.finfo(torch.float16).max
-"""The largest magnitude of an entry."""
 
 # An entry as one number: gathered in a third of the time that a row of halves takes.
 _WHOLE: Final = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.complex128}

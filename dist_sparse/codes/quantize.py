@@ -33,8 +33,8 @@ from dist_sparse.tables.shards import Rect, Shard, ShardedData, resolve_block
 from dist_sparse.text import count, number_of, shape_text, size, table_lines
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
+# Smaller tables are refused: of 64 columns, their books of 32 KiB take more than a byte a row.
 LEAST_ROWS: Final = 20_000
-"""Smaller tables are refused: of 64 columns, their books of 32 KiB take more than a byte a row."""
 
 _KEYS: Final = {"step", "schedule", "fitted", "books", "codes"}
 

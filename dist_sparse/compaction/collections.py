@@ -41,9 +41,9 @@ from dist_sparse.torchrec.port import reordered, row_shards
 
 _log = logging.getLogger(__name__)
 
+# Ids of a collection that have a map of 4 bytes an id, 16 MiB, small tables first. The rows of
+# larger tables are found from their bitmaps: a quarter of a byte an id, and many times slower.
 MAPPED_ROWS: Final = 1 << 22
-"""Ids of a collection that have a map of 4 bytes an id, 16 MiB, small tables first. The rows of
-larger tables are found from their bitmaps: a quarter of a byte an id, and many times slower."""
 
 
 class CompactIds(nn.Module):

@@ -30,8 +30,8 @@ from dist_sparse.tables.shards import Rect, ShardedData, whole
 
 # Which rows are kept, and moving them
 
+# Rows that are counted together to cut a table into chunks.
 _SPAN = 4096
-"""Rows that are counted together to cut a table into chunks."""
 
 
 def kept_rows(

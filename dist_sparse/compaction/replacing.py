@@ -46,8 +46,8 @@ from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
 
 # Sites
 
+# Which stored rows of a module's tables are kept, bool `(rows,)`, by the table's name in it.
 Kept: TypeAlias = Mapping[str, Tensor]
-"""Which stored rows of a module's tables are kept, bool ``(rows,)``, by the table's name in it."""
 
 # By exact class: a subclass may do more in its forward.
 _COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]]] = {
@@ -314,8 +314,8 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
             yield EmbeddingSite(path, module, {"": f"{path}.weight".lstrip(".")})
 
 
+# The module around another one, its name there, and itself.
 Place: TypeAlias = tuple[nn.Module, str, Any]
-"""The module around another one, its name there, and itself."""
 
 
 def places_of(root: nn.Module, modules: AnyCollection[nn.Module]) -> list[Place]:
@@ -334,8 +334,8 @@ def put(places: Iterable[Place], instead: Mapping[nn.Module, nn.Module]) -> None
         setattr(holder, name, instead.get(old, old))
 
 
+# Returns a ShardingPlan for the unsharded module with the new tables.
 Planner: TypeAlias = Callable[[nn.Module], Any]
-"""Returns a ShardingPlan for the unsharded module with the new tables."""
 
 
 @dataclass(eq=False)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from dist_sparse.masking.masks import pack, unpack
 
+# In the place of a row: its id was removed.
 REMOVED = -1
-"""In the place of a row: its id was removed."""
 
+# In the place of a row: its id is out of the range of its table.
 UNKNOWN = -2
-"""In the place of a row: its id is out of the range of its table."""
 
 _MOST_ROWS = 2**31 - 1
 

@@ -309,12 +309,12 @@ def _counted(flags: Tensor) -> Tensor:
 # element is a hash of the seed, the table's name, the id and the column, and of nothing else. So a
 # row is the same on every sharding and number of ranks, in whatever order rows come.
 
+# Random bits of an element: all of them, and the half that is added, are exact in float64.
 _DIGITS = 52
-"""Random bits of an element: all of them, and the half that is added, are exact in float64."""
 
 
+# Elements that are drawn at once, 24 MB.
 _DRAWN = 1 << 20
-"""Elements that are drawn at once, 24 MB."""
 
 
 def initial_rows(

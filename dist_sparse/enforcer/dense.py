@@ -37,8 +37,8 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import Rect, memory_of
 
+# A live view, and the optimizer's initial value.
 State = tuple[Tensor, float]
-"""A live view, and the optimizer's initial value."""
 
 
 class Place(NamedTuple):
@@ -185,9 +185,9 @@ def same_storage(tensors: Sequence[Tensor]) -> Callable[[Tensor], list[int]]:
     return find
 
 
+# State whose initial value is not 0, and the option that holds that value: in Adagrad and row-wise
+# Adagrad, and in Rprop.
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
-"""State whose initial value is not 0, and the option that holds that value: in Adagrad and row-wise
-Adagrad, and in Rprop."""
 
 
 def _packed(mask: BlockMask | Tensor) -> BlockMask:
@@ -560,9 +560,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
+# All with attached hooks. The hooks on optimizers and modules keep them alive, this set does not.
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
-"""All with attached hooks. The hooks on optimizers and modules keep them alive, this set does
-not."""
 
 
 @cache

@@ -47,8 +47,8 @@ from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
+# All that are attached, so that no weight gets two masks.
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
-"""All that are attached, so that no weight gets two masks."""
 
 
 @dataclass(frozen=True)

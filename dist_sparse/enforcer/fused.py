@@ -42,8 +42,8 @@ from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED
 
+# The ids of a lookup, and where those of each feature begin and end.
 Ids = tuple[Tensor, Ends]
-"""The ids of a lookup, and where those of each feature begin and end."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,32 +18,32 @@ from torch import Tensor
 from dist_sparse.masking.kernels import WORDS
 from dist_sparse.tables.shards import sent
 
+# Elements that a program looks at together: 8 for each thread of its 4 warps.
 _TILE = 1024
-"""Elements that a program looks at together: 8 for each thread of its 4 warps."""
 
+# Columns of a tile at most, one for each lane of a warp: wider rows take several turns.
 _COLS = 32
-"""Columns of a tile at most, one for each lane of a warp: wider rows take several turns."""
 
 
 class Feature(NamedTuple):
     """The kernel's parameters of one feature, in the order in which it reads them. The defaults are
     those of an unmasked feature: no columns, and blocks that it can divide by."""
 
+    # Address; that of the packed bits follows.
     weights: int = 0
-    """Address; that of the packed bits follows."""
     bits: int = 0
     row_stride: int = 0
     rows: int = 0
     cols: int = 0
+    # Rows of the first block that are stored in another shard.
     row_offset: int = 0
-    """Rows of the first block that are stored in another shard."""
+    # Or its binary logarithm, where the kernel shifts.
     block_rows: int = 1
-    """Or its binary logarithm, where the kernel shifts."""
     col_offset: int = 0
     block_cols: int = 1
     blocks_per_row: int = 0
+    # Address of the flags of the rows.
     flags: int = 0
-    """Address of the flags of the rows."""
 
     @classmethod
     def of(cls, weight: Tensor, mask: Any, flags: Tensor) -> Feature:

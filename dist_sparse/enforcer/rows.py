@@ -30,12 +30,12 @@ from dist_sparse.sparsifiers.pieces import MOST_COUNTED
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import sent
 
+# Where the ids of each feature begin and, last, where they end: one more than there are features.
+# On a device a tensor, so that the host does not wait for it.
 Ends = Sequence[int] | Tensor
-"""Where the ids of each feature begin and, last, where they end: one more than there are features.
-On a device a tensor, so that the host does not wait for it."""
 
+# One forward in so many is sampled, beginning with the first after a mask update.
 EVERY: Final = 16
-"""One forward in so many is sampled, beginning with the first after a mask update."""
 
 
 def in_table(ids: Tensor, rows: int) -> Tensor:
@@ -248,15 +248,15 @@ class SampledLookups:
 
 # Dirty rows.
 
+# Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it.
 CHUNK = 1 << 18
-"""Elements gathered at a time: 1 MiB of float32 stays in the cache between the passes over it."""
 
+# Rows whose flags are searched at a time.
 TAKEN = 1 << 20
-"""Rows whose flags are searched at a time."""
 
+# A table is masked whole for a fifth as many ids as it has rows: for each of those rows, memory is
+# read at random.
 WHOLE = 5
-"""A table is masked whole for a fifth as many ids as it has rows: for each of those rows, memory is
-read at random."""
 
 
 class Slot(NamedTuple):
@@ -271,8 +271,8 @@ class Slot(NamedTuple):
         return self.mask.grid.cols == 1
 
 
+# The registered tables of a batch, by their number in it.
 Slots = Mapping[int, Slot]
-"""The registered tables of a batch, by their number in it."""
 
 
 def many(mask: BlockMask, rows: int) -> bool:

@@ -22,6 +22,7 @@ from string import Template
 from types import MappingProxyType
 from typing import Final
 
+# What a field must match, and how an error says so.
 _RULES: Final = {
     "module": (r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "a dotted Python name"),
     # As Kubernetes names pods, with room for its suffixes.
@@ -37,10 +38,9 @@ _RULES: Final = {
     ),
     "time": ("(?:[0-9]+-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]", "HH:MM:SS or DAYS-HH:MM:SS"),
 }
-"""What a field must match, and how an error says so."""
 
+# The same of each key of `env`.
 _KEY: Final = ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
-"""The same of each key of `env`."""
 
 _LOOPBACK: Final = "127.0.0.1"
 

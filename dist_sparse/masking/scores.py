@@ -320,12 +320,12 @@ def smallest_in_blocks(scores: Tensor, chosen: Tensor, block: Block, zeros: int)
     return flat[:rows, :cols]
 
 
+# By the number of a table the leading bits of scores that are counted, and its first histogram.
 Prefixes = Mapping[int, tuple[int, Tensor]]
-"""By the number of a table the leading bits of scores that are counted, and its first histogram."""
 
+# The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
+# whether anything is removed.
 NewBits = tuple[Tensor, Tensor, bool]
-"""The new mask of a shard as bits of kept blocks, and of removed ones that do not score 0; and
-whether anything is removed."""
 
 
 class Batch(Protocol):

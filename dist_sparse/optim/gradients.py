@@ -25,8 +25,8 @@ from dist_sparse.checks import refuse
 from dist_sparse.tables.modules import is_sharded, modules_by_path, torchrec_port
 from dist_sparse.tables.shards import steps_in_backward
 
+# The gradients of all parameters of an optimizer.
 Gradients = dict[nn.Parameter, Tensor | None]
-"""The gradients of all parameters of an optimizer."""
 
 
 class Claim(NamedTuple):

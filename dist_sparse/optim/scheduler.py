@@ -44,8 +44,8 @@ from dist_sparse.schedulers import ReadyDataScheduler
 from dist_sparse.schedulers.base import BaseDataScheduler
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 
+# The OptimSchedulers of each model by id, in the order of construction, the same on every rank.
 _peers: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, OptimScheduler]] = WeakKeyDictionary()
-"""The OptimSchedulers of each model by id, in the order of construction, the same on every rank."""
 
 
 class OptimScheduler(abc.ABC):

@@ -24,16 +24,16 @@ from dist_sparse.serving.encodings import BITS
 from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, narrow_width
 from dist_sparse.text import percent
 
+# 4 bits on a grid for each column: `export(dtype="int4", scale="column")`.
 BY_COLUMN: Final = "int4 by column"
-"""4 bits on a grid for each column: ``export(dtype="int4", scale="column")``."""
 
+# Columns of a code, by the name of these rows. Tables that can't have codes are in int4.
 CODED: Final = {"codes of 4": 4, "codes of 8": 8}
-"""Columns of a code, by the name of these rows. Tables that can't have codes are in int4."""
 
 _WITHOUT_CODES: Final = dict.fromkeys(CODED, "int4")
 
+# How rows are stored: as of `dist_sparse.export`, or as above.
 DTYPES: Final = (*BITS, BY_COLUMN, *CODED)
-"""How rows are stored: as of :func:`~dist_sparse.export`, or as above."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class Candidate:
 # ------------------------------------------------------------------------------
 # The candidates of each kind and dtype that keep the most within a budget.
 
+# Levels are searched in steps of `1 / _STEPS`.
 _STEPS: Final = 1 << 20
-"""Levels are searched in steps of ``1 / _STEPS``."""
 
 
 @dataclass(frozen=True, kw_only=True)

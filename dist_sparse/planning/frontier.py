@@ -44,9 +44,10 @@ from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import percent, progress, table_lines
 from dist_sparse.training.arguments import protected
 
+# Fractions of the tables' bytes.
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
-"""Fractions of the tables' bytes."""
 
+# Name of each method in tables, the simplest first.
 METHODS: Final = {
     "bits": "bits alone",
     "untouched": "touched rows",
@@ -57,11 +58,11 @@ METHODS: Final = {
     "column": "int4 by column",
     "codes": "codes",
 }
-"""Name of each method in tables, the simplest first."""
 
 _METHOD_OF_KIND: Final = {"full": "bits", "small": "small", "columns": "rotated"}
+
+# The method of all trials in a dtype, of any columns.
 _METHOD_OF_DTYPE: Final = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
-"""The method of all trials in a dtype, of any columns."""
 
 _FILE: Final = "trials.jsonl"
 
@@ -69,6 +70,8 @@ _UNTRAINED: Final = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
     "it trains, they lose less, rotated columns above all."
 )
+
+# What to know of a method's measurements.
 _NOTES: Final = {
     **dict.fromkeys(("rotated", "rows", "mix"), _UNTRAINED),
     "codes": (
@@ -76,14 +79,12 @@ _NOTES: Final = {
         "gains more."
     ),
 }
-"""What to know of a method's measurements."""
 
+# Returns metrics of a model by name, the same on all ranks; does not change the model.
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-"""Returns metrics of a model by name, the same on all ranks; does not change the model."""
 
+# Trains a model whose tables have a fraction of their columns, and returns it with its evaluation.
 Train = Callable[[float], tuple[nn.Module, Evaluate]]
-"""Trains a model whose tables have a fraction of their columns, and returns it with its
-evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated co
 # The bytes are those of the chunks that large tables are scored in.
 UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
 
+# Small tables are one chunk: an update takes at most so many copies of them.
 _SMALL_TABLES: Final = 4
-"""Small tables are one chunk: an update takes at most so many copies of them."""
 
 _NOT_KNOWN: Final = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
 
@@ -259,6 +259,7 @@ def plan(
 # ------------------------------------------------------------------------------
 # The rules: which of the candidates to use, and why.
 
+# Why narrow tables, where rotated ones are among them and where not.
 _NARROW: Final = {
     True: (
         "Rotated columns that are removed during training, or smaller dense tables: which is better"
@@ -271,10 +272,9 @@ _NARROW: Final = {
         ' rotate=[["user", "item"]].'
     ),
 }
-"""Why narrow tables, where rotated ones are among them and where not."""
 
+# Columns of int4 rows that were as good as codes of the same bytes, on Gowalla.
 _NO_GAIN_FROM: Final = 40
-"""Columns of int4 rows that were as good as codes of the same bytes, on Gowalla."""
 
 _HEADERS: Final = (
     "Of such short rows 4 bytes of scale and bias are a large part; int4 by column and codes have "
@@ -421,12 +421,12 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
     return found
 
 
+# Arguments of export(), where a candidate is not named after its dtype.
 _EXPORTS: Final = {
     BY_COLUMN: 'dtype="int4", scale="column"',
     # The dtype of tables without codes.
     **dict.fromkeys(CODED, 'dtype="int4"'),
 }
-"""Arguments of export(), where a candidate is not named after its dtype."""
 
 
 def _code_lines(candidate: Candidate, tables: Sequence[TableShape]) -> list[str]:
@@ -484,8 +484,8 @@ def _call(what: str, *arguments: str) -> list[str]:
 # ------------------------------------------------------------------------------
 # Rows that training has never touched: removing them changes no prediction on what was trained.
 
+# Adagrad's sums of squares for a shard, and their initial value, by the address of the shard.
 Sums = dict[int, tuple[Tensor, float]]
-"""Adagrad's sums of squares for a shard, and their initial value, by the address of the shard."""
 
 
 def untouched_rows(

@@ -100,19 +100,19 @@ class Chart:
         return bool(self.bars) or (len(self.heights) > 1 and any(self.heights))
 
 
+# Per chart.
 MOST_TABLES = 30
-"""Per chart."""
 
+# Charts of rows by traffic: of the largest tables.
 _MOST_TRAFFIC = 6
-"""Charts of rows by traffic: of the largest tables."""
 
+# Charts of series without a title of their own: a script may log hundreds.
 _MOST_OTHERS = 12
-"""Charts of series without a title of their own: a script may log hundreds."""
 
 _MOST_POINTS = 400
 
+# A line with more points is drawn faintly under at most twice as many means.
 _SMOOTHED = 30
-"""A line with more points is drawn faintly under at most twice as many means."""
 
 T = TypeVar("T")
 X = TypeVar("X", int, float)

@@ -35,14 +35,14 @@ import dist_sparse
 from dist_sparse.checks import refuse
 from dist_sparse.text import shortened
 
+# Version of the folder's layout; a reader refuses others.
 FORMAT: Final = 3
-"""Version of the folder's layout; a reader refuses others."""
 
 RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"
 
+# Beside the runs in a folder called `runs`: a symbolic link to the one that was started or resumed
+# last.
 LATEST: Final = "latest"
-"""Beside the runs in a folder called ``runs``: a symbolic link to the one that was started or
-resumed last."""
 
 _RESUMED: Final = "resumed"
 
@@ -124,8 +124,8 @@ class LogFile:
 _private: Final = partial(os.open, mode=0o600)
 _readable: Final = partial(os.open, mode=0o644)
 
+# Logs that this process writes, by the real path of their folders.
 _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()
-"""Logs that this process writes, by the real path of their folders."""
 
 
 def check_config(config: Mapping[str, Any]) -> Any:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 1000, 400
 
+# Colors of compared runs, then they repeat.
 _COLORS = 9
-"""Colors of compared runs, then they repeat."""
 _MOST_TIPS = 64
 _TIP_LINES = 7
 
@@ -291,12 +291,13 @@ def _compact(value: float) -> str:
 
 _FOLDER: Final = Path(__file__).parent
 _REPORT: Final = "report.html"
+
+# The heading above a chart, by the first word of its key.
 _SECTIONS: Final = {
     "auc": "Quality and bytes",
     **dict.fromkeys(("sparsity", "fates", "value"), "Over steps"),
     **dict.fromkeys(("bytes", "traffic"), "Tables"),
 }
-"""The heading above a chart, by the first word of its key."""
 
 
 def write_report(

@@ -121,8 +121,8 @@ def read_artifacts(run: Path) -> tuple[ArtifactBytes, ...]:
         ) from error
 
 
+# `(step, value)`, steps ascending; None where the value was not finite.
 Series = tuple[tuple[int, float | None], ...]
-"""``(step, value)``, steps ascending; None where the value was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,8 +397,8 @@ def _by_name(runs: Sequence[Run], taken: str) -> dict[str, Run]:
     return named
 
 
+# What reading a line raises that no RunLog wrote.
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a line raises that no RunLog wrote."""
 
 
 def _read(folder: Path) -> Run:
@@ -561,12 +561,12 @@ def _validation(line: Mapping[str, Any]) -> GuardCheck:
     return GuardCheck(**line["check"])
 
 
+# Kinds of lines of which all in a session count.
 _EVENTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
     "masks": _mask_update,
     "slots": _slot_update,
     "validation": _validation,
 }
-"""Kinds of lines of which all in a session count."""
 
 
 def _table_stats(table: Mapping[str, Any]) -> TableStats:

@@ -50,6 +50,7 @@ from dist_sparse.tables.modules import ModelTables
 from dist_sparse.text import shortened
 from dist_sparse.training.sparsify import SparseTraining
 
+# Scalars of a mask update for sinks: the name of each, and of its field.
 _SHOWN = {
     "sparsity": "sparsity",
     "target": "target",
@@ -57,13 +58,12 @@ _SHOWN = {
     "dead_rows": "dead_rows",
     "regrown": "regrown_blocks",
 }
-"""Scalars of a mask update for sinks: the name of each, and of its field."""
 
+# Values from here on are logged as null, like infinities: differences of two must be finite.
 _LARGEST = 1e300
-"""Values from here on are logged as null, like infinities: differences of two must be finite."""
 
+# Rows without a lookup, with 1, with 2 and 3, with 4 to 7 and so on up to int32's largest.
 _OCTAVES = 33
-"""Rows without a lookup, with 1, with 2 and 3, with 4 to 7 and so on up to int32's largest."""
 
 
 class Sink(Protocol):

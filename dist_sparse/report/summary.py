@@ -34,15 +34,15 @@ from dist_sparse.text import (
     wrapped,
 )
 
+# Loss of AUC up to which `verdict` takes a smaller run for as good.
 TOLERANCE: Final = 0.002
-"""Loss of AUC up to which :func:`verdict` takes a smaller run for as good."""
 
+# Fields of a table in `numbers`.
 TABLE_FIELDS: Final = (
     *("name", "shape", "dtype", "sharding", "sparse_block_shape", "target", "sparsity", "blocks"),
     *("removed_blocks", "bytes_dense", "bytes_kept", "bytes_masks"),
     *("threshold", "churn", "dead_rows"),
 )
-"""Fields of a table in :func:`numbers`."""
 
 _SHOWN: Final = (
     *("name", "started", "command", "world", "versions", "config"),
@@ -62,6 +62,7 @@ def _changes(changed: Mapping[str, Any]) -> str:
     return printable(", ".join(texts))
 
 
+# Columns of a comparison: name and text of a row's entries.
 COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
     "run": ("name", str),
     "of dense": ("share", percent),
@@ -72,7 +73,6 @@ COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
     "ms a step": ("ms_per_step", "{:.1f}".format),
     "changed": ("changed", _changes),
 }
-"""Columns of a comparison: name and text of a row's entries."""
 
 _TABLE_COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
     "table": ("name", str),
@@ -86,8 +86,8 @@ _TABLE_COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 }
 
 
+# The baseline differs from nothing: a dash would read as unknown.
 _UNKNOWN: Final = {"delta": ""}
-"""The baseline differs from nothing: a dash would read as unknown."""
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, Any] = COLUMNS) -> list[str]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from dist_sparse.checks import integer
 
+# `curve(step, initial, final, begin, end) -> value`.
 Curve = Callable[[int, float, float, int, int | None], float]
-"""``curve(step, initial, final, begin, end) -> value``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -351,8 +351,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 # Rows by the ids that they belong to. A delta costs what it changes: nothing here that it needs
 # reads rows that it does not name.
 
+# Ids that are taken from a bitmap, and rows that are moved, at once.
 SPAN: Final = 1 << 16
-"""Ids that are taken from a bitmap, and rows that are moved, at once."""
 
 
 def sum_of_rows(ids: Tensor, rows: Tensor) -> int:

@@ -46,11 +46,12 @@ ENCODINGS: Final[dict[str, Encoding]] = {
     # The range is that of the tables beside them: codes stand for entries of their books.
     "codes": Encoding(8, torch.uint8, _FLOAT),
 }
-BITS: Final = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
-"""Of a weight, by dtype."""
 
+# Of a weight, by dtype.
+BITS: Final = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
+
+# The smallest float16 above 0.
 LEAST_HALF: Final = 2.0**-24
-"""The smallest float16 above 0."""
 
 # Elements of a table that are in float64 at once: 2 MiB, which caches hold.
 _CHUNK: Final = 1 << 18

@@ -32,8 +32,8 @@ Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
+# Tensors with an entry for each stored row. Others are carried whole if they have changed.
 PER_ROW: Final = frozenset({"rows", "scale_bias"})
-"""Tensors with an entry for each stored row. Others are carried whole if they have changed."""
 
 _MOST_COLUMNS: Final = 1 << 16
 

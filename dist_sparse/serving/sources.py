@@ -32,8 +32,9 @@ from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
 _ANY: Final = torch.tensor(True)
+
+# Weights of slots that are brought together into the order of their ids.
 _ORDERED: Final = 1 << 21
-"""Weights of slots that are brought together into the order of their ids."""
 
 
 @dataclass(kw_only=True)

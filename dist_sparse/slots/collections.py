@@ -34,18 +34,17 @@ from dist_sparse.torchrec.port import compact_refusal
 
 # Which id holds each slot
 
+# In the place of an id: none holds the slot, or comes into it.
 VACANT: Final = -1
-"""In the place of an id: none holds the slot, or comes into it."""
 
+# A table of so many ids counts each of them. The reservation for the largest is the smallest int32.
 MOST_COUNTED: Final = 2**31 - 3
-"""A table of so many ids counts each of them. The reservation for the largest is the smallest
-int32."""
 
 MOST_IDS: Final = 2**62
 
+# Of Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3): the high bits of the
+# product are the bucket.
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15 - 2**64
-"""Of Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3): the high bits of the
-product are the bucket."""
 
 
 def _swapped(ids: Tensor) -> Tensor:
@@ -205,8 +204,8 @@ class SlotIndex(nn.Module):
 
 # Collections
 
+# Ids of batches that are copied; then they are counted, id by id.
 _NOTED: Final = 1 << 22
-"""Ids of batches that are copied; then they are counted, id by id."""
 
 
 class FollowingIds(CompactIds):

@@ -29,17 +29,17 @@ from dist_sparse.tables.chunked import ChunkedTensor
 
 # Counts
 
+# Counts stop there: that of more lookups than any other id needs no order.
 MOST: Final = 1 << 30
-"""Counts stop there: that of more lookups than any other id needs no order."""
 
+# Weight of a lookup at first, where counts decay: shares of a lookup are counted.
 _UNIT: Final = 16
-"""Weight of a lookup at first, where counts decay: shares of a lookup are counted."""
 
+# Counts are divided when a lookup weighs so many times as much as at first.
 _GROWTH: Final = 16
-"""Counts are divided when a lookup weighs so many times as much as at first."""
 
+# Counts that are read together: temporaries take several times their memory.
 _SPAN: Final = 1 << 22
-"""Counts that are read together: temporaries take several times their memory."""
 
 
 class Weight:
@@ -282,11 +282,11 @@ def gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 # Selection
 
+# The key of protected ids: above all counts.
 PROTECTED: Final = 2 * MOST + 2
-"""The key of protected ids: above all counts."""
 
+# Bits of a key that a round finds; three rounds find all.
 _BITS: Final = 11
-"""Bits of a key that a round finds; three rounds find all."""
 
 _BUCKETS: Final = 1 << _BITS
 

@@ -39,9 +39,10 @@ EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 SUPPORTED_TYPES = {Tensor, nn.Parameter, *EMBEDDING_TYPES}
 
 _SHOWN = 20
+
+# Attributes that a copy does not take over. `step` in the instance is a replaced method, bound to
+# the original.
 _UNSAVED = {"masks", "step"}
-"""Attributes that a copy does not take over. ``step`` in the instance is a replaced method, bound
-to the original."""
 
 Found = TypeVar("Found")
 

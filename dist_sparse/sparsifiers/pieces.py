@@ -23,12 +23,12 @@ from dist_sparse.tables.chunked import ChunkedTensor
 from dist_sparse.tables.hashing import STEP, finished, logical_shift
 from dist_sparse.tables.shards import Block, Grid, Rect, ShardedData, grid_of, owners
 
+# The rectangles of each rank.
 Tiling = tuple[tuple[Rect, ...], ...]
-"""The rectangles of each rank."""
 
+# Lookups of a row from which on more make no difference. Half of the range of int32, so that as
+# many again can be counted before a clamp.
 MOST_COUNTED = 1 << 30
-"""Lookups of a row from which on more make no difference. Half of the range of int32, so that as
-many again can be counted before a clamp."""
 
 
 def assembled(

@@ -31,8 +31,8 @@ from dist_sparse.tables.shards import (
     owners,
 )
 
+# The facts of each group, and the names of its tables.
 Noted = Sequence[tuple[Facts, list[str]]]
-"""The facts of each group, and the names of its tables."""
 
 
 class MaskMaker(abc.ABC):

@@ -10,8 +10,8 @@ from typing import Final
 
 from torch import Tensor
 
+# What the generator adds to its state for each number.
 STEP: Final = 0x9E3779B97F4A7C15 - 2**64
-"""What the generator adds to its state for each number."""
 
 
 def finished(values: Tensor) -> Tensor:

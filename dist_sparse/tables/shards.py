@@ -147,8 +147,8 @@ def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
     return tuple(rect for rect in rects if rect.numel)
 
 
+# Tables as they are stored now, by name.
 Located = Mapping[str, ShardedData]
-"""Tables as they are stored now, by name."""
 
 
 def whole(

@@ -206,6 +206,7 @@ def _glob_list(argument: str, given: object) -> bool | list[str]:
     return given if isinstance(given, bool) else sorted(checks.name_list(argument, given))
 
 
+# By argument the check of its value: takes both, and returns what the value means.
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "level": _levels,
     "budget": lambda _, given: parse_budget(given),
@@ -222,7 +223,6 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "optimizer_state": partial(checks.choice, known=("keep", "reset")),
     "decay": checks.level,
 }
-"""By argument the check of its value: takes both, and returns what the value means."""
 
 
 def left_dense(
@@ -289,8 +289,8 @@ def _reasons(
     return reasons
 
 
+# Words in the names of position embeddings; `wpe` is GPT-2's.
 _POSITIONS: Final = {"pos", "posemb", "posembedding", "position", "positions", "positional", "wpe"}
-"""Words in the names of position embeddings; ``wpe`` is GPT-2's."""
 
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 

@@ -37,8 +37,8 @@ from dist_sparse.sparsifiers.score import SCOPES
 
 Mode: TypeAlias = Literal["max", "min"]
 
+# By mode what a metric is multiplied by, so that larger is better.
 _SIGNS: Final = {"max": 1.0, "min": -1.0}
-"""By mode what a metric is multiplied by, so that larger is better."""
 
 
 @dataclass(kw_only=True)
@@ -85,13 +85,13 @@ def _flag(name: str, value: object) -> None:
     checks.refuse({f"Invalid {name}={value!r}: must be a bool.": value is not True})
 
 
+# The checks of what differs from a new `GuardState`.
 _STATE: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
     "mode": partial(checks.choice, known=_SIGNS),
     "best": checks.number,
 }
-"""The checks of what differs from a new :class:`GuardState`."""
 
 
 class Guard:
