@@ -87,7 +87,9 @@ def gather_rows(
         held: the shards of a group rank that are asked; of several replicas the first by default.
     """
     group = group_over(tables[0].ranks)
-    shards = [_shards(tables, held, rank) for rank in range(group.size)]
+    shards: list[list[tuple[ShardedData, Rect]]] = []
+    for rank in range(group.size):
+        shards.append([(data, rect) for data in tables for rect in held(data, rank)])
     # An all-gather takes messages of one length.
     most = max(map(_rows_in, shards))
     # A rank that runs out of memory here would leave the others waiting.
@@ -102,12 +104,6 @@ def gather_rows(
             found[data.name][rect.row : rect.row_end] |= flagged[: rect.rows]
             flagged = flagged[rect.rows :]
     return found
-
-
-def _shards(
-    tables: Sequence[ShardedData], held: Callable[[ShardedData, int], Sequence[Rect]], rank: int
-) -> list[tuple[ShardedData, Rect]]:
-    return [(data, rect) for data in tables for rect in held(data, rank)]
 
 
 def _rows_in(shards: Sequence[tuple[ShardedData, Rect]]) -> int:

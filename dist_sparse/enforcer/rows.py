@@ -119,6 +119,9 @@ class KeptIds:
         Raises:
             IndexError: an id is outside of its table, if ``strict``.
         """
+        if not (ids.is_cpu or isinstance(ends, Tensor)):
+            # Of features with batches of different sizes the host knows the ends.
+            ends = sent(ends, ids.device)
         if isinstance(ends, Tensor):
             return self._flags_on_device(ids, ends)
         found = torch.ones(ids.numel(), dtype=torch.bool)

@@ -557,15 +557,11 @@ def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
     return SlotUpdate(seconds=line["seconds"], tables=tables)
 
 
-def _validation(line: Mapping[str, Any]) -> GuardCheck:
-    return GuardCheck(**line["check"])
-
-
 # Kinds of lines of which all in a session count.
 _EVENTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
     "masks": _mask_update,
     "slots": _slot_update,
-    "validation": _validation,
+    "validation": lambda line: GuardCheck(**line["check"]),
 }
 
 

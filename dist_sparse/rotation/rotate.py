@@ -472,7 +472,13 @@ class _Hook:
         """``values`` ``(..., columns left)`` of an output in the original basis,
         ``(..., columns)``."""
         name = self.names.get(key)
-        return values if name is None else values @ self.basis(name).T.to(values.dtype)
+        if name is None:
+            return values
+        basis = self.basis(name)
+        if basis.device != values.device:
+            # A rank without a shard of the table learns here where outputs are.
+            basis = self.buffers[_BASIS + name] = basis.to(values.device)
+        return values @ basis.T.to(values.dtype)
 
     def basis(self, name: str) -> Tensor:
         """Return the basis of a table."""

@@ -195,7 +195,10 @@ def _score(
     scored = sparsifier.score_tables(located, sparsifier.data_groups)
     for facts, names in noted:
         tables = [located[name] for name in names]
-        _note_replicas(facts, tables)
+        # Copies are trained apart.
+        if equal := [data for data in tables if data.kept_equal]:
+            facts.replicas |= shared_weights(equal)
+        facts.on_drift = _refuse_drift
         sparsifier.note(facts, tables)
     return scored
 
@@ -241,14 +244,6 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
             # add_model() has compared the tilings of models, which takes long at 1,000 ranks.
             if name in moved or data.fqn is None:
                 facts[f"the sharding of table {name!r}"] = data.tiling
-
-
-def _note_replicas(facts: Facts, tables: Sequence[ShardedData]) -> None:
-    """Note the hashes of weights that several ranks hold and that are meant to be equal."""
-    # Copies are trained apart.
-    if equal := [data for data in tables if data.kept_equal]:
-        facts.replicas |= shared_weights(equal)
-    facts.on_drift = _refuse_drift
 
 
 def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:

@@ -89,7 +89,9 @@ def compact_refusal(model: Any, module: Any) -> str | None:
     if found is None:
         return "it is no collection of TorchRec's"
     averaged = [table.name for table in found.tables if table.pooling == "mean"]
-    processors = filter(_weighs_by_position, model.modules())
+    # An unsharded processor weighs the ids before the collection removes some.
+    processor = ShardedFeatureProcessedEmbeddingBagCollection
+    processors = [each for each in model.modules() if isinstance(each, processor)]
     around = _wrapper_reasons(model) if is_sharded_model(model) else _module_reasons(module)
     reasons = {
         "a feature processor weights ids by their positions, which removed ids would shift": (
@@ -107,11 +109,6 @@ def compact_refusal(model: Any, module: Any) -> str | None:
         "need_indices=True is not supported": found.needs_indices,
     }
     return next(filter(reasons.get, reasons), None)
-
-
-def _weighs_by_position(module: nn.Module) -> bool:
-    # An unsharded processor weighs the ids before the collection removes some.
-    return isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
 
 
 def _module_reasons(module: nn.Module) -> dict[str, bool]:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dist_sparse.enforcer.rows import KeptIds
 from dist_sparse.masking import device as device_module
 from dist_sparse.masking import flat_scores
 from tests.device.account import Spent
@@ -21,6 +22,7 @@ from tests.device.ceilings import (
     UPDATE_BY_TOTALS,
     above,
 )
+from tests.device.fake import cuda, inner
 from tests.device.runs import BLOCKS, Run, on_device
 from tests.device.tables import one_rank
 
@@ -180,3 +182,12 @@ def test_scores_that_are_not_finite_are_refused(name: str, bits: int) -> None:
         with pytest.raises(ValueError, match=r"'t1': the block at row [67], column \d+ scores"):
             run.update(0.6)
         assert all(map(torch.equal, before, run.masks()))
+
+
+def test_ids_of_features_with_batches_of_different_sizes() -> None:
+    """The host knows where their ids end."""
+    kept = torch.tensor([True, False, True])
+    with on_device():
+        found = KeptIds({0: cuda(kept)}, [0, 1]).flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
+        assert found.is_cuda
+        assert inner(found).tolist() == [False, True, True, True]

@@ -23,6 +23,7 @@ from dist_sparse import (
     rotate,
     sparsify,
 )
+from dist_sparse.rotation.rotate import _Hook
 from dist_sparse.rotation.turning import common_basis, paired_bases
 
 
@@ -386,3 +387,13 @@ def test_tables_that_meet_in_dot_products_are_served(tmp_path: Path) -> None:
     wanted = model.item(torch.arange(40)).detach()
     served = load_served(export(model, sparse, tmp_path / "served").path)
     torch.testing.assert_close(served["item"](torch.arange(40)), wanted, rtol=0, atol=0)
+
+
+def test_a_basis_goes_where_the_outputs_are() -> None:
+    """A rank without a shard of the table knows no device when the basis is made."""
+    root = torch.nn.Module()
+    root.register_buffer("rotation_of_item", torch.eye(4))
+    hook = _Hook(root)
+    hook.names[None] = "item"
+    assert hook(root, (), torch.empty(2, 4, device="meta")).is_meta
+    assert root.rotation_of_item.is_meta
