@@ -18,12 +18,12 @@ import reprlib
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any
 
 Json = Any
 
 # In the place of a level: all rows that training has never looked up, and no others.
-UNTOUCHED: Final = "untouched"
+UNTOUCHED = "untouched"
 
 
 def integer(
@@ -270,9 +270,9 @@ def _with_tuples(value: Json) -> Json:
 # Files that are whole or refused: JSON that holds its own CRC32, and folders brought to disk.
 
 # Around the last entry of a sealed text: the CRC32 of the text without that entry.
-_END: Final = "\n}"
-_CRC: Final = ',\n "crc32": "'
-_CLOSED: Final = f'"{_END}\n'
+_END = "\n}"
+_CRC = ',\n "crc32": "'
+_CLOSED = f'"{_END}\n'
 
 
 def hex_of(crc: int) -> str:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -515,7 +515,7 @@ def world_group(apart: str | None = None) -> Group:
 
 # Words of the backends' errors about ranks that do not answer. Gloo has no type of its own for
 # them.
-_LOST: Final = "timed out|timeout|connect|socket|peer"
+_LOST = "timed out|timeout|connect|socket|peer"
 
 
 def _balance(replicas: Mapping[str, Replica]) -> int:
@@ -553,9 +553,9 @@ def _drifted(ranks: Sequence[int], hashes: Sequence[Mapping[str, Json]]) -> dict
 
 
 # Faults in a message; the rest are counted.
-_MOST_SHOWN: Final = 3
-_LONGEST_ERROR: Final = 1000
-_LONGEST_VALUE: Final = 120
+_MOST_SHOWN = 3
+_LONGEST_ERROR = 1000
+_LONGEST_VALUE = 120
 
 
 def explain_errors(ranks: Sequence[int], action: str, errors: Sequence[str | None]) -> str:

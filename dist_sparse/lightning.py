@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -51,7 +51,7 @@ __all__ = ["SparsifyCallback"]
 
 _log = logging.getLogger(__name__)
 
-_REFUSED: Final = {
+_REFUSED = {
     "FSDPStrategy": "it flattens or splits parameters on its own",
     "ModelParallelStrategy": "it splits parameters into DTensors on its own",
     "DeepSpeedStrategy": "its engine takes the steps, and may hold the weights elsewhere",

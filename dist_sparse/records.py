@@ -7,17 +7,17 @@ them where it is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 # A score's bits as float32, shifted right by this, are its bucket: eight buckets an octave.
-LEADING_SHIFT: Final = 20
+LEADING_SHIFT = 20
 
 # Added to a row's total before it is multiplied by squares, so that rows that were never touched
 # are ordered by norm, and after those that are removed already.
-TINY: Final = 2.0**-100
+TINY = 2.0**-100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)  # a long run has millions
@@ -82,7 +82,7 @@ class StepRecord:
 
 
 # What becomes of a lookup of a following table: counts of SlotChange.
-FATES: Final = {
+FATES = {
     "kept": "found a row",
     "removed": "hit removed rows",
     "unseen": "were of ids never seen",

@@ -28,7 +28,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count, islice, product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,22 +52,22 @@ from dist_sparse.torchrec.trial import (
     trial_model,
 )
 
-_BLOCKS: Final = ("row", "1x4", "2x2", "1x1")
+_BLOCKS = ("row", "1x4", "2x2", "1x1")
 
 # Several widths: FBGEMM keeps tables of one width and of several in other kernels.
-_SMALL: Final[Shapes] = {"wide": (20_000, 128), "narrow": (7_001, 32)}
+_SMALL: Shapes = {"wide": (20_000, 128), "narrow": (7_001, 32)}
 
-_STEPS: Final = 20
+_STEPS = 20
 
 # The worst of all ranks counts. A wrong result "differs", an error "failed".
-_ORDER: Final = ("ok", "not run", "differs", "failed")
-_WRONG: Final = _ORDER[2:]
+_ORDER = ("ok", "not run", "differs", "failed")
+_WRONG = _ORDER[2:]
 
 # What Python runs in each process.
-_WORKER: Final = ("-m", "dist_sparse.selftest")
+_WORKER = ("-m", "dist_sparse.selftest")
 
 # Seconds for one check, loading TorchRec included.
-_LIMIT: Final = 180.0
+_LIMIT = 180.0
 
 
 class Difference(Exception):
@@ -284,9 +284,9 @@ def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
     return f"within {most:.1g}"
 
 
-_ON_EVERY_DEVICE: Final = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
+_ON_EVERY_DEVICE = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
 # FBGEMM has some for CUDA only.
-_ON_GPUS: Final = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
+_ON_GPUS = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
 
 
 def fused_optimizers(device: torch.device) -> str:
@@ -326,7 +326,7 @@ def other_storage(device: torch.device, blocks: Sequence[str], **options: Any) -
 
 
 # By name, in the order in which they run.
-CHECKS: Final[dict[str, Callable[[torch.device], str]]] = {
+CHECKS: dict[str, Callable[[torch.device], str]] = {
     "masks": masks_equal_the_cpus,
     "ordinary steps": ordinary_steps_never_wait,
     "mask updates": mask_updates,
@@ -341,7 +341,7 @@ CHECKS: Final[dict[str, Callable[[torch.device], str]]] = {
 }
 
 # TorchRec's fused pipeline records streams, whatever the device.
-_FOR_GPUS: Final = (
+_FOR_GPUS = (
     "ordinary steps",
     "TrainPipelineFusedSparseDist",
     "fused_uvm",

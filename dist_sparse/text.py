@@ -18,15 +18,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, zip_longest
 from operator import attrgetter
-from typing import Final
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 # Bytes from which on the next unit is shorter: "1,010 KiB" has a digit too many.
-_LARGEST: Final = [999.5 * 1024**power for power in range(6)]
+_LARGEST = [999.5 * 1024**power for power in range(6)]
 
 # Cells up to here do not wrap.
-_SHORT: Final = 16
+_SHORT = 16
 
 
 def printable(text: str) -> str:

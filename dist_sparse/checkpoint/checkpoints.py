@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dist_sparse.checkpoint.storage import Entry
 
     # What has masks and schedules, or several by name.
-    Sparse: TypeAlias = Stateful | Mapping[str, Stateful] | None
+    Sparse = Stateful | Mapping[str, Stateful] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +352,7 @@ class Checkpoints:
 
 
 # What has the generators, by their kind.
-_RANDOM: Final[dict[str, Any]] = {"cpu": torch, "cuda": torch.cuda}
+_RANDOM: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda}
 
 
 def _nothing() -> Future[None]:

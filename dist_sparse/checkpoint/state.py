@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, product
-from typing import Any, Final, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ Json = Any
 Tensors = dict[str, Tensor]
 Change = Callable[[], object]
 
-_PREFIX: Final = "optimizer."
-_UNCUT: Final = [0]
+_PREFIX = "optimizer."
+_UNCUT = [0]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,16 +49,16 @@ from dist_sparse.tables.chunked import ChunkedTensor
 # Bytes of a file, and their CRC32.
 Entry = tuple[int, int]
 
-FORMAT: Final = "dist_sparse.checkpoint"
-VERSION: Final = 1
-MARKER: Final = "COMMITTED"
-VALUES: Final = "values.json"
-METADATA: Final = ".metadata"
+FORMAT = "dist_sparse.checkpoint"
+VERSION = 1
+MARKER = "COMMITTED"
+VALUES = "values.json"
+METADATA = ".metadata"
 
-_STEP: Final = re.compile(r"step-(\d{8,})")
-_LONGEST: Final = 1 << 26  # bytes of a marker that are read: 64 MiB
+_STEP = re.compile(r"step-(\d{8,})")
+_LONGEST = 1 << 26  # bytes of a marker that are read: 64 MiB
 
-_CLASSES: Final = {
+_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "TensorStorageMetadata",

@@ -16,9 +16,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-_UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class EntryError(ValueError):
@@ -182,4 +182,4 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 # Files that import and call the user's code; runpy is frozen.
-_MACHINERY: Final = (__file__, importlib.__file__, "<frozen ")
+_MACHINERY = (__file__, importlib.__file__, "<frozen ")

@@ -18,26 +18,26 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dist_sparse.text import printable, wrapped
 from dist_sparse.torchrec import advised, check_versions, fitting, installed
 
-_PIP: Final = f"{shlex.quote(sys.executable)} -m pip"
-_FBGEMM: Final = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_PIP = f"{shlex.quote(sys.executable)} -m pip"
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 # What TorchRec requires besides torch and FBGEMM.
-_OF_TORCHREC: Final = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
+_OF_TORCHREC = 'iopath numpy pyre-extensions tensordict "torchmetrics==1.0.3" tqdm'
 
-_SECONDS: Final = 120.0
+_SECONDS = 120.0
 
-TORCH: Final = """
+TORCH = """
 import json, torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda}))
 """
 
-LOOKUP: Final = """
+LOOKUP = """
 import dist_sparse.torchrec.port, torch, torchrec
 config = torchrec.EmbeddingBagConfig(
     name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"]
@@ -46,7 +46,7 @@ ids = torchrec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 3]), 
 torchrec.EmbeddingBagCollection(tables=[config])(ids)
 """
 
-GLOO: Final = """
+GLOO = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))

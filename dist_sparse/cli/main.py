@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import dist_sparse
 from dist_sparse.cli.arguments import (
@@ -322,9 +322,7 @@ _DELTAS = option(
 )
 
 # By name, in the order of the help: what runs, its purpose, examples with notes, and options.
-_COMMANDS: Final[
-    dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]]
-] = {
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Sequence[Option]]] = {
     "inspect": (
         _inspect,
         "shows the tables and the config of a run, or a checkpoint",

@@ -13,7 +13,7 @@ rounding. Of replicas, the first holder counts.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from dist_sparse.tables.shards import ShardedData
 
 # Entries of a book: a byte has as many values.
-ENTRIES: Final = 256
+ENTRIES = 256
 
 # The largest magnitude of an entry.
-LARGEST_HALF: Final = torch.finfo(torch.float16).max
+LARGEST_HALF = torch.finfo(torch.float16).max
 
 # An entry as one number: gathered in a third of the time that a row of halves takes.
-_WHOLE: Final = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.complex128}
+_WHOLE = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.complex128}
 # Bits of an integer that float64 holds exactly.
-_EXACT_BITS: Final = 53
+_EXACT_BITS = 53
 # Weights are cut at 8 times the power of two above the largest entry of their group.
-_HEADROOM_BITS: Final = 3
+_HEADROOM_BITS = 3
 # Rows whose distances are computed together: 1 MiB of float64, which caches hold.
-_CHUNK: Final = 512
+_CHUNK = 512
 # Rows of a table that the first books are learned from, 40 for each entry, and rounds of k-means.
-_SAMPLED: Final = 10_240
-_ROUNDS: Final = 8
+_SAMPLED = 10_240
+_ROUNDS = 8
 
 
 def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:

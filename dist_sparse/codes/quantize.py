@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ from dist_sparse.text import count, number_of, shape_text, size, table_lines
 from dist_sparse.training.sparsify import SparseTraining, sparsifier_of
 
 # Smaller tables are refused: of 64 columns, their books of 32 KiB take more than a byte a row.
-LEAST_ROWS: Final = 20_000
+LEAST_ROWS = 20_000
 
-_KEYS: Final = {"step", "schedule", "fitted", "books", "codes"}
+_KEYS = {"step", "schedule", "fitted", "books", "codes"}
 
 
 def quantize(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate, chain
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 # Ids of a collection that have a map of 4 bytes an id, 16 MiB, small tables first. The rows of
 # larger tables are found from their bitmaps: a quarter of a byte an id, and many times slower.
-MAPPED_ROWS: Final = 1 << 22
+MAPPED_ROWS = 1 << 22
 
 
 class CompactIds(nn.Module):

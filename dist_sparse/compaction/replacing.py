@@ -19,7 +19,7 @@ from collections.abc import Collection as AnyCollection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,16 +47,16 @@ from dist_sparse.tables.protocols import Collection, Replacement, TorchRecPort
 # Sites
 
 # Which stored rows of a module's tables are kept, bool `(rows,)`, by the table's name in it.
-Kept: TypeAlias = Mapping[str, Tensor]
+Kept = Mapping[str, Tensor]
 
 # By exact class: a subclass may do more in its forward.
-_COMPACT: Final[dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]]] = {
+_COMPACT: dict[type[nn.Module], type[CompactEmbedding] | type[CompactEmbeddingBag]] = {
     nn.Embedding: CompactEmbedding,
     CompactEmbedding: CompactEmbedding,
     nn.EmbeddingBag: CompactEmbeddingBag,
     CompactEmbeddingBag: CompactEmbeddingBag,
 }
-_WHOLE: Final = {CompactEmbedding: nn.Embedding, CompactEmbeddingBag: nn.EmbeddingBag}
+_WHOLE = {CompactEmbedding: nn.Embedding, CompactEmbeddingBag: nn.EmbeddingBag}
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,7 +290,7 @@ class CompactSite(CollectionSite):
         return self.outer.table_slots()
 
 
-Site: TypeAlias = EmbeddingSite | CollectionSite
+Site = EmbeddingSite | CollectionSite
 
 
 def sites_of(model: nn.Module) -> Iterator[Site]:
@@ -315,7 +315,7 @@ def sites_of(model: nn.Module) -> Iterator[Site]:
 
 
 # The module around another one, its name there, and itself.
-Place: TypeAlias = tuple[nn.Module, str, Any]
+Place = tuple[nn.Module, str, Any]
 
 
 def places_of(root: nn.Module, modules: AnyCollection[nn.Module]) -> list[Place]:
@@ -335,7 +335,7 @@ def put(places: Iterable[Place], instead: Mapping[nn.Module, nn.Module]) -> None
 
 
 # Returns a ShardingPlan for the unsharded module with the new tables.
-Planner: TypeAlias = Callable[[nn.Module], Any]
+Planner = Callable[[nn.Module], Any]
 
 
 @dataclass(eq=False)

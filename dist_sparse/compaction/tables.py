@@ -15,7 +15,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from dist_sparse.tables.hashing import STEP, finished, logical_shift
 from dist_sparse.tables.protocols import TableConfig
 from dist_sparse.tables.shards import Rect
 
-_OPTIONS: Final = (
+_OPTIONS = (
     "max_norm",
     "norm_type",
     "scale_grad_by_freq",

@@ -14,12 +14,12 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-_ATTACHED: Final = (
+_ATTACHED = (
     "the hooks that keep removed weights at zero: call detach() first, and copy the model after"
     " that, not before."
 )

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from dist_sparse.tables.shards import sent
 Ends = Sequence[int] | Tensor
 
 # One forward in so many is sampled, beginning with the first after a mask update.
-EVERY: Final = 16
+EVERY = 16
 
 
 def in_table(ids: Tensor, rows: int) -> Tensor:

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from string import Template
 from types import MappingProxyType
-from typing import Final
 
 # What a field must match, and how an error says so.
-_RULES: Final = {
+_RULES = {
     "module": (r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "a dotted Python name"),
     # As Kubernetes names pods, with room for its suffixes.
     "name": (
@@ -40,9 +39,9 @@ _RULES: Final = {
 }
 
 # The same of each key of `env`.
-_KEY: Final = ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
+_KEY = ("[A-Z_][A-Z0-9_]*", "keys of A-Z, 0-9 and _, not first a digit")
 
-_LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,16 +36,16 @@ RowMeasure = Literal["L1", "L2"] | Callable[[Tensor, Tensor], Tensor]
 
 # If one row in so many was written, one pass over all rows is as quick; so is one over all scores,
 # if one in so many is near the threshold.
-_MANY: Final = 4
+_MANY = 4
 
 # Scores read at a time: they stay in the cache.
-_CHUNK: Final = 1 << 18
+_CHUNK = 1 << 18
 
 # Scores from which the range of those near the threshold is estimated.
-_SAMPLE: Final = 1 << 12
+_SAMPLE = 1 << 12
 
 # To each side of the threshold, one score in so many is near it.
-_MARGIN: Final = 16
+_MARGIN = 16
 
 
 # Minimum elements of a shard for keeping scores. To score all rows of a smaller one takes up to

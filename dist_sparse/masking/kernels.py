@@ -13,7 +13,7 @@ of :func:`~dist_sparse.masking.scores.block_sums`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,10 +24,10 @@ from dist_sparse.records import TINY
 from dist_sparse.tables.shards import sent
 
 # Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
-_LANES: Final = 16
+_LANES = 16
 
 # Of weights and of totals.
-_TYPES: Final = {
+_TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
@@ -36,13 +36,13 @@ _TYPES: Final = {
 }
 
 # A constant of the kernels.
-_TINY: Final = tl.constexpr(TINY)
+_TINY = tl.constexpr(TINY)
 
 # By bytes of an element: zero has the same bits in every type of a size.
-WORDS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
+WORDS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 # Of a launch, about so many at most: 8 for each multiprocessor of an H200.
-_PROGRAMS: Final = 1024
+_PROGRAMS = 1024
 
 # Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
 # in tests: the interpreter takes as long for a tile of any size.
@@ -83,7 +83,7 @@ class Scoring(NamedTuple):
 
 
 # Scores are read.
-SCORES: Final = Scoring(torch.float32, 0)
+SCORES = Scoring(torch.float32, 0)
 
 
 class Job(NamedTuple):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ LEADING_BUCKETS = 2048
 # Length of :func:`first_histogram`: zeros apart, then the leading bits.
 HISTOGRAM = 1 + LEADING_BUCKETS
 
-CPU: Final = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class RowTotals(NamedTuple):
@@ -471,7 +471,7 @@ class Segment:
 
 
 # More places than a segment has.
-_ALL: Final = 1 << 62
+_ALL = 1 << 62
 
 
 class JointScores:

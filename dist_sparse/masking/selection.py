@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,8 +84,8 @@ class Threshold:
         return bits < self.bits + (places.long() < segment.places_upto(self.last))
 
 
-NOTHING: Final = Threshold(bits=0, last=-1)
-EVERYTHING: Final = Threshold(bits=KEPT - 1, last=None)
+NOTHING = Threshold(bits=0, last=-1)
+EVERYTHING = Threshold(bits=KEPT - 1, last=None)
 
 
 class NewMask(NamedTuple):

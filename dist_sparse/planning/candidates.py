@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, product
-from typing import Final
 
 import torch
 
@@ -25,15 +24,15 @@ from dist_sparse.tables.shards import ShardedData, basis_bytes, index_bytes, nar
 from dist_sparse.text import percent
 
 # 4 bits on a grid for each column: `export(dtype="int4", scale="column")`.
-BY_COLUMN: Final = "int4 by column"
+BY_COLUMN = "int4 by column"
 
 # Columns of a code, by the name of these rows. Tables that can't have codes are in int4.
-CODED: Final = {"codes of 4": 4, "codes of 8": 8}
+CODED = {"codes of 4": 4, "codes of 8": 8}
 
-_WITHOUT_CODES: Final = dict.fromkeys(CODED, "int4")
+_WITHOUT_CODES = dict.fromkeys(CODED, "int4")
 
 # How rows are stored: as of `dist_sparse.export`, or as above.
-DTYPES: Final = (*BITS, BY_COLUMN, *CODED)
+DTYPES = (*BITS, BY_COLUMN, *CODED)
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class _Form:
 
 
 # Scale and bias of a row, the scale of a column and entries of a book are numbers of 16 bits.
-_FORMS: Final = {str(name): _Form(bits) for name, bits in BITS.items()} | {
+_FORMS = {str(name): _Form(bits) for name, bits in BITS.items()} | {
     "int8": _Form(8, row=4),
     "int4": _Form(4, row=4),
     BY_COLUMN: _Form(4, column=2),
@@ -224,7 +223,7 @@ class Candidate:
 # The candidates of each kind and dtype that keep the most within a budget.
 
 # Levels are searched in steps of `1 / _STEPS`.
-_STEPS: Final = 1 << 20
+_STEPS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
@@ -48,7 +48,7 @@ from dist_sparse.training.arguments import protected
 BUDGETS = (0.5, 0.2, 0.1, 0.05)
 
 # Name of each method in tables, the simplest first.
-METHODS: Final = {
+METHODS = {
     "bits": "bits alone",
     "untouched": "touched rows",
     "small": "small dense",
@@ -59,20 +59,20 @@ METHODS: Final = {
     "codes": "codes",
 }
 
-_METHOD_OF_KIND: Final = {"full": "bits", "small": "small", "columns": "rotated"}
+_METHOD_OF_KIND = {"full": "bits", "small": "small", "columns": "rotated"}
 
 # The method of all trials in a dtype, of any columns.
-_METHOD_OF_DTYPE: Final = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
+_METHOD_OF_DTYPE = {BY_COLUMN: "column", **dict.fromkeys(CODED, "codes")}
 
-_FILE: Final = "trials.jsonl"
+_FILE = "trials.jsonl"
 
-_UNTRAINED: Final = (
+_UNTRAINED = (
     "Columns and rows were removed from the trained model, which was not trained on: removed while "
     "it trains, they lose less, rotated columns above all."
 )
 
 # What to know of a method's measurements.
-_NOTES: Final = {
+_NOTES = {
     **dict.fromkeys(("rotated", "rows", "mix"), _UNTRAINED),
     "codes": (
         "Codes were fitted to the trained weights: training through them with quantize() usually "

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +52,12 @@ _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated co
 
 # What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
 # The bytes are those of the chunks that large tables are scored in.
-UPDATE_MEMORY: Final = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
+UPDATE_MEMORY = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
 
 # Small tables are one chunk: an update takes at most so many copies of them.
-_SMALL_TABLES: Final = 4
+_SMALL_TABLES = 4
 
-_NOT_KNOWN: Final = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
+_NOT_KNOWN = "Rows never looked up: not known; plan(trained_model, optimizer=adagrad) tells."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ def plan(
 # The rules: which of the candidates to use, and why.
 
 # Why narrow tables, where rotated ones are among them and where not.
-_NARROW: Final = {
+_NARROW = {
     True: (
         "Rotated columns that are removed during training, or smaller dense tables: which is better"
         " depends on the interactions per item, the passes over the data and the compute"
@@ -274,20 +274,18 @@ _NARROW: Final = {
 }
 
 # Columns of int4 rows that were as good as codes of the same bytes, on Gowalla.
-_NO_GAIN_FROM: Final = 40
+_NO_GAIN_FROM = 40
 
-_HEADERS: Final = (
+_HEADERS = (
     "Of such short rows 4 bytes of scale and bias are a large part; int4 by column and codes have "
     "none. They gained on Gowalla, and on data that over-fits fewer columns win: measure them too."
 )
-_INT8: Final = (
+_INT8 = (
     "int8{} changed AUC by less than 0.0001 wherever it was measured. Remove nothing else: that"
     " can only lose."
 )
-_INT4: Final = (
-    "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
-)
-_OTHER: Final = {True: "fewer, rotated columns", False: "a smaller dense table"}
+_INT4 = "int4 of all columns{} or {} in int8: which is better depends on the data. Measure both."
+_OTHER = {True: "fewer, rotated columns", False: "a smaller dense table"}
 
 
 def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice, ...], str]:
@@ -422,7 +420,7 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
 
 
 # Arguments of export(), where a candidate is not named after its dtype.
-_EXPORTS: Final = {
+_EXPORTS = {
     BY_COLUMN: 'dtype="int4", scale="column"',
     # The dtype of tables without codes.
     **dict.fromkeys(CODED, 'dtype="int4"'),

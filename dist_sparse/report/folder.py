@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from weakref import WeakValueDictionary
 
 import dist_sparse
@@ -36,15 +36,15 @@ from dist_sparse.checks import refuse
 from dist_sparse.text import shortened
 
 # Version of the folder's layout; a reader refuses others.
-FORMAT: Final = 3
+FORMAT = 3
 
 RUN, LINES, LOCK = "run.json", "log.jsonl", "log.lock"
 
 # Beside the runs in a folder called `runs`: a symbolic link to the one that was started or resumed
 # last.
-LATEST: Final = "latest"
+LATEST = "latest"
 
-_RESUMED: Final = "resumed"
+_RESUMED = "resumed"
 
 
 class LogFile:
@@ -121,8 +121,8 @@ class LogFile:
             self.close()
 
 
-_private: Final = partial(os.open, mode=0o600)
-_readable: Final = partial(os.open, mode=0o644)
+_private = partial(os.open, mode=0o600)
+_readable = partial(os.open, mode=0o644)
 
 # Logs that this process writes, by the real path of their folders.
 _OPEN: WeakValueDictionary[str, LogFile] = WeakValueDictionary()

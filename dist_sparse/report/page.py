@@ -19,7 +19,7 @@ from functools import cache
 from itertools import chain, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from dist_sparse.report import summary
 from dist_sparse.report.charts import MOST_TABLES, Chart, Line, charts, finite
@@ -289,11 +289,11 @@ def _compact(value: float) -> str:
     return f"{value:.4g}"
 
 
-_FOLDER: Final = Path(__file__).parent
-_REPORT: Final = "report.html"
+_FOLDER = Path(__file__).parent
+_REPORT = "report.html"
 
 # The heading above a chart, by the first word of its key.
-_SECTIONS: Final = {
+_SECTIONS = {
     "auc": "Quality and bytes",
     **dict.fromkeys(("sparsity", "fates", "value"), "Over steps"),
     **dict.fromkeys(("bytes", "traffic"), "Tables"),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter, itemgetter, mul
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dist_sparse import checks
 from dist_sparse.records import (
@@ -558,7 +558,7 @@ def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
 
 
 # Kinds of lines of which all in a session count.
-_EVENTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
+_EVENTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "masks": _mask_update,
     "slots": _slot_update,
     "validation": lambda line: GuardCheck(**line["check"]),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dist_sparse.records import FATES, SlotUpdate, TableStats
 from dist_sparse.report.run import ArtifactBytes, Run, flat, share_of, sparsity_of, target_of, total
@@ -35,16 +35,16 @@ from dist_sparse.text import (
 )
 
 # Loss of AUC up to which `verdict` takes a smaller run for as good.
-TOLERANCE: Final = 0.002
+TOLERANCE = 0.002
 
 # Fields of a table in `numbers`.
-TABLE_FIELDS: Final = (
+TABLE_FIELDS = (
     *("name", "shape", "dtype", "sharding", "sparse_block_shape", "target", "sparsity", "blocks"),
     *("removed_blocks", "bytes_dense", "bytes_kept", "bytes_masks"),
     *("threshold", "churn", "dead_rows"),
 )
 
-_SHOWN: Final = (
+_SHOWN = (
     *("name", "started", "command", "world", "versions", "config"),
     *("finished", "sessions", "last_step", "bytes_dense", "bytes_kept"),
 )
@@ -63,7 +63,7 @@ def _changes(changed: Mapping[str, Any]) -> str:
 
 
 # Columns of a comparison: name and text of a row's entries.
-COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
+COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "run": ("name", str),
     "of dense": ("share", percent),
     "AUC": ("auc", "{:.4f}".format),
@@ -74,7 +74,7 @@ COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
     "changed": ("changed", _changes),
 }
 
-_TABLE_COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
+_TABLE_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "table": ("name", str),
     "shape": ("shape", shape_text),
     "block": ("sparse_block_shape", block_shape_text),
@@ -87,7 +87,7 @@ _TABLE_COLUMNS: Final[Mapping[str, tuple[str, Callable[[Any], str]]]] = {
 
 
 # The baseline differs from nothing: a dash would read as unknown.
-_UNKNOWN: Final = {"delta": ""}
+_UNKNOWN = {"delta": ""}
 
 
 def cells_of(row: Mapping[str, Any], columns: Mapping[str, Any] = COLUMNS) -> list[str]:

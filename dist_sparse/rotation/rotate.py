@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, dropwhile, islice
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from dist_sparse.tables.modules import modules_by_path, torchrec_port
 from dist_sparse.tables.shards import COL, ShardedData
 
 # `"table"`: each table by itself. Otherwise groups of names.
-Rotate: TypeAlias = Literal["table"] | Sequence[Sequence[str]]
+Rotate = Literal["table"] | Sequence[Sequence[str]]
 
 
 def rotate(sparsifier: BaseDataSparsifier, tables: Rotate = "table") -> None:

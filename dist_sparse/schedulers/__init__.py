@@ -14,7 +14,7 @@ import copy
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping
 from glob import escape
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dist_sparse.checks import UNTOUCHED, number, scheduled_level
 from dist_sparse.groups import world_group
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Finals: TypeAlias = float | str | Mapping[str, float | str]
+Finals = float | str | Mapping[str, float | str]
 
 # Their values depend on the fraction of the way to ``end``.
 _GROWING = (curves.linear, curves.cubic, curves.cosine, curves.exponential)

@@ -12,14 +12,14 @@ import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from dist_sparse.checks import from_json, integer, plain, to_json
 from dist_sparse.groups import Facts, Group, ranks_text, world_group
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.text import number_of
 
-_WIRE: Final = "the values of get_schedule_param()"
+_WIRE = "the values of get_schedule_param()"
 
 
 @dataclass

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,14 +45,14 @@ from dist_sparse.serving.manifest import (
 )
 from dist_sparse.tables.hashing import STEP, finished
 
-StrPath: TypeAlias = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
-MANIFEST: Final = "manifest.json"
+MANIFEST = "manifest.json"
 # Suffix of folders that are being written.
-PARTIAL: Final = ".partial"
+PARTIAL = ".partial"
 
-_DTYPES: Final = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
-_LONGEST: Final = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
+_LONGEST = 1 << 26  # bytes of a manifest that are read: 64 MiB, some 100,000 tables
 
 
 AnyManifest = TypeVar("AnyManifest", Manifest, Delta)
@@ -352,7 +352,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 # reads rows that it does not name.
 
 # Ids that are taken from a bitmap, and rows that are moved, at once.
-SPAN: Final = 1 << 16
+SPAN = 1 << 16
 
 
 def sum_of_rows(ids: Tensor, rows: Tensor) -> int:

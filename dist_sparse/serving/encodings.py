@@ -10,7 +10,7 @@ codes share a byte, the first in its lower half.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ class Encoding(NamedTuple):
     largest: float
 
 
-_FLOAT: Final = torch.finfo(torch.float32).max
+_FLOAT = torch.finfo(torch.float32).max
 # Half of what float16 holds: beyond it the bias may overflow when it is rounded away from 0.
-_GRID: Final = 2.0**15
-ENCODINGS: Final[dict[str, Encoding]] = {
+_GRID = 2.0**15
+ENCODINGS: dict[str, Encoding] = {
     "fp32": Encoding(32, torch.float32, _FLOAT),
     "fp16": Encoding(16, torch.float16, LARGEST_HALF),
     "int8": Encoding(8, torch.uint8, _GRID),
@@ -48,13 +48,13 @@ ENCODINGS: Final[dict[str, Encoding]] = {
 }
 
 # Of a weight, by dtype.
-BITS: Final = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
+BITS = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
 
 # The smallest float16 above 0.
-LEAST_HALF: Final = 2.0**-24
+LEAST_HALF = 2.0**-24
 
 # Elements of a table that are in float64 at once: 2 MiB, which caches hold.
-_CHUNK: Final = 1 << 18
+_CHUNK = 1 << 18
 
 
 def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -334,7 +334,7 @@ def _write_table(
 # A delta, written in the place of a whole artifact: it gets the same tensors in the same order, and
 # is read back and published like one.
 
-_PIECE: Final = 8 << 20  # bytes of spooled rows that are read at once
+_PIECE = 8 << 20  # bytes of spooled rows that are read at once
 
 
 class DeltaWriter(ArtifactWriter):

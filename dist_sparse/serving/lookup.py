@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,12 @@ from dist_sparse.serving.manifest import Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
 # Bytes at whose multiples tables begin, as in FBGEMM's own modules.
-_ALIGNMENT: Final = 128
+_ALIGNMENT = 128
 
-_HEAD: Final = 4  # bytes of a row's scale and bias
+_HEAD = 4  # bytes of a row's scale and bias
 
 # Of tables of one width without FBGEMM: rows are int32, and one more is of zeros.
-_MOST_ROWS: Final = 2**31 - 2
+_MOST_ROWS = 2**31 - 2
 
 
 @dataclass(frozen=True)

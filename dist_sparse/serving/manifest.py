@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,9 +23,9 @@ from dist_sparse.codes.books import ENTRIES
 from dist_sparse.serving.encodings import ENCODINGS, Dtype
 from dist_sparse.text import count, percent, size, table_lines
 
-FORMAT: Final = "dist_sparse.serving"
-VERSION: Final = 4
-TABLES: Final = "tables.safetensors"
+FORMAT = "dist_sparse.serving"
+VERSION = 4
+TABLES = "tables.safetensors"
 
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
@@ -33,9 +33,9 @@ Scale = Literal["row", "column"]
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 # Tensors with an entry for each stored row. Others are carried whole if they have changed.
-PER_ROW: Final = frozenset({"rows", "scale_bias"})
+PER_ROW = frozenset({"rows", "scale_bias"})
 
-_MOST_COLUMNS: Final = 1 << 16
+_MOST_COLUMNS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,8 +326,8 @@ def summary(manifest: Manifest) -> str:
 # deltas must add up to, and an artifact merged from a chain goes on with the deltas that follow the
 # chain.
 
-_DELTA_FORMAT: Final = "dist_sparse.serving.delta"
-_DELTA_VERSION: Final = 3
+_DELTA_FORMAT = "dist_sparse.serving.delta"
+_DELTA_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)

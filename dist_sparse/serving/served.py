@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from dist_sparse.serving.lookup import (
 from dist_sparse.serving.manifest import Collection, Delta, Manifest
 from dist_sparse.torchrec import kernels
 
-_NO_INDEX: Final = RowIndex(all_kept(0), 0)
+_NO_INDEX = RowIndex(all_kept(0), 0)
 
 
 class ServedLookup(nn.Module):
@@ -536,7 +536,7 @@ def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, Sto
     return tables
 
 
-_LOOKUPS: Final[dict[str, type[ServedLookup]]] = {
+_LOOKUPS: dict[str, type[ServedLookup]] = {
     "bag": CollectionLookup,
     "sequence": CollectionLookup,
     "embedding_bag": EmbeddingBagLookup,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,10 +31,10 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
-_ANY: Final = torch.tensor(True)
+_ANY = torch.tensor(True)
 
 # Weights of slots that are brought together into the order of their ids.
-_ORDERED: Final = 1 << 21
+_ORDERED = 1 << 21
 
 
 @dataclass(kw_only=True)
@@ -370,9 +370,7 @@ class _Note(NamedTuple):
 
 
 # By the folders of the last delta and of what it follows.
-_NOTES: Final[WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]]] = (
-    WeakKeyDictionary()
-)
+_NOTES: WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]] = WeakKeyDictionary()
 
 
 def with_changes(

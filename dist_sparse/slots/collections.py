@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,16 @@ from dist_sparse.torchrec.port import compact_refusal
 # Which id holds each slot
 
 # In the place of an id: none holds the slot, or comes into it.
-VACANT: Final = -1
+VACANT = -1
 
 # A table of so many ids counts each of them. The reservation for the largest is the smallest int32.
-MOST_COUNTED: Final = 2**31 - 3
+MOST_COUNTED = 2**31 - 3
 
-MOST_IDS: Final = 2**62
+MOST_IDS = 2**62
 
 # Of Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3): the high bits of the
 # product are the bucket.
-_MULTIPLIER: Final = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
 def _swapped(ids: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class SlotIndex(nn.Module):
 # Collections
 
 # Ids of batches that are copied; then they are counted, id by id.
-_NOTED: Final = 1 << 22
+_NOTED = 1 << 22
 
 
 class FollowingIds(CompactIds):
@@ -372,7 +372,7 @@ class FollowingEmbeddingCollection(_Follows, CompactEmbeddingCollection):
     :class:`FollowingEmbeddingBagCollection`."""
 
 
-FollowingCollection: TypeAlias = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
+FollowingCollection = FollowingEmbeddingBagCollection | FollowingEmbeddingCollection
 
 
 def following(model: nn.Module, rows: Mapping[str, int] | None = None) -> Any:

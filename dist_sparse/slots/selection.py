@@ -18,7 +18,7 @@ id lost to all holders of that update, whose counts have not fallen since agains
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,16 @@ from dist_sparse.tables.chunked import ChunkedTensor
 # Counts
 
 # Counts stop there: that of more lookups than any other id needs no order.
-MOST: Final = 1 << 30
+MOST = 1 << 30
 
 # Weight of a lookup at first, where counts decay: shares of a lookup are counted.
-_UNIT: Final = 16
+_UNIT = 16
 
 # Counts are divided when a lookup weighs so many times as much as at first.
-_GROWTH: Final = 16
+_GROWTH = 16
 
 # Counts that are read together: temporaries take several times their memory.
-_SPAN: Final = 1 << 22
+_SPAN = 1 << 22
 
 
 class Weight:
@@ -283,12 +283,12 @@ def gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 # Selection
 
 # The key of protected ids: above all counts.
-PROTECTED: Final = 2 * MOST + 2
+PROTECTED = 2 * MOST + 2
 
 # Bits of a key that a round finds; three rounds find all.
-_BITS: Final = 11
+_BITS = 11
 
-_BUCKETS: Final = 1 << _BITS
+_BUCKETS = 1 << _BITS
 
 
 def bars(slots: Sequence[int], keys: Sequence[Tensor], group: Group) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from dist_sparse.sparsifiers.pieces import MOST_COUNTED, shared_tensors
 from dist_sparse.sparsifiers.score import BlockShape, DataNormSparsifier, Norm, Scope, Scored
 from dist_sparse.tables.shards import FUSED, ROW, Block, Located, Rect, Shard, ShardedData
 
-Score: TypeAlias = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
+Score = Literal["norm", "frequency", "accumulator", "norm_accumulator"]
 SCORES = get_args(Score)
 
 

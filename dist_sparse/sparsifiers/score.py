@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from operator import mod
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -54,14 +54,14 @@ from dist_sparse.tables.shards import (
     whole,
 )
 
-BlockShape: TypeAlias = tuple[int | str, int | str] | str
-Norm: TypeAlias = Literal["L1", "L2", "l1", "l2"]
-Scope: TypeAlias = Literal["table", "global"]
+BlockShape = tuple[int | str, int | str] | str
+Norm = Literal["L1", "L2", "l1", "l2"]
+Scope = Literal["table", "global"]
 SCOPES = get_args(Scope)
 
 # How elements of a shard are scored, and anything else that decides about their scores: if it
 # differs from the last time, kept scores are out of date.
-Scored: TypeAlias = tuple[RowMeasure, object]
+Scored = tuple[RowMeasure, object]
 
 
 class ScoreSparsifier(BaseDataSparsifier):

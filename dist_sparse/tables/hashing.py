@@ -6,12 +6,10 @@ generators", 2014.
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch import Tensor
 
 # What the generator adds to its state for each number.
-STEP: Final = 0x9E3779B97F4A7C15 - 2**64
+STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
 def finished(values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ Patterns = str | Sequence[str] | None
 
 # Where wrappers keep the user's module: DMP, torch.compile, FSDP, activation checkpointing. These
 # attributes are no part of the fully qualified names in a state_dict.
-_WRAPPED: Final = {
+_WRAPPED = {
     "_dmp_wrapped_module",
     "_orig_mod",
     "_fsdp_wrapped_module",

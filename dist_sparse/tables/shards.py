@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,21 +21,21 @@ from torch import Tensor
 from dist_sparse.checks import integer, refuse
 
 # TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
-CACHED: Final = "fused_uvm_caching"
+CACHED = "fused_uvm_caching"
 
 # TorchRec's compute kernels whose lookups an enforcer sees.
-FUSED: Final = ("fused", "fused_uvm", CACHED)
+FUSED = ("fused", "fused_uvm", CACHED)
 
-ROW: Final = "ROW"
+ROW = "ROW"
 """In a block shape: the whole row, whatever the width of the table."""
 
-COL: Final = "COL"
+COL = "COL"
 """In a block shape: the whole column, whatever the number of rows of the table."""
 
 Block = tuple[int, int]
 
 # Of weights that can be scored.
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Rect(NamedTuple):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 # Releases of TorchRec and FBGEMM by that of torch.
-_TESTED: Final[dict[Any, tuple[int, int]]] = {(2, 12): (1, 7), (2, 13): (1, 8)}
+_TESTED: dict[Any, tuple[int, int]] = {(2, 12): (1, 7), (2, 13): (1, 8)}
 
 
 def installed() -> dict[str, str]:

@@ -76,28 +76,28 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-_KERNELS: Final = ("dense", *FUSED)
-_TYPES: Final = (DataType.FP32, DataType.FP16, DataType.BF16)
+_KERNELS = ("dense", *FUSED)
+_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
-_BAGS: Final = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
-_SEQUENCES: Final = (EmbeddingCollection, ShardedEmbeddingCollection)
+_BAGS = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+_SEQUENCES = (EmbeddingCollection, ShardedEmbeddingCollection)
 # A sharded feature processor is a collection to TorchRec; the tables are in another one inside it.
-_KNOWN: Final = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
-_SHARDED: Final = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-_ANY_COLLECTION: Final = (
+_KNOWN = (*_BAGS, *_SEQUENCES, ShardedFeatureProcessedEmbeddingBagCollection)
+_SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_ANY_COLLECTION = (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
     ShardedEmbeddingModule,
 )
 
-_QUANTIZED: Final = "it is quantized; sparsify the float model before quantizing"
-_COLLISIONS: Final = "managed collisions move ids between rows"
-_ITEP: Final = "in-training pruning (ITEP) moves ids between rows"
-_PEC: Final = "PEC collections handle colliding ids on their own"
+_QUANTIZED = "it is quantized; sparsify the float model before quantizing"
+_COLLISIONS = "managed collisions move ids between rows"
+_ITEP = "in-training pruning (ITEP) moves ids between rows"
+_PEC = "PEC collections handle colliding ids on their own"
 
 # Python modules whose collections change behind a mask which row an id means, or the row itself,
 # and why. Not imported: several are slow.
-REFUSED: Final = {
+REFUSED = {
     "torchrec.modules.mc_embedding_modules": _COLLISIONS,
     "torchrec.distributed.mc_embedding_modules": _COLLISIONS,
     "torchrec.modules.itep_embedding_modules": _ITEP,
@@ -178,7 +178,7 @@ def table_configs(configs: Sequence[Any]) -> list[TableConfig]:
 
 
 # Optimizers that write no other rows than a batch has looked up.
-ROW_WRITERS: Final = {
+ROW_WRITERS = {
     "SGD",
     "EXACT_SGD",
     "LARS_SGD",
@@ -194,7 +194,7 @@ ROW_WRITERS: Final = {
 
 
 # Optimizers whose step is a multiple of the gradient and of the weight.
-STILL: Final = {
+STILL = {
     "SGD",
     "EXACT_SGD",
     "EXACT_ADAGRAD",
@@ -204,10 +204,10 @@ STILL: Final = {
 
 
 # Multiples of the weight: the other modes count the lookups of each row, or compare norms.
-_PLAIN_DECAYS: Final = {"NONE", "L2", "DECOUPLE"}
+_PLAIN_DECAYS = {"NONE", "L2", "DECOUPLE"}
 
 
-_HYPERPARAMETERS: Final = ("eps", "beta1", "beta2", "weight_decay")
+_HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 
 
 # By FBGEMM's module, lookups whose backward is to come. Not only in FbgemmBatch: tables

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, filterfalse
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal
 
 from torch import nn
 
@@ -39,10 +39,10 @@ from dist_sparse.tables.shards import (
     resolve_block,
 )
 
-Level: TypeAlias = float | Literal["untouched", "auto"]
-Levels: TypeAlias = Level | Mapping[str, Level]
-OptimizerState: TypeAlias = Literal["keep", "reset"]
-Schedule: TypeAlias = (
+Level = float | Literal["untouched", "auto"]
+Levels = Level | Mapping[str, Level]
+OptimizerState = Literal["keep", "reset"]
+Schedule = (
     Literal["constant", "cosine", "cubic", "exponential", "linear", "one_shot"]
     | Callable[..., schedulers.ReadyDataScheduler]
 )
@@ -207,7 +207,7 @@ def _glob_list(argument: str, given: object) -> bool | list[str]:
 
 
 # By argument the check of its value: takes both, and returns what the value means.
-_CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "level": _levels,
     "budget": lambda _, given: parse_budget(given),
     "scope": partial(checks.choice, known=SCOPES),
@@ -290,9 +290,9 @@ def _reasons(
 
 
 # Words in the names of position embeddings; `wpe` is GPT-2's.
-_POSITIONS: Final = {"pos", "posemb", "posembedding", "position", "positions", "positional", "wpe"}
+_POSITIONS = {"pos", "posemb", "posembedding", "position", "positions", "positional", "wpe"}
 
-_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def _is_of_positions(data: ShardedData, included: Mapping[str, None]) -> bool:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -35,10 +35,10 @@ from dist_sparse.sparsifiers.importance import SCORES, ImportanceSparsifier
 from dist_sparse.sparsifiers.masks import LastUpdate
 from dist_sparse.sparsifiers.score import SCOPES
 
-Mode: TypeAlias = Literal["max", "min"]
+Mode = Literal["max", "min"]
 
 # By mode what a metric is multiplied by, so that larger is better.
-_SIGNS: Final = {"max": 1.0, "min": -1.0}
+_SIGNS = {"max": 1.0, "min": -1.0}
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ def _flag(name: str, value: object) -> None:
 
 
 # The checks of what differs from a new `GuardState`.
-_STATE: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+_STATE: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("active", "waiting", "owed"), _flag),
     **dict.fromkeys(("pending", "accepted", "undone"), partial(checks.integer, least=0)),
     "mode": partial(checks.choice, known=_SIGNS),
