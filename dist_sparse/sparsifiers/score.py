@@ -219,8 +219,10 @@ class ScoreSparsifier(BaseDataSparsifier):
         of: dict[Rect, object] = {}
         for shard in goal.data.shards:
             seen, rect = written.get(shard.tensor.data_ptr()), shard.rect
-            how = self.row_measure(name, shard) if worth_keeping(rect, goal.block) else None
-            if seen is None or how is None:
+            if seen is None or not worth_keeping(rect, goal.block):
+                continue
+            how = self.row_measure(name, shard)
+            if how is None:
                 continue
             scores = before.get((name, rect), KeptScores(seen))
             if scores.written is not seen:

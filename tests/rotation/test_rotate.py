@@ -23,7 +23,6 @@ from dist_sparse import (
     rotate,
     sparsify,
 )
-from dist_sparse.rotation.rotate import _Hook
 from dist_sparse.rotation.turning import common_basis, paired_bases
 
 
@@ -391,9 +390,8 @@ def test_tables_that_meet_in_dot_products_are_served(tmp_path: Path) -> None:
 
 def test_a_basis_goes_where_the_outputs_are() -> None:
     """A rank without a shard of the table knows no device when the basis is made."""
-    root = torch.nn.Module()
-    root.register_buffer("rotation_of_item", torch.eye(4))
-    hook = _Hook(root)
-    hook.names[None] = "item"
-    assert hook(root, (), torch.empty(2, 4, device="meta")).is_meta
-    assert root.rotation_of_item.is_meta
+    model, _, sparse = narrowed()
+    sparse.detach()
+    model.to("meta").rotation_of_user = torch.eye(8)
+    assert model(*(ids.to("meta") for ids in batch())).is_meta
+    assert model.rotation_of_user.is_meta

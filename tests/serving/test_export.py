@@ -3,6 +3,7 @@ written."""
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -351,7 +352,7 @@ def test_serve_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert out == "\n".join(str(exported).splitlines()[1:]) + "\nok\n"
     assert main(["serve-check", str(tmp_path / "served"), "--json"]) == 0
-    assert capsys.readouterr().out == exported.manifest.to_text()
+    assert json.loads(capsys.readouterr().out) == json.loads(exported.manifest.to_text())
     with open(tmp_path / "served" / "tables.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
