@@ -35,8 +35,9 @@ from dist_sparse.enforcer.rows import (
     add_pruned,
     flag,
 )
-from dist_sparse.masking.kept_scores import Written, worth_keeping
+from dist_sparse.masking.kept_scores import Written
 from dist_sparse.masking.masks import Held
+from dist_sparse.masking.scores import worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.modules import collection_of, torchrec_port
 from dist_sparse.tables.protocols import TableBatch

@@ -30,14 +30,8 @@ from dist_sparse.masking.block_masks import (
     new_masks,
     score_tables,
 )
-from dist_sparse.masking.kept_scores import (
-    Keeping,
-    KeptScores,
-    RowMeasure,
-    Written,
-    worth_keeping,
-)
-from dist_sparse.masking.scores import Measure
+from dist_sparse.masking.kept_scores import Keeping, KeptScores, RowMeasure, Written
+from dist_sparse.masking.scores import Measure, worth_keeping
 from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.sparsifiers.masks import Configs
 from dist_sparse.tables.shards import (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
 from dist_sparse import ROW, DataNormSparsifier, ImportanceSparsifier, MaskEnforcer, ScoreSparsifier
-from dist_sparse.masking import kept_scores
+from dist_sparse.masking import scores
 from dist_sparse.masking.kept_scores import KeptScores
 from dist_sparse.sparsifiers.step import make_masks
 from tests.dist.cells import Cell, TableSpec, batch, build, cells, gathered, set_weights, weights
@@ -74,7 +74,7 @@ def drawn(examples: int) -> list[list[Action]]:
 
 def keep_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep scores of the tables here, too."""
-    monkeypatch.setattr(kept_scores, "LARGE", 1 << 14)
+    monkeypatch.setattr(scores, "LARGE", 1 << 14)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
