@@ -38,7 +38,9 @@ from dist_sparse import checks
 from dist_sparse.enforcer.enforcer import MaskEnforcer
 from dist_sparse.enforcer.fused import collections_of
 from dist_sparse.groups import world_group
-from dist_sparse.sparsifiers.score import DataNormSparsifier
+from dist_sparse.records import TINY
+from dist_sparse.sparsifiers.importance import ImportanceSparsifier
+from dist_sparse.sparsifiers.score import ScoreSparsifier
 from dist_sparse.tables.modules import collection_of
 from dist_sparse.tables.protocols import TableBatch
 from dist_sparse.tables.shards import CACHED
@@ -53,6 +55,9 @@ from dist_sparse.torchrec.trial import (
 )
 
 _BLOCKS = ("row", "1x4", "2x2", "1x1")
+
+# The fused optimizer with which each score is tried: norms alone, and the default of sparsify().
+_SCORES = {"norm": "EXACT_SGD", "norm_accumulator": "EXACT_ROWWISE_ADAGRAD"}
 
 # Several widths: FBGEMM keeps tables of one width and of several in other kernels.
 _SMALL: Shapes = {"wide": (20_000, 128), "narrow": (7_001, 32)}
@@ -79,35 +84,59 @@ Json = dict[str, Any]
 # Checks
 
 
+class _ByHand(ScoreSparsifier):
+    """Scores plain tables by their norms times given sums of rows."""
+
+    sums: dict[str, Tensor]
+
+    def score(self, name: str, data: Tensor, *, offset: tuple[int, int], **config: Any) -> Tensor:
+        sums = self.sums[name][offset[0] : offset[0] + len(data), None]
+        # Times 1 where norms alone count: the rest is lost in rounding.
+        return data.double().square() * (sums + TINY)
+
+
 class _Trial:
-    """A model on the device, whose tables have the same weights on every machine.
+    """A model on the device, whose tables have the same weights on every machine, and the same sums
+    of Adagrad.
 
     Args:
         device: of this rank.
         block: of its masks.
         level: the sparsity level.
+        score: of :class:`~dist_sparse.ImportanceSparsifier`.
         attach: whether an enforcer keeps removed weights at zero.
         **options: of :func:`~dist_sparse.torchrec.trial.trial_model`.
     """
 
     def __init__(
-        self, device: torch.device, block: str, level: float, attach: bool = True, **options: Any
+        self,
+        device: torch.device,
+        block: str,
+        level: float,
+        attach: bool = True,
+        score: Any = "norm",
+        **options: Any,
     ) -> None:
         self.device = device
-        self.model = trial_model(_SMALL, device, **options)
+        self.model = trial_model(_SMALL, device, **{"optimizer": _SCORES[score], **options})
         self.optimizer = layers_optimizer(self.model)
-        self.sparsifier = _sparsifier(block, level)
+        self.sparsifier = ImportanceSparsifier(None, level, block, score=score)
         self.sparsifier.add_model(self.model)
-        random = torch.Generator().manual_seed(7)
-        self.tables = {name: torch.randn(shape, generator=random) for name, shape in _SMALL.items()}
-        for name, data in self.sparsifier.masks.tables.locate().items():
-            for shard in data.shards:
-                rect = shard.rect
-                part = self.tables[name][rect.row : rect.row_end, rect.col : rect.col_end]
-                shard.tensor.copy_(part)
-        self.sparsifier.step()
         if attach:
             MaskEnforcer(self.sparsifier).attach(self.optimizer)
+        sums = {} if score == "norm" else self.sparsifier.sums()
+        random = torch.Generator().manual_seed(7)
+        self.tables = {name: torch.randn(shape, generator=random) for name, shape in _SMALL.items()}
+        self.sums = {name: torch.ones(rows).double() for name, (rows, _) in _SMALL.items()}
+        for name, data in self.sparsifier.masks.tables.locate().items():
+            if sums:
+                self.sums[name].copy_(torch.rand(data.shape[0], generator=random))
+            for (row, col, rows, cols), tensor in data.shards:
+                tensor.copy_(self.tables[name][row : row + rows, col : col + cols])
+                if sums:
+                    total, _ = sums[tensor.data_ptr()]
+                    total.view(-1).copy_(self.sums[name][row : row + rows])
+        self.sparsifier.step()
 
     def batches(self) -> Iterator[Any]:
         """Yield batches in CPU memory, other ones on each rank."""
@@ -133,7 +162,8 @@ class _Trial:
             Difference: they are not.
         """
         group = self.sparsifier.data_groups["wide"]
-        plain = _sparsifier(group["sparse_block_shape"], group["sparsity_level"])
+        plain = _ByHand(None, group["sparsity_level"], group["sparse_block_shape"])
+        plain.sums = self.sums
         for name, data in self.sparsifier.masks.tables.locate().items():
             plain.add_data(name, self.tables[name].to(data.dtype))
         plain.step()
@@ -142,23 +172,19 @@ class _Trial:
             raise Difference(f"{what}: the masks of {sorted(wrong)} differ from the CPU's")
 
 
-def _sparsifier(block: Any, level: float) -> DataNormSparsifier:
-    return DataNormSparsifier(None, level, block, None, "L2")
-
-
 def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
 def masks_equal_the_cpus(device: torch.device) -> str:
     """Masks of all blocks, cut by rows over the ranks, against one process on the CPU."""
-    for block in _BLOCKS:
-        trial = _Trial(device, block, 0.5)
-        trial.check_masks(f"{block} at 50%")
+    for score, block in product(_SCORES, _BLOCKS):
+        trial = _Trial(device, block, 0.5, score=score)
+        trial.check_masks(f"{block} by {score} at 50%")
         # A second update, for which removed weights tie at 0.
         _update(device, trial.sparsifier, 0.73)
-        trial.check_masks(f"{block} at 73%")
-    return f"{len(_BLOCKS)} blocks, 2 updates, bit for bit"
+        trial.check_masks(f"{block} by {score} at 73%")
+    return f"{len(_BLOCKS)} blocks, {len(_SCORES)} scores, 2 updates, bit for bit"
 
 
 @contextmanager
@@ -207,7 +233,7 @@ def _versions(batch: TableBatch) -> list[int]:
 
 
 def mask_updates(device: torch.device) -> str:
-    """Time, waits and memory of mask updates of one table of normal weights."""
+    """Time, waits and memory of mask updates of one table, by the default score."""
     lines = []
     sizes = {"cuda": (1_000_000, 10_000_000), "cpu": (20_000, 100_000)}
     for rows, block in product(sizes[device.type], ("row", "1x4")):
@@ -216,8 +242,8 @@ def mask_updates(device: torch.device) -> str:
 
 
 def _mask_update(device: torch.device, rows: int, block: str) -> str:
-    model = trial_model({"table": (rows, 128)}, device)
-    sparsifier = _sparsifier(block, 0.5)
+    model = trial_model({"table": (rows, 128)}, device, optimizer="EXACT_ROWWISE_ADAGRAD")
+    sparsifier = ImportanceSparsifier(None, 0.5, block)
     sparsifier.add_model(model)
     [data] = sparsifier.masks.tables.locate().values()
     for shard in data.shards:
@@ -242,7 +268,7 @@ def _mask_update(device: torch.device, rows: int, block: str) -> str:
     return f"{milliseconds:.0f} ms{says}"
 
 
-def _update(device: torch.device, sparsifier: DataNormSparsifier, level: float) -> None:
+def _update(device: torch.device, sparsifier: ImportanceSparsifier, level: float) -> None:
     """Take one mask update, and wait for it."""
     for group in sparsifier.data_groups.values():
         group["sparsity_level"] = level
@@ -445,7 +471,10 @@ def _wait_for(number: int, folder: Path, processes: Sequence[subprocess.Popen[by
     while (took := time.monotonic() - started) < _LIMIT:
         # Asked before the files are read: a process that has ended writes no more.
         ended = {rank for rank, process in enumerate(processes) if process.poll() is not None}
-        found = _answers(folder, number)
+        # By rank.
+        found: dict[int, Json] = {}
+        for file in folder.glob(f"{number}-*.json"):
+            found[int(file.stem.rpartition("-")[2])] = json.loads(file.read_text())
         worst: Json = max(
             found.values(), key=lambda each: _ORDER.index(each["status"]), default={"status": "ok"}
         )
@@ -461,12 +490,6 @@ def _lost(says: str, seconds: float, folder: Path) -> Json:
     # The end of what each process has printed.
     logs = [log.read_text(errors="replace")[-2_000:] for log in sorted(folder.glob("*.log"))]
     return {"status": "failed", "says": says, "seconds": seconds, "details": logs}
-
-
-def _answers(folder: Path, number: int) -> dict[int, Json]:
-    """Return by rank what has been found in a check so far."""
-    files = folder.glob(f"{number}-*.json")
-    return {int(file.stem.rpartition("-")[2]): json.loads(file.read_text()) for file in files}
 
 
 def worker(words: Sequence[str]) -> int:
