@@ -71,20 +71,15 @@ class Facts(dict[str, Json]):
             share.
         drifted: by replica the global ranks where it differs from its first holder's; filled on
             exit.
-        on_drift: called on every rank of the group with what has drifted, if anything has. What it
-            raises is raised on every rank of the other groups too. By default nothing: the caller
-            reads ``drifted``.
+        drift_error: the error on every rank of all groups if anything has drifted, with
+            ``{places}`` for what and where. None raises nothing: the caller reads ``drifted``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.replicas: dict[str, Replica] = {}
         self.drifted: dict[str, list[int]] = {}
-        self.on_drift: Callable[[dict[str, list[int]]], object] = _accept
-
-
-def _accept(drifted: dict[str, list[int]]) -> None:
-    """Leave drift to the caller."""
+        self.drift_error: str | None = None
 
 
 class _Sent(threading.local):
@@ -253,7 +248,7 @@ class Group:
         Args:
             action: what is about to happen, for messages.
             facts: what must be equal on all ranks; differing keys are named in the message. Its
-                replicas are compared, and its ``on_drift`` is called.
+                replicas are compared, and its ``drift_error`` is raised.
             error: an error of this rank; raised on all ranks.
 
         Raises:
@@ -338,7 +333,10 @@ class RankGroup(Group):
         if int(balances.sum()) != 0:
             held = self.all_gather_json({name: each.hash for name, each in facts.replicas.items()})
             facts.drifted = _drifted(self.ranks, held)
-            facts.on_drift(facts.drifted)
+            drifted = facts.drifted.items()
+            places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted)
+            if facts.drift_error is not None and drifted:
+                raise ValueError(facts.drift_error.format(places=places))
 
     def _refusal(self, action: str, facts: Mapping[str, Json], error: Exception | None) -> str:
         """Return the message on every rank. Collective over the group: first digests alone, for

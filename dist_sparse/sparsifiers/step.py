@@ -35,6 +35,13 @@ from dist_sparse.tables.shards import (
 Noted = Sequence[tuple[Facts, list[str]]]
 
 
+_DRIFTED = (
+    "Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the same"
+    " checkpoint on all ranks, or broadcast weights and optimizer state from the first, and find"
+    " what updates them differently."
+)
+
+
 class MaskMaker(abc.ABC):
     """What mask updates and loads need of a sparsifier: its attributes, and the methods that
     subclasses define. See :class:`~dist_sparse.extend.BaseDataSparsifier`."""
@@ -198,7 +205,7 @@ def _score(
         # Copies are trained apart.
         if equal := [data for data in tables if data.kept_equal]:
             facts.replicas |= shared_weights(equal)
-        facts.on_drift = _refuse_drift
+        facts.drift_error = _DRIFTED
         sparsifier.note(facts, tables)
     return scored
 
@@ -244,15 +251,6 @@ def _note_facts(noted: Noted, located: Located, sparsifier: MaskMaker) -> None:
             # add_model() has compared the tilings of models, which takes long at 1,000 ranks.
             if name in moved or data.fqn is None:
                 facts[f"the sharding of table {name!r}"] = data.tiling
-
-
-def _refuse_drift(drifted: Mapping[str, list[int]]) -> None:
-    places = "; ".join(f"{place} on ranks {ranks}" for place, ranks in drifted.items())
-    raise ValueError(
-        f"Replicas have drifted from their first holder's: {places}. Nothing was changed. Load the"
-        " same checkpoint on all ranks, or broadcast weights and optimizer state from the first,"
-        " and find what updates them differently."
-    )
 
 
 def _of_first_copies(

@@ -8,7 +8,7 @@ train models of their own, which are never compared. Either way the first rank w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dist_sparse.groups import (
@@ -72,7 +72,11 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
     world = world_group()
     with world.agreeing("step()") as facts:
         # Replicas by now: a difference is an error.
-        facts.on_drift = _refuse
+        facts.drift_error = (
+            "Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
+            " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
+            " that are meant to differ must differ when sparsify() is called."
+        )
         # Removed weights that a batch has written differ until they are masked.
         sparsifier.masks.hooks.settle()
         sparsifier.note(facts, [])
@@ -90,12 +94,3 @@ def _hashes(world: Group, names: Sequence[str], located: Located) -> dict[str, R
         # Located alone, a table is in a world of one: every rank holds its one tile.
         held.append(replace(data, ranks=world.ranks, tiling=data.tiling * world.size))
     return shared_weights(held)
-
-
-def _refuse(drifted: Mapping[str, list[int]]) -> None:
-    places = "; ".join(f"{place} on {ranks_text(ranks)}" for place, ranks in drifted.items())
-    raise ValueError(
-        f"Replicas have drifted from rank 0's: {places}. Nothing was changed. No wrapper keeps"
-        " these tables equal: train a DistributedDataParallel and call sparsify() on it. Models"
-        " that are meant to differ must differ when sparsify() is called."
-    )

@@ -80,7 +80,7 @@ def drift(change: Callable[[Tensor], None]) -> None:
     sparsifier.add_model(model)
     sparsifier.step()
     change(model.module[0].weight.data)
-    with pytest.raises(ValueError, match=r"drifted.*ranks \[1"):
+    with pytest.raises(ValueError, match=r"drifted.*on ranks? 1"):
         sparsifier.step()
 
 
