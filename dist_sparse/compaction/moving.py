@@ -110,13 +110,15 @@ def _rows_in(shards: Sequence[tuple[ShardedData, Rect]]) -> int:
     return sum(rect.rows for _, rect in shards)
 
 
+# Of a chunk of rows, of the whole width of the table.
+CHUNK_BYTES = 8 << 20
+
+
 def move_rows(
     source: ShardedData,
     tensors: Sequence[Tensor],
     kept: Tensor,
     wanted: Sequence[Sequence[Rect]],
-    *,
-    chunk_bytes: int = 8 << 20,
 ) -> Iterator[tuple[Rect, Tensor]]:
     """Yield the kept rows that this rank wants, chunk by chunk, bit for bit. Collective over the
     ranks of ``source``: one all-to-all a chunk, in each ``next()``, so all ranks must exhaust it.
@@ -128,7 +130,6 @@ def move_rows(
             optimizer state of their shape.
         kept: bool ``(source.shape[0],)`` on the CPU, the same on every rank.
         wanted: for each group rank the rectangles that it wants, in kept coordinates.
-        chunk_bytes: of a chunk, of the whole width of the table.
 
     Yields:
         A rectangle in kept coordinates within one that this rank wants, with all its columns, and
@@ -152,7 +153,7 @@ def move_rows(
     group = group_over(source.ranks)
     held = dict(zip(source.tiling[group.rank], tensors, strict=True))
     row_bytes = max(1, source.shape[1] * source.dtype.itemsize)
-    for chunk in _chunks(kept, max(1, chunk_bytes // row_bytes)):
+    for chunk in _chunks(kept, max(1, CHUNK_BYTES // row_bytes)):
         parcels = Parcels(group)
         # A rank out of memory ends it on all.
         with group.agreeing(f"moving rows of {source.name!r}"):
@@ -174,8 +175,6 @@ def move_rowwise(
     tensors: Sequence[Tensor],
     kept: Tensor,
     wanted: Sequence[Sequence[Rect]],
-    *,
-    chunk_bytes: int = 8 << 20,
 ) -> Iterator[tuple[Rect, Tensor]]:
     """Yield kept values as :func:`move_rows` yields rows, ``(rows,)``: of tensors with one value
     per row and shard, ``(rows,)`` or ``(rows, 1)``. They move as a table with one column for each
@@ -203,7 +202,7 @@ def move_rowwise(
     tiling = tuple(tuple(map(column, rects)) for rects in source.tiling)
     table = replace(source, shape=(source.shape[0], len(spans)), tiling=tiling)
     columns = [list(map(column, rects)) for rects in wanted]
-    for rect, values in move_rows(table, tensors, kept, columns, chunk_bytes=chunk_bytes):
+    for rect, values in move_rows(table, tensors, kept, columns):
         first, count = spans[rect.col]
         yield rect._replace(col=first, cols=count), values.view(-1)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_sparse import DataNormSparsifier
+from dist_sparse.compaction import moving
 from dist_sparse.compaction.moving import kept_rows, move_rows, move_rowwise
 from dist_sparse.tables.modules import ModelTables
 from dist_sparse.tables.shards import Rect, ShardedData
@@ -22,6 +25,12 @@ CELLS = {
     4: ("table_row_wise", "column_wise", "data_parallel", "grid_shard", "ec_row_wise"),
 }
 EVERY = [(world, name) for world, names in CELLS.items() for name in names]
+
+
+def in_chunks(size: int, moves: Iterator[tuple[Rect, Tensor]]) -> Iterator[tuple[Rect, Tensor]]:
+    """What is moved in chunks of so many bytes: the size is read once rows are asked for."""
+    with mock.patch.object(moving, "CHUNK_BYTES", size):
+        yield from moves
 
 
 @on_ranks()
@@ -89,7 +98,7 @@ def test_weights_move(world: int, name: str) -> None:
                     found = torch.full((int(kept.sum()), cols), torch.nan, dtype=source.dtype)
                     tensors = [shard.tensor for shard in source.shards]
                     size = chunk_rows * cols * source.dtype.itemsize
-                    for rect, rows in move_rows(source, tensors, kept, wanted, chunk_bytes=size):
+                    for rect, rows in in_chunks(size, move_rows(source, tensors, kept, wanted)):
                         assert rows.shape == (rect.rows, rect.cols) and rect.rows <= chunk_rows
                         place = slice(rect.row, rect.row_end), slice(rect.col, rect.col_end)
                         assert found[place].isnan().all()
@@ -118,7 +127,7 @@ def test_rowwise_state_moves(world: int, name: str) -> None:
         found = {span: torch.full((rows,), torch.nan, dtype=torch.float64) for span in spans}
         for tensors in (state, [each.view(-1, 1) for each in state]):
             size = 8 * 3 * len(spans)
-            for rect, values in move_rowwise(states, tensors, kept, wanted, chunk_bytes=size):
+            for rect, values in in_chunks(size, move_rowwise(states, tensors, kept, wanted)):
                 assert values.shape == (rect.rows,) and rect.rows <= 3
                 found[rect.col, rect.cols][rect.row : rect.row_end] = values
             for (col, _), values in found.items():
@@ -142,7 +151,7 @@ def test_a_chunk_spans_many_removed_rows() -> None:
     table = torch.nn.Embedding(50_000, 2)
     [source] = ModelTables(table).locate()
     pieces = list(
-        move_rows(source, [table.weight.data], kept, [[Rect(0, 0, 5, 2)]], chunk_bytes=4 * 8)
+        in_chunks(4 * 8, move_rows(source, [table.weight.data], kept, [[Rect(0, 0, 5, 2)]]))
     )
     assert [rect.rows for rect, _ in pieces] == [4, 1]
     assert torch.equal(torch.cat([rows for _, rows in pieces]), table.weight.data[kept])
