@@ -102,8 +102,10 @@ class Opened(Generic[AnyManifest]):
                     first += len(ids)
             else:
                 found = added(0, tensor, None)
-            damaged = f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
-            refuse({damaged: hex_of(found) != table.checksums.get(key)})
+            if hex_of(found) != table.checksums.get(key):
+                raise ValueError(
+                    f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
+                )
             # A crafted artifact has checksums that fit, and its lookups must stay in the table.
             if key == "kept" and not _fits(tensor, table):
                 raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.checks import hex_of, refuse
+from dist_sparse.checks import hex_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import (
     SPAN,
@@ -131,8 +131,8 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
         # Between two more, an id out of range does not ascend.
         bounded = F.pad(some, (1, 0), value=-1)
         bounded = F.pad(bounded, (0, 1), value=end)
-        is_wrong = bool((bounded.diff() <= 0).any())
-        refuse({f"{where} do not ascend, or are not in [0, {end}).": is_wrong})
+        if (bounded.diff() <= 0).any():
+            raise ValueError(f"{where} do not ascend, or are not in [0, {end}).")
     came = ids[rows_of(before, ids) < 0]
     words = before.words.clone()
     # Bits that come are 0 and bits that go are 1, so that nothing is carried.
@@ -141,8 +141,8 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     found = RowIndex(words, before.rows, before.default_row)
     # Ids that go and had no row, and ids of rows that have none in the end.
     strange = int((rows_of(before, gone) < 0).sum()), int((rows_of(found, ids) < 0).sum())
-    is_wrong = (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept)
-    refuse({f"{where} do not come and go as it says.": is_wrong})
+    if (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept):
+        raise ValueError(f"{where} do not come and go as it says.")
     return found
 
 

@@ -232,15 +232,18 @@ def _folders(since: Any) -> tuple[Path, ...]:
 def _where(data: ShardedData) -> list[Any]:
     """Return where a table is stored, and refuse one of other ranks than rank 0."""
     check_data(data)
-    elsewhere = f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
-    refuse({elsewhere: 0 not in (data.ranks or (0,))})
+    if 0 not in (data.ranks or (0,)):
+        raise ValueError(
+            f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
+        )
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
 def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
     codes, found = coded.coded(), dict(tables)
     strange = sorted(codes.keys() - tables.keys())
-    refuse({f"The codes are of {strange}, which are no tables of the model.": strange})
+    if strange:
+        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
     for name, data in codes.items():
         found[name] = replace(tables[name], rows=data, books=coded.books[name])
     return found

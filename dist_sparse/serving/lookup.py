@@ -347,11 +347,11 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.kernels import table_batch
 
-    mixed = (
-        f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module pools"
-        " in one way: use to_torchrec()."
-    )
-    refuse({mixed: len({table.entry.pooling for table in tables.values()}) > 1})
+    if len({table.entry.pooling for table in tables.values()}) > 1:
+        raise ValueError(
+            f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
+            " pools in one way: use to_torchrec()."
+        )
     # FBGEMM's remap counts tables where it should count features: a table with two features and a
     # remap serves other rows. So each feature has a table of its own.
     stored = []
@@ -369,11 +369,11 @@ def to_torchrec(
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
     from dist_sparse.torchrec.kernels import bag_collection
 
-    other = (
-        f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
-        " EmbeddingBagCollection looks up bags: use to_fbgemm()."
-    )
-    refuse({other: collection.kind != "bag"})
+    if collection.kind != "bag":
+        raise ValueError(
+            f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
+            " EmbeddingBagCollection looks up bags: use to_fbgemm()."
+        )
     # A feature of two tables has other rows in each: its outputs' names tell them apart.
     keys: dict[str, list[str]] = {name: [] for name in collection.tables}
     for name, key in zip(collection.looked_up, collection.outputs, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice, refuse
+from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import (
     REMOVED,
     UNKNOWN,
@@ -384,8 +384,10 @@ class Served(nn.Module):
 
     def _look_up_jagged(self, ids: Any) -> Any:
         path, kind = self._collection.path, type(ids)
-        text = f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
-        refuse({text: not self.features})
+        if not self.features:
+            raise ValueError(
+                f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
+            )
         from dist_sparse.torchrec import port
 
         values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
@@ -409,11 +411,11 @@ class Served(nn.Module):
         Raises:
             ValueError: the artifact was loaded with ``unknown="raise"``.
         """
-        raising = (
-            "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names"
-            " the id. Load the artifact with unknown='zero' or unknown='id0'."
-        )
-        refuse({raising: self.lookup.unknown == "raise"})
+        if self.lookup.unknown == "raise":
+            raise ValueError(
+                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
+                " names the id. Load the artifact with unknown='zero' or unknown='id0'."
+            )
         many = {0: torch.export.Dim.DYNAMIC}
         args = self.lookup.example(torch.zeros(2 * len(self.dims), dtype=torch.int64))
         with self._gate.lookup():

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import refuse
 from dist_sparse.codes.quantize import refuse_lookup
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
@@ -78,8 +77,10 @@ def model_lookups(
     for site in sites_of(model):
         indexes, slots, names = site.indexes(), site.slots(), {}
         for table, fqn in site.tables.items():
-            shared = f"{fqn} is a table of another module too; only one of them can be served."
-            refuse({shared: fqn not in named})
+            if fqn not in named:
+                raise ValueError(
+                    f"{fqn} is a table of another module too; only one of them can be served."
+                )
             names[table] = named[fqn]
             lookup = lookups[named[fqn]]
             lookup.index = indexes.get(table, lookup.index)
@@ -118,16 +119,18 @@ def _collection(
     # The compact one still has the means of whole tables; inside they are sums.
     whole = site.whole
     # Its outputs hold the ids too, as weights.
-    indices = f"Collection {site.place!r} has need_indices=True, which serving does not support."
-    refuse({indices: inner.needs_indices})
+    if inner.needs_indices:
+        raise ValueError(
+            f"Collection {site.place!r} has need_indices=True, which serving does not support."
+        )
     features = []
     for table in whole.tables:
         name = names[table.name]
-        means = (
-            f"Table {name!r} has weighted means, which TorchRec divides differently in different"
-            " shardings: they can't be served; weighted sums can."
-        )
-        refuse({means: whole.weighted and table.pooling == "mean"})
+        if whole.weighted and table.pooling == "mean":
+            raise ValueError(
+                f"Table {name!r} has weighted means, which TorchRec divides differently in"
+                " different shardings: they can't be served; weighted sums can."
+            )
         lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
     return Collection(
@@ -142,8 +145,8 @@ def _collection(
 def _rotation(table: str, basis: Tensor) -> Tensor:
     """Return the matrix that outputs of a table are multiplied by."""
     rotation = basis.T.float().cpu().contiguous()
-    infinite = f"Table {table!r}: the matrix that turns its outputs back is not finite."
-    refuse({infinite: not rotation.isfinite().all()})
+    if not rotation.isfinite().all():
+        raise ValueError(f"Table {table!r}: the matrix that turns its outputs back is not finite.")
     return rotation
 
 
@@ -180,7 +183,8 @@ class ServedTable:
         """Describe the table as it will be stored, without checksums."""
         rows, dim, groups = len(self.kept), self.data.shape[1], None
         # A compact table that keeps no row still looks up: every id is a removed one.
-        refuse({f"Table {self.data.name!r} has no weights to look up.": 0 in (rows, dim)})
+        if 0 in (rows, dim):
+            raise ValueError(f"Table {self.data.name!r} has no weights to look up.")
         if self.books is not None:
             dtype, scale, groups = "codes", "row", self.rows.shape[1]
         elif dtype == "codes":
@@ -327,12 +331,12 @@ def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     """Refuse weights of a table that are not finite in ``dtype``."""
     largest = ENCODINGS[dtype].largest
     for value in map(float, torch.aminmax(weights) if weights.numel() else ()):
-        text = (
-            f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
-            f" finite ones of at most {largest:g}."
-        )
         # Not ``>``, which is false for NaN.
-        refuse({text: not abs(value) <= largest})
+        if not abs(value) <= largest:
+            raise ValueError(
+                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
+                f" have finite ones of at most {largest:g}."
+            )
 
 
 def check_zero(
@@ -403,8 +407,8 @@ def refuse_replaced(
 ) -> None:
     """Refuse folders that hold another artifact than the last delta led to. Local."""
     note = _NOTES.get(sparsifier, {}).get(before, _Note(artifact, {}))
-    replaced = f"{before[-1]} is refused: it was replaced since this process wrote it."
-    refuse({replaced: note.artifact != artifact})
+    if note.artifact != artifact:
+        raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
 
 
 def note_delta(

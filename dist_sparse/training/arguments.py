@@ -154,11 +154,11 @@ class SparsifyArgs:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
         self.score = self.score or "accumulator"
         if self.schedule is None and self.end is not None:
-            late = (
-                f"Invalid begin={self.begin} with level='untouched': there is one mask update, at"
-                " end; schedule='constant' updates masks from begin to end."
-            )
-            checks.refuse({late: self.begin})
+            if self.begin:
+                raise ValueError(
+                    f"Invalid begin={self.begin} with level='untouched': there is one mask update,"
+                    " at end; schedule='constant' updates masks from begin to end."
+                )
             # Before the end, rows that are yet to be looked up would be removed.
             self.begin, self.every, self.schedule = self.end, 1, _one_shot
 
@@ -189,7 +189,8 @@ def _levels(
     if not isinstance(given, Mapping):
         level: Level = check(argument, given)
         return level
-    checks.refuse({f"Invalid {argument}={given!r}: must have a name or glob.": not given})
+    if not given:
+        raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
     # In the order of the mapping, which decides where several globs match.
     return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
@@ -244,12 +245,14 @@ def left_dense(
     # "table" means each table that is pruned; groups are names that a user expects to be rotated.
     if args.rotate and args.rotate != "table":
         rotated = set(chain.from_iterable(rotation_groups(args.rotate, located)))
-        turned = f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
-        checks.refuse({turned: rotated & reasons.keys()})
+        if rotated & reasons.keys():
+            raise ValueError(
+                f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
+            )
         others = filterfalse(rotated.__contains__, located)
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
-    dense = f"Nothing can be pruned, every table is left dense: {_listed(reasons)}."
-    checks.refuse({dense: len(reasons) == len(located)})
+    if len(reasons) == len(located):
+        raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
 
 
@@ -332,8 +335,9 @@ def by_table(
     matching = {name: _matching(data, globs) for name, data in pruned.items()}
     # A glob may match tables that stay dense, if it matches one that does not.
     unused = sorted(globs.keys() - set(chain.from_iterable(matching.values())))
-    known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
-    checks.refuse({f"Invalid {argument}: {unused} match none of {known}.": unused})
+    if unused:
+        known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
+        raise ValueError(f"Invalid {argument}: {unused} match none of {known}.")
     return {name: globs[found[-1]] for name, found in matching.items() if found}
 
 
@@ -433,10 +437,11 @@ def budget_levels(
     sizes: dict[str, int] = {}
     for group in rotation_groups(args.rotate, pruned):
         kept = {name: floors.get(name, 0.0) for name in group}
-        unequal = (
-            f"Invalid floor for a budget: tables rotated together keep as many columns, not {kept}."
-        )
-        checks.refuse({unequal: len(set(kept.values())) > 1})
+        if len(set(kept.values())) > 1:
+            raise ValueError(
+                "Invalid floor for a budget: tables rotated together keep as many columns, not"
+                f" {kept}."
+            )
         sizes |= dict.fromkeys(group, len(group))
     tables = []
     for name, data in pruned.items():

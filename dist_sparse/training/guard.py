@@ -82,7 +82,8 @@ class GuardState:
 
 
 def _flag(name: str, value: object) -> None:
-    checks.refuse({f"Invalid {name}={value!r}: must be a bool.": value is not True})
+    if value is not True:
+        raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
 
 
 # The checks of what differs from a new `GuardState`.
@@ -355,11 +356,11 @@ def _check_steps(
         # A level may be a word.
         are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
         same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
-        apart = (
-            f"Masks and schedule of the state are of different steps: the level of {name!r} is"
-            f" {found} with the masks and {level} at step {step} of the schedule."
-        )
-        checks.refuse({apart: not same})
+        if not same:
+            raise ValueError(
+                f"Masks and schedule of the state are of different steps: the level of {name!r} is"
+                f" {found} with the masks and {level} at step {step} of the schedule."
+            )
 
 
 def _check_next_updates(

@@ -324,8 +324,8 @@ class SparseTraining:
         self.enforcer.attach_to(walked, optimizers)
         self._auto_step = auto_step
         if auto_step:
-            nothing = "Invalid auto_step=True: there is no optimizer to follow."
-            checks.refuse({nothing: not optimizers})
+            if not optimizers:
+                raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
             # It refers to this object, which so lives as long as the optimizer even if the caller
             # drops it.
             hook = Hook(lambda *_: self._step())
