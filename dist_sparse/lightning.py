@@ -165,7 +165,9 @@ class SparsifyCallback(Callback):
                 " callback by dcp.save().",
                 sharded,
             )
-        self._loaded, self._fit, self._steps = None, fit, trainer.global_step
+        self._loaded = None
+        self._fit = fit
+        self._steps = trainer.global_step
         # A checkpoint has zeros in the place of rows that are not masked yet.
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]

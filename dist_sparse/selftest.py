@@ -254,7 +254,8 @@ def pipeline(device: torch.device, kind: str) -> str:
     """A pipeline of TorchRec's, with mask updates between its steps, against the plain loop."""
     piped, plain = _Trial(device, "1x4", 0.3), _Trial(device, "1x4", 0.3)
     progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
-    found, expected = _with_updates(piped, progress), _with_updates(plain, plain.train)
+    found = _with_updates(piped, progress)
+    expected = _with_updates(plain, plain.train)
     return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}"
 
 
@@ -472,7 +473,10 @@ def _answers(folder: Path, number: int) -> dict[int, Json]:
 def worker(words: Sequence[str]) -> int:
     """Run checks as one rank; return 1 after one that is not passed: its error may have left the
     device unusable, or this rank at another place than the others."""
-    folder, rank, world, kind = Path(words[0]), int(words[1]), int(words[2]), words[3]
+    folder = Path(words[0])
+    rank = int(words[1])
+    world = int(words[2])
+    kind = words[3]
     backend, device = "gloo", torch.device(kind)
     if kind == "cuda":
         backend, device = "nccl", torch.device(kind, rank)

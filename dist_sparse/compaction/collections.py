@@ -245,7 +245,8 @@ class IndexedCollection(CompactCollection):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), is_weighted
+        self.tables = table_configs(tables)
+        self.weighted = is_weighted
         # On the device of the indexes: on the meta device they would lose their values.
         self.ids = self.translation(tables, indexes, self)
         # In a list: pipelines put another module in the place of the attribute.
@@ -487,7 +488,9 @@ def expanded_collection(
     Args:
         module: the ``inner`` of ``replaced``.
     """
-    configs, meta, collection = configs_of(replaced), torch.device("meta"), collection_of(module)
+    configs = configs_of(replaced)
+    meta = torch.device("meta")
+    collection = collection_of(module)
     made: EmbeddingBagCollection | EmbeddingCollection
     if collection.pooled:
         made = EmbeddingBagCollection(configs, collection.weighted, meta)

@@ -405,7 +405,8 @@ class StoredTables:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             # Only by name: reading ``weight`` of a compact table raises.
             weight = module.get_parameter("weight")
-            self.located, self.parameters = {"": whole("weight", weight.data)}, {"": weight}
+            self.located = {"": whole("weight", weight.data)}
+            self.parameters = {"": weight}
             return
         collection = collection_of(module)
         self.located = {name: collection.locate(name, name, name) for name in names}

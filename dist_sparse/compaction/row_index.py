@@ -229,7 +229,9 @@ class RowIndexes(nn.Module):
         super().__init__()
         # By position, of tables with an index: original rows, whether removed ids share a row.
         self._indexed: dict[int, tuple[int, bool]] = {}
-        words, counts, start = [], [], 0
+        words = []
+        counts = []
+        start = 0
         # For each table: its last row, its first word, and the row of removed ids.
         of_tables = []
         for number, (table, count) in enumerate(zip(tables, rows, strict=True)):
@@ -244,7 +246,8 @@ class RowIndexes(nn.Module):
             words.append(table.words)
             counts.append(table.counts)
             start += len(table.words)
-        self.any_removed, self.any_dense = bool(words), len(words) < len(of_tables)
+        self.any_removed = bool(words)
+        self.any_dense = len(words) < len(of_tables)
         self.any_default = any(default_row for _, default_row in self._indexed.values())
         if not words:
             # torch.cat refuses an empty list. No lookup reads this word.

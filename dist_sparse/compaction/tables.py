@@ -378,7 +378,8 @@ def draw_rows(
         ids: whose initial weights they get, int64 ``(n,)``.
         seed, table, bounds: as of :func:`initial_rows`.
     """
-    most, device = max(1, _DRAWN // max(1, rect.cols)), weight.device
+    most = max(1, _DRAWN // max(1, rect.cols))
+    device = weight.device
     columns = range(rect.col, rect.col_end)
     for some, at in zip(torch.split(ids, most), torch.split(places, most), strict=True):
         drawn = initial_rows(seed, table, some.to(device), columns, bounds)

@@ -217,7 +217,10 @@ class MaskEnforcer(Enforcer):
     def _forget_weights(self) -> None:
         # A detached enforcer keeps no model alive.
         self._remove_hooks()
-        self.optimizers, self._batches, self._dense, self._known_lookups = (), [], [], {}
+        self.optimizers = ()
+        self._batches = []
+        self._dense = []
+        self._known_lookups = {}
 
     def __enter__(self) -> MaskEnforcer:
         self._check_attached()
@@ -429,7 +432,8 @@ class MaskEnforcer(Enforcer):
             hooks.moved_to(places)
         self._remove_hooks()
         # Without targets, it would look at every step of every optimizer.
-        self._batches, self._dense = list(fused), [dense] if targets else []
+        self._batches = list(fused)
+        self._dense = [dense] if targets else []
         self._known_lookups = {module: lookups_of(module) for module in collections}
         self._hook(list(walked.modules), dense.owners)
         self._before_read()

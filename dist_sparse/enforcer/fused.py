@@ -165,7 +165,8 @@ class TableBatchHooks:
             self.module.register_forward_hook(Hook(self._after_lookup)),
         )
         if self._pooled:
-            weigh, restore = Hook(self._weigh), Hook(lambda *_: self._batch.restore_pooling())
+            weigh = Hook(self._weigh)
+            restore = Hook(lambda *_: self._batch.restore_pooling())
             self._hooks.add(
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),

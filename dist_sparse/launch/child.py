@@ -127,7 +127,8 @@ def _run(words: list[str]) -> None:
         sys.argv, folder = words[1:], os.getcwd()
         start = partial(runpy.run_module, words[1], alter_sys=True)
     else:
-        sys.argv, folder = words, os.path.dirname(os.path.realpath(words[0]))
+        sys.argv = words
+        folder = os.path.dirname(os.path.realpath(words[0]))
         start = partial(runpy.run_path, os.path.abspath(words[0]))  # as Python sets __file__
     if not sys.flags.safe_path:
         sys.path[0] = folder

@@ -284,7 +284,8 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     if width > _FEW:
         return _fold_long(parts.contiguous() if parts.stride(-1) != 1 else parts, out)
     while width % 2 == 0 and width > 2:
-        parts, width = parts[..., 0::2].add_(parts[..., 1::2]), width // 2
+        parts = parts[..., 0::2].add_(parts[..., 1::2])
+        width = width // 2
     if width == 1:
         return parts[..., 0] if out is None else out.copy_(parts[..., 0])
     total = torch.add(parts[..., 0], parts[..., 1], out=out)

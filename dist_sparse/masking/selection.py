@@ -245,7 +245,9 @@ class _Search:
         self.done = self.left == self.inside or shift == 0
         if self.prefix < 0:
             # The threshold is 0: there are no bits to find.
-            self.prefix, self.last, self.done = 0, 0, True
+            self.prefix = 0
+            self.last = 0
+            self.done = True
 
 
 class _ScoreSearch(_Search):
@@ -416,7 +418,8 @@ def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int)
 def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> Tensor:
     """Return the sums of the parts of each search, by its number, int64 ``(searches, buckets)`` in
     CPU memory. One wait for all."""
-    numbers, read = [number for number, _ in parts], on_host([part for _, part in parts])
+    numbers = [number for number, _ in parts]
+    read = on_host([part for _, part in parts])
     if numbers == [*range(searches)]:
         return torch.stack(read)
     total = torch.zeros(searches, buckets, dtype=torch.int64)

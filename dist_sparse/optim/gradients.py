@@ -250,7 +250,8 @@ def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parame
     where = [type(root).__name__]
     if names is not None:
         _refuse_paths(names, wiring.modules)
-        root, where = nn.ModuleList(map(wiring.modules.__getitem__, names)), [*names]
+        root = nn.ModuleList(map(wiring.modules.__getitem__, names))
+        where = [*names]
     parameters = [p for p in root.parameters() if not steps_in_backward(p)]
     if not parameters:
         raise ValueError(

@@ -239,7 +239,8 @@ def plan(
     # Outside of the block above, because it communicates. Shapes alone are of one rank.
     untouched, rank_bytes = dict[str, int](), dense_bytes(tables)
     if isinstance(model, nn.Module):
-        untouched, rank_bytes = untouched_rows(model, located, optimizer), _most_on_a_rank(located)
+        untouched = untouched_rows(model, located, optimizer)
+        rank_bytes = _most_on_a_rank(located)
     # A float is a share of the bytes.
     room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)

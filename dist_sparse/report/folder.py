@@ -61,7 +61,8 @@ class LogFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file, self._place = folder / LINES, os.path.realpath(folder)
+        self._file = folder / LINES
+        self._place = os.path.realpath(folder)
         # Before anything is opened: a pipe would block, a link would lead elsewhere.
         _refuse_special(self._file, stat.S_IFREG)
         _refuse_special(folder / LOCK, stat.S_IFREG)

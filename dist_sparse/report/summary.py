@@ -121,7 +121,9 @@ def compare(run: Run) -> list[dict[str, Any]]:
     baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``: what
     its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
     """
-    base, whole, rows = baseline(run), whole_bytes(run), []
+    base = baseline(run)
+    whole = whole_bytes(run)
+    rows = []
     old = flat(base.config)
     for one in run.all_runs:
         (key, auc), new = quality(one), flat(one.config)

@@ -89,7 +89,9 @@ class Opened(Generic[AnyManifest]):
 
     def verify_table(self, name: str, *, rows: bool = True) -> None:
         """Verify every byte of a table, or of its tensors that are no rows."""
-        file, table, tensors = self.path / TABLES, self.manifest.tables[name], self.tensors(name)
+        file = self.path / TABLES
+        table = self.manifest.tables[name]
+        tensors = self.tensors(name)
         # The bitmap comes first, and says which ids the rows belong to.
         for key, tensor in tensors.items():
             if key in PER_ROW and not rows:

@@ -67,7 +67,8 @@ class MappedTable:
         # Ids, and their rows, of each delta.
         self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
         for delta in deltas:
-            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            change = delta.manifest.tables[name]
+            tensors = delta.tensors(name)
             self.index = index_after(delta, name, self.index)
             self.whole = self.whole | {key: tensors[key] for key in change.whole}
             self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
@@ -124,8 +125,11 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
         ValueError: ids that go have no row, ids that come have one, or ids do not ascend or are out
             of range; names folder and table.
     """
-    change, tensors = delta.manifest.tables[name], delta.tensors(name)
-    ids, gone, after = tensors["ids"].long(), tensors["gone"].long(), change.after
+    change = delta.manifest.tables[name]
+    tensors = delta.tensors(name)
+    ids = tensors["ids"].long()
+    gone = tensors["gone"].long()
+    after = change.after
     where = f"{delta.path} is refused: table {name!r}: its ids"
     for some, end in ((ids, after.rows + after.default_row), (gone, after.rows)):
         # Between two more, an id out of range does not ascend.

@@ -386,7 +386,8 @@ class DeltaWriter(ArtifactWriter):
         for name, changes in self._tables.items():
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
-        base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
+        base = self._chain.artifact.manifest.hash
+        previous = self._chain.manifest.hash
         return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
 
 

@@ -433,9 +433,11 @@ def _stored(table: StoredTable, name: str, features: Sequence[str], zeros: int =
     )
     odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
     refuse({rotated: entry.turned, odd: entry.dtype == "int4" and entry.dim % 2})
-    dtype, rows = entry.dtype, {key: part.cpu() for key, part in table.rows.items()}
+    dtype = entry.dtype
+    rows = {key: part.cpu() for key, part in table.rows.items()}
     if table.has_books:
-        dtype, rows = "fp16", {"rows": decode({**table.whole, **rows}, entry.dim).half()}
+        dtype = "fp16"
+        rows = {"rows": decode({**table.whole, **rows}, entry.dim).half()}
     raw = {key: F.pad(part.view(torch.uint8), (0, 0, 0, zeros)) for key, part in rows.items()}
     return StoredRows(
         name=name,

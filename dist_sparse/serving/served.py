@@ -114,11 +114,13 @@ class ServedLookup(nn.Module):
         """
         before, tables, is_grown = self.tables(), {}, False
         for name, table in before.items():
-            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            change = delta.manifest.tables[name]
+            tensors = delta.tensors(name)
             whole = {key: tensors[key].clone() for key in change.whole}
             # The table may be pooled in another way in another collection.
             entry = replace(change.after, pooling=table.entry.pooling)
-            index, room = index_after(delta, name, table.index), table.places
+            index = index_after(delta, name, table.index)
+            room = table.places
             if entry.stored > room:
                 # The next deltas find room.
                 room = entry.stored + entry.stored // 4

@@ -70,12 +70,16 @@ def model_lookups(
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
-    named, lookups, collections = {}, {}, []
+    named = {}
+    lookups = {}
+    collections = []
     for data in located:
         named[data.fqn] = data.name
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
     for site in sites_of(model):
-        indexes, slots, names = site.indexes(), site.slots(), {}
+        indexes = site.indexes()
+        slots = site.slots()
+        names = {}
         for table, fqn in site.tables.items():
             if fqn not in named:
                 raise ValueError(
@@ -91,7 +95,8 @@ def model_lookups(
             collection = _collection(lookups, site, names)
         collections.append(collection)
         # Hooks are on the module that holds the tables, keys are outputs of the collection.
-        bases, keys = bases_of_outputs(site.module), collection.outputs or (None,)
+        bases = bases_of_outputs(site.module)
+        keys = collection.outputs or (None,)
         for key, table in zip(keys, collection.looked_up, strict=True):
             if key in bases:
                 lookups[table].rotation = _rotation(table, bases[key])
@@ -186,7 +191,9 @@ class ServedTable:
         if 0 in (rows, dim):
             raise ValueError(f"Table {self.data.name!r} has no weights to look up.")
         if self.books is not None:
-            dtype, scale, groups = "codes", "row", self.rows.shape[1]
+            dtype = "codes"
+            scale = "row"
+            groups = self.rows.shape[1]
         elif dtype == "codes":
             # A table beside those with codes.
             dtype = "fp32"

@@ -393,7 +393,9 @@ class BaseDataSparsifier(MaskMaker):
         # Masks with their shards, and weights as a forward would read them.
         self.masks.tables.current()
         self.masks.hooks.settle()
-        dense, packed, configs = self.masks.plain, self.masks.tables, self.data_groups
+        dense = self.masks.plain
+        packed = self.masks.tables
+        configs = self.data_groups
         plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
         saved = {**dense.state_dict(), "data_groups": plain}
         if not packed:

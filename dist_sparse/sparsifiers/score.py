@@ -314,12 +314,15 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
-        whole_columns, area = config["sparse_block_shape"][0] == COL, math.prod(block)
-        zeros, least = config["zeros_per_block"], area if whole_columns else 0
+        whole_columns = config["sparse_block_shape"][0] == COL
+        area = math.prod(block)
+        zeros = config["zeros_per_block"]
+        least = area if whole_columns else 0
         if zeros is None:
             zeros = area
         zeros = integer("zeros_per_block", zeros, least=least, most=area, of=data.name)
-        level, only_zeros = config["sparsity_level"], config["sparsity_level"] == UNTOUCHED
+        level = config["sparsity_level"]
+        only_zeros = config["sparsity_level"] == UNTOUCHED
         if only_zeros:
             self._check_untouched(data, block)
             # As many as there are: the selection finds how many.
@@ -329,7 +332,8 @@ class ScoreSparsifier(BaseDataSparsifier):
             # Nothing is removed from a selected block.
             level = 0.0
         blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
-        most, k = self._most_removed(data, block, blocks, level), round(level * blocks)
+        most = self._most_removed(data, block, blocks, level)
+        k = round(level * blocks)
         return Goal(
             data=data,
             block=block,

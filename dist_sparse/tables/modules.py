@@ -381,7 +381,8 @@ class _Walk:
             # Not in _seen: an embedding that comes later may share it, and is a table.
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
-            label, locate = fqn.replace(".", "/"), partial(_replica, at, name, fqn, ())
+            label = fqn.replace(".", "/")
+            locate = partial(_replica, at, name, fqn, ())
             yield _Found(label, "", fqn, at, locate, parameter)
 
 
@@ -393,7 +394,8 @@ def _replica(
     at: _Place, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
 ) -> ShardedData:
     """A parameter that every rank of the DDP around it holds whole."""
-    parameter, ranks = at.module._parameters.get(attribute), at.ranks(attribute)
+    parameter = at.module._parameters.get(attribute)
+    ranks = at.ranks(attribute)
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None

@@ -268,7 +268,8 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
-    start, rule = f"Table {data.name!r}: its weights are a", "which can't be zeroed in place."
+    start = f"Table {data.name!r}: its weights are a"
+    rule = "which can't be zeroed in place."
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
         refuse(

@@ -607,7 +607,8 @@ class ShardedTables(UnshardedTables):
 
 
 def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
-    kernel, start = config.compute_kernel.value, f"Table {name!r}:"
+    kernel = config.compute_kernel.value
+    start = f"Table {name!r}:"
     types = ", ".join(each.value for each in _TYPES)
     refuse(
         {

@@ -160,7 +160,9 @@ class SparsifyArgs:
                     " at end; schedule='constant' updates masks from begin to end."
                 )
             # Before the end, rows that are yet to be looked up would be removed.
-            self.begin, self.every, self.schedule = self.end, 1, _one_shot
+            self.begin = self.end
+            self.every = 1
+            self.schedule = _one_shot
 
     def facts(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the arguments by name, as JSON can hold them, for ranks to compare.
@@ -445,9 +447,11 @@ def budget_levels(
         sizes |= dict.fromkeys(group, len(group))
     tables = []
     for name, data in pruned.items():
-        shape, floor = resolve_block(name, args.block, data.shape), floors.get(name, 0.0)
+        shape = resolve_block(name, args.block, data.shape)
+        floor = floors.get(name, 0.0)
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
-    total, together = _dense_bytes(located), args.scope == "global"
+    total = _dense_bytes(located)
+    together = args.scope == "global"
     dense = total - _dense_bytes(pruned)
 
     def served(step: int, together: bool) -> int:
@@ -525,7 +529,8 @@ class _PrunedTable:
 
     def served_bytes(self, removed: int) -> int:
         """Bytes of the table without so many blocks."""
-        (rows, columns), itemsize = self.data.shape, self.data.dtype.itemsize
+        (rows, columns) = self.data.shape
+        itemsize = self.data.dtype.itemsize
         kept = self.blocks - removed
         # Whole rows: the kept ones are stored one after another, and found through the index.
         if not self.group:
