@@ -37,9 +37,10 @@ else:
 
     def _installed() -> Any:
         modules = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-        for package in filter(importlib.util.find_spec, modules):
-            # Outside of any try: a package that lacks a dependency of its own says so.
-            return importlib.import_module(modules[package])
+        for package, module in modules.items():
+            if importlib.util.find_spec(package):
+                # Outside of any try: a package that lacks a dependency of its own says so.
+                return importlib.import_module(module)
         raise ImportError(
             "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is"
             " installed: pip install lightning."

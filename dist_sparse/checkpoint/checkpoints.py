@@ -16,7 +16,6 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -401,7 +400,8 @@ def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     # Generators of other ranks have no owner where there are fewer ranks.
     claims = [key in tensors or key.startswith("rng.") for key in keys]
     mine = torch.tensor(claims, dtype=torch.int64)
-    _refuse_unclaimed([*compress(keys, (group.all_reduce(mine) == 0).tolist())])
+    counts = group.all_reduce(mine).tolist()
+    _refuse_unclaimed([key for key, count in zip(keys, counts, strict=True) if count == 0])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:

@@ -14,7 +14,6 @@ before all have succeeded in this one:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import mul
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -152,8 +151,10 @@ def _widths(
     for group in getattr(rotation, "groups", ()):
         # Tables that are rotated together meet in dot products: they need the same columns. So one
         # table that has lost nothing makes its whole group keep all.
-        kept = [stats[name].blocks - stats[name].removed_blocks for name in group]
-        most = max(map(mul, kept, [store.table(name).block[1] for name in group]))
+        most = 0
+        for name in group:
+            kept = stats[name].blocks - stats[name].removed_blocks
+            most = max(most, kept * store.table(name).block[1])
         width = narrow_width(most, store.find(group[0]).shape[1])
         widths |= dict.fromkeys(losing.intersection(group), width)
     return widths
@@ -204,7 +205,8 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
     if site.has_one_width:
         # TorchRec refuses an EmbeddingCollection of several widths.
         narrower = widths.keys() & names.values()
-        widths |= dict.fromkeys(narrower, max(map(widths.__getitem__, narrower), default=0))
+        widest = max((widths[name] for name in narrower), default=0)
+        widths |= dict.fromkeys(narrower, widest)
     return {table: widths[name] for table, name in names.items() if name in widths}
 
 

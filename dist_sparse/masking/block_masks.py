@@ -266,9 +266,10 @@ def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
     # With zeros, as a rank may hold no shard.
     counts = torch.stack([torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]])
     refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
-    # One of them raises, with the name of its table.
-    for table in tables if refused else ():
-        _find_refused(table.goal)
+    if refused:
+        # One of them raises, with the name of its table.
+        for table in tables:
+            _find_refused(table.goal)
 
 
 def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
@@ -631,9 +632,10 @@ def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
         for first, bits in segment.pieces():
             bits[:, known.cols] = columns[first : first + len(bits)]
     # Masks by element take the slabs as they are.
-    for i, flags in () if cuts.by_element else decision.slabs.items():
-        at = i - known.grid.row
-        segment.rows(at, at + 1).copy_(torch.where(flags, REMOVED, KEPT))
+    if not cuts.by_element:
+        for i, flags in decision.slabs.items():
+            at = i - known.grid.row
+            segment.rows(at, at + 1).copy_(torch.where(flags, REMOVED, KEPT))
 
 
 def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tensor]) -> NewMask:

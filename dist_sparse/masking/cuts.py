@@ -60,8 +60,9 @@ class Partials:
         on."""
         bits[:, self.cols] = KEPT
         first += self.grid.row
-        for i in filter(range(first, first + len(bits)).__contains__, self.rows):
-            bits[i - first] = KEPT
+        for i in self.rows:
+            if first <= i < first + len(bits):
+                bits[i - first] = KEPT
 
     def note(self, first: int, sums: Tensor) -> None:
         """Note the sums ``(n, grid.cols)`` of all blocks of the block rows from ``first`` on."""

@@ -267,7 +267,9 @@ def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     children = list(dict(known[""].named_children()))
     if unknown or not names:
         raise ValueError(f"{refused} {unknown} are not modules; there are {children}.")
-    for path in filter(lambda path: _plan_of(known[path]), known):
+    for path, module in known.items():
+        if not _plan_of(module):
+            continue
         # The model itself may be a collection: everything is inside "", so its prefix is empty.
         prefix = f"{path}.".lstrip(".")
         inside = [name for name in names if name.startswith(prefix)]

@@ -317,7 +317,7 @@ def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice,
     both = tuple(dict.fromkeys(narrow + small))
     more = _without_headers(choices.tables, fitting, kind)
     reasons = {_NARROW[rotated]: both, _HEADERS: more}
-    why = " ".join(filter(reasons.get, reasons))
+    why = " ".join(text for text, about in reasons.items() if about)
     return both + more, why or "Nothing fits: even the narrowest tables take more."
 
 

@@ -234,7 +234,8 @@ def _noise(run: Run) -> str:
         if auc is not None:
             seeds[one.method][str(one.config)] = auc
     spreads = []
-    for aucs in map(sorted, map(dict.values, seeds.values())):
+    for by_seed in seeds.values():
+        aucs = sorted(by_seed.values())
         spreads.append((aucs[-1] - aucs[0], len(aucs)))
     # The method that moves most: a smaller difference may be chance for any of them.
     widest, runs = max(spreads)

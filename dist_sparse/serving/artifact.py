@@ -313,7 +313,8 @@ def _placed(tables: Mapping[str, Any]) -> _Placed:
     end = 0
     for name, (dtype, shape) in layout_of(tables).items():
         sizes[name] = size_of(dtype, shape)
-        offsets = [end, end := end + sizes[name]]
+        offsets = [end, end + sizes[name]]
+        end += sizes[name]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # Spaces at its end: the tensors begin behind it, and must be aligned.
@@ -322,7 +323,8 @@ def _placed(tables: Mapping[str, Any]) -> _Placed:
     # Offsets in the header count from its end.
     end, spans = len(header), {}
     for name, size in sizes.items():
-        spans[name] = slice(end, end := end + size)
+        spans[name] = slice(end, end + size)
+        end += size
     return _Placed(header, spans, end)
 
 

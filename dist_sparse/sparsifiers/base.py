@@ -369,10 +369,11 @@ class BaseDataSparsifier(MaskMaker):
         chosen = dict.fromkeys(self.data_groups if names is None else names)
         for name in chosen:
             self._store(name)  # refuses unknown names
-        sharded = list(filter(packed.__contains__, chosen))
+        sharded = [name for name in chosen if name in packed]
         # What can fail comes first. Collective only if a sharded table is squashed.
         located = packed.current() if sharded else {}
-        dense.squash(list(filter(dense.__contains__, chosen)), write=leave_parametrized)
+        plain = [name for name in chosen if name in dense]
+        dense.squash(plain, write=leave_parametrized)
         for name in sharded:
             if leave_parametrized:
                 packed.apply(located[name])
@@ -447,7 +448,9 @@ class BaseDataSparsifier(MaskMaker):
             if strict:
                 loaded = packed.prepare(saved["sharded"], located)
             for facts, names in noted:
-                for name in filter(loaded.__contains__, names):
+                for name in names:
+                    if name not in loaded:
+                        continue
                     self._check_loaded(located[name], configs[name])
                     one = loaded[name]
                     values = [one.block, configs[name], one.updates, one.removed]
@@ -512,7 +515,7 @@ class BaseDataSparsifier(MaskMaker):
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
         # As registered, plain data and sharded tables mixed.
-        return {name: found[name] for name in filter(found.__contains__, self.data_groups)}
+        return {name: found[name] for name in self.data_groups if name in found}
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer knows no optimizer of new data.

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import mod
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -499,7 +498,8 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
         f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
         f" {block} does not divide {data.shape}."
     )
-    refuse({plain: data.sharding == "plain", edges: any(map(mod, data.shape, block))})
+    is_cut = data.shape[0] % block[0] or data.shape[1] % block[1]
+    refuse({plain: data.sharding == "plain", edges: is_cut})
 
 
 def _scored_by_goal(goals: Iterable[Goal]) -> list[ScoredTable]:

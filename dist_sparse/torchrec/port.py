@@ -108,7 +108,10 @@ def compact_refusal(model: Any, module: Any) -> str | None:
         " divides those too; give them collections of their own": _misdivided(module, averaged),
         "need_indices=True is not supported": found.needs_indices,
     }
-    return next(filter(reasons.get, reasons), None)
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    return None
 
 
 def _module_reasons(module: nn.Module) -> dict[str, bool]:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, filterfalse
+from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
@@ -251,7 +251,7 @@ def left_dense(
             raise ValueError(
                 f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
             )
-        others = filterfalse(rotated.__contains__, located)
+        others = [name for name in located if name not in rotated]
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
     if len(reasons) == len(located):
         raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
@@ -289,8 +289,9 @@ def _reasons(
             }
             rules = of_tables | rules
         # The last rule that holds is the reason.
-        for reason in filter(rules.get, rules):
-            reasons[name] = reason
+        for reason, holds in rules.items():
+            if holds:
+                reasons[name] = reason
     return reasons
 
 

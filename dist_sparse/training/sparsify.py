@@ -305,7 +305,8 @@ class SparseTraining:
             "attached": self.enforcer.attached,
             "detached": not self.enforcer.attached,
         }
-        return f"SparseTraining({', '.join(filter(parts.get, parts))})"
+        shown = [part for part, holds in parts.items() if holds]
+        return f"SparseTraining({', '.join(shown)})"
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
