@@ -286,7 +286,7 @@ def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
 
 
 _ON_EVERY_DEVICE = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
-# FBGEMM has some for CUDA only.
+# Optimizers that FBGEMM has for CUDA only.
 _ON_GPUS = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
 
 

@@ -239,7 +239,7 @@ class Checkpoints:
         extra: Json,
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
-        """The tensors, values and optimizer of this rank, once the save before is done."""
+        """Return the tensors, values and optimizer of this rank, once the save before is done."""
         from dist_sparse.checkpoint.storage import copied
 
         self.wait()
@@ -350,7 +350,7 @@ class Checkpoints:
         )
 
 
-# What has the generators, by their kind.
+# The modules that have random generators, by the kind of device.
 _RANDOM: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda}
 
 
@@ -362,12 +362,12 @@ def _nothing() -> Future[None]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model without DDP, which puts ``module.`` before every name."""
+    """Return the model without DDP, which puts ``module.`` before every name."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _parts(sparse: Any) -> dict[str, Stateful]:
-    """The objects passed as ``sparse``, by the key of their state."""
+    """Return the objects passed as ``sparse``, by the key of their state."""
     named = sparse if isinstance(sparse, Mapping) else {"": sparse}
     parts: dict[str, Stateful] = {}
     for name, part in named.items():
@@ -386,7 +386,7 @@ def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
 
 
 def _rng() -> Tensors:
-    """The state of this rank's generators of random numbers."""
+    """Return the state of this rank's generators of random numbers."""
     rank = world_rank()
     found = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():

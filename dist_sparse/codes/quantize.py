@@ -351,7 +351,7 @@ def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]
 
 
 def _divisors(columns: int, of: int) -> list[int]:
-    """The multiples of a width that divide the columns."""
+    """Return the multiples of a width that divide the columns."""
     return [each for each in range(of, columns + 1, of) if columns % each == 0]
 
 

@@ -173,7 +173,7 @@ class CompactIds(nn.Module):
         return torch.where(inside == ids, found.int(), UNKNOWN)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The version of a copied tensor begins anew: maps of the old one would seem to be its.
+        # A copied tensor counts its versions from 0 again: maps of the old one would seem to fit.
         return {**self.__dict__, "_maps": {}}
 
     def _map(self, table: str) -> Tensor:

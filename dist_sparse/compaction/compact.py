@@ -51,9 +51,8 @@ def compact(
 
     ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
     returned one and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its
-    sparsifier forgets all tables. The memory of old tables is released, and
-    computing with their parameters raises: rebuild pipelines, lists and combined optimizers that
-    hold them.
+    sparsifier forgets all tables. The memory of old tables is released, and computing with their
+    parameters raises: rebuild pipelines, lists and combined optimizers that hold them.
 
     Reading ``weight`` of a table that lost rows raises too, because row numbers are not ids there:
     use :meth:`~dist_sparse.compaction.tables.CompactEmbedding.full_weight`.
@@ -111,7 +110,7 @@ def compact(
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
         facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
         if isinstance(sparse, SparseTraining):
-            # Before any change: if warnings are errors, detach() would raise too late.
+            # Here, not in detach(): where warnings are errors it raises, and all is unchanged yet.
             sparse.warn_of_early_end()
     with world.agreeing("compact(), counting rows"):
         stats = {table.name: table for table in sparsifier.table_stats()}

@@ -600,7 +600,8 @@ def rebuild_of(
     :class:`Rebuild`."""
     torchrec = torchrec_port()
     is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
-    return (ShardedRebuild if is_sharded else Rebuild)(model, action, optimizer, plan, world)
+    kind = ShardedRebuild if is_sharded else Rebuild
+    return kind(model, action, optimizer, plan, world)
 
 
 def _default_row_rules(site: Site) -> dict[str, object]:

@@ -46,7 +46,8 @@ def _refuse_rows(rows: int) -> None:
 
 
 def _num_words(rows: int) -> int:
-    """Words of a bitmap: at least one, which lookups clamped into an empty table can read."""
+    """Return the number of words of a bitmap: at least one, which lookups clamped into an empty
+    table can read."""
     return max(1, -(-rows // 32))
 
 
@@ -59,8 +60,8 @@ def _bits_in(words: Tensor) -> Tensor:
 
 
 def _constants() -> Tensor:
-    """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each
-    of its operations, which doubled the time of short lookups."""
+    """Return operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in
+    each of its operations, which doubled the time of short lookups."""
     return torch.tensor(
         [1, 2, 4, 5, 24, 31, 0x55555555, 0x33333333, 0x0F0F0F0F, 0x01010101], dtype=torch.int32
     )

@@ -37,7 +37,7 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import Rect, memory_of
 
-# A live view, and the optimizer's initial value.
+# A live view of optimizer state, and the initial value of its elements.
 State = tuple[Tensor, float]
 
 
@@ -563,7 +563,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
-# All with attached hooks. The hooks on optimizers and modules keep them alive, this set does not.
+# All weights with attached hooks. The hooks on optimizers and modules keep them alive, this set
+# does not.
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
 
 

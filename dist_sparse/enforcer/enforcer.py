@@ -47,7 +47,7 @@ from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
-# All that are attached, so that no weight gets two masks.
+# All attached enforcers, so that no weight gets two masks.
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 
 
@@ -379,7 +379,7 @@ class MaskEnforcer(Enforcer):
         self._look_up(self._walk())
 
     def _resharded(self) -> list[nn.Module]:
-        """The collections that TorchRec has resharded since the last look."""
+        """Return the collections that TorchRec has resharded since the last look."""
         known = self._known_lookups
         return [module for module in known if lookups_of(module) != known[module]]
 
@@ -539,6 +539,7 @@ class MaskEnforcer(Enforcer):
 def settle_all(weights: Sequence[Tensor]) -> None:
     """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
     Local."""
+    # Each once, however many of the weights it masks.
     for enforcer in dict(_masking(weights)):
         enforcer.settle()
 

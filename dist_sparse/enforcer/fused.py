@@ -448,7 +448,7 @@ def _local_ids(features: Any) -> Ids:
 
 
 def _copied_ids(features: Any) -> Ids:
-    """Return the same as int64, to be kept until the backward."""
+    """Return :func:`_local_ids` with ids of int64, to be kept until the backward."""
     ids, ends = _local_ids(features)
     # long() copies int32 ids, as FBGEMM does: the caller may refill their memory before the
     # backward.

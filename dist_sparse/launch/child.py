@@ -58,7 +58,7 @@ def torchrun(shown: str, words: list[str]) -> int:
 
 
 def _first(failures: Failures) -> tuple[int, Any]:
-    """The rank that failed first. torch's own `get_first_failure` compares whole seconds."""
+    """Return the rank that failed first. torch's own `get_first_failure` compares whole seconds."""
 
     def time_of(item: tuple[int, Any]) -> tuple[bool, float]:
         failure = item[1]
@@ -74,8 +74,8 @@ def _first(failures: Failures) -> tuple[int, Any]:
 
 
 def _describe(failure: Any) -> tuple[str, str]:
-    """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left
-    no error file."""
+    """Return how a rank failed, in one line, and its traceback; the traceback is empty where the
+    rank left no error file."""
     # A str where torchrun itself wrote it, for a rank that left none.
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
@@ -149,7 +149,7 @@ def _harness() -> set[str]:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames before the script."""
+    """Return the traceback without the frames before the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _harness():
         trace = trace.tb_next
     return trace

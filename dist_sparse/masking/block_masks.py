@@ -62,7 +62,7 @@ from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, gri
 # work on a few kilobytes.
 SMALL = 1 << 14
 
-# Elements of tables that are scored together, but for the last of them.
+# Elements of small tables that one pass scores, give or take a table.
 _BATCH = 1 << 20
 
 

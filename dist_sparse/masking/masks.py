@@ -53,7 +53,7 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 @cache
 def _flags_of_bytes(device: torch.device) -> Tensor:
-    """The 8 flags of each byte as one word: a look-up is ten times as quick as shifts."""
+    """Return the 8 flags of each byte as one word: a look-up is ten times as quick as shifts."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8)
     return (bits & 1).to(torch.uint8).view(torch.int64).flatten().to(device)
 

@@ -163,7 +163,8 @@ def worth_keeping(rect: Rect, block: Block) -> bool:
 def block_sums(
     tensor: Tensor, rect: Rect, block: Block, measure: Measure
 ) -> Iterator[tuple[int, Tensor]]:
-    """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
+    """Yield sums of element scores per block of the shard ``rect``, in chunks of block rows from
+    the top.
 
     Args:
         tensor: the shard.
@@ -198,8 +199,8 @@ def block_sums(
 
 
 def row_chunks(rect: Rect, block: Block, device: torch.device) -> Iterator[tuple[int, int]]:
-    """The shard's rows in chunks ``[start, stop)`` of whole block rows, as large as is quick on the
-    device.
+    """Yield the shard's rows in chunks ``[start, stop)`` of whole block rows, as large as is quick
+    on the device.
 
     A block row that is not whole (cut by the shard's border, or the last of the table) makes a
     chunk of its own, and so does a tall one.

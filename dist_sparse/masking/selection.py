@@ -38,7 +38,7 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 # (shift, buckets) after the first round: 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((10, 1024), (0, 1024))
 
-# Up to so many scores are stored again.
+# An eighth of a segment's scores is few enough to copy; of a smaller segment, of so many.
 _CHUNK = 1 << 19
 
 # Bytes of flags of tied blocks whose indices are counted at a time.

@@ -165,8 +165,8 @@ def _back_off(scaler: torch.amp.GradScaler) -> None:
 def gradient_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     """Return the p-norm of all gradients as one vector: a scalar on their device, not finite if a
     gradient is not, or if it overflows."""
-    # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value, and
-    # torch refuses them for inf.
+    # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value:
+    # torch refuses them for the norm of inf.
     values = [grad.values() if grad.is_sparse else grad for grad in _gradients(parameters)]
     return torch.nn.utils.get_total_norm(filter(torch.numel, values), norm_type)
 

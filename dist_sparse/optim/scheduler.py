@@ -350,7 +350,7 @@ class OptimScheduler(abc.ABC):
         return {name: part for name, part in parts.items() if part is not None}
 
     def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
-        """Raise a ValueError if arguments fit neither each other nor the model."""
+        """Raise a ValueError if arguments do not fit each other or the model."""
         if amp_dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
         scheduler = self.data_scheduler

@@ -100,7 +100,7 @@ class Chart:
         return bool(self.bars) or (len(self.heights) > 1 and any(self.heights))
 
 
-# Per chart.
+# Tables in a chart, at most.
 MOST_TABLES = 30
 
 # Charts of rows by traffic: of the largest tables.

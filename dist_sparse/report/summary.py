@@ -371,13 +371,18 @@ def inspect_text(run: Run) -> str:
     facts = {"last": values}
     # A run that only follows its traffic has no masks.
     if run.states or not run.slots:
-        looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
+        looked_up = removed = 0
+        for of_table, of_removed in run.lookups.values():
+            looked_up += of_table
+            removed += of_removed
         share = percent(removed / looked_up) if looked_up else "not known"
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     facts["following tables"] = fates_text(run)
     lines += _wrapped([f"{name}: {text}" for name, text in facts.items() if text])
-    config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
-    return "\n".join(lines + ["config:"] * bool(config) + _wrapped(config, indent="    "))
+    if run.config:
+        config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
+        lines += ["config:", *_wrapped(config, indent="    ")]
+    return "\n".join(lines)
 
 
 def _table_text(run: Run) -> list[str]:

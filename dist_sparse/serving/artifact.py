@@ -139,7 +139,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
 
 
 def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
-    """The manifest of a folder."""
+    """Return the manifest of a folder."""
     file = folder / MANIFEST
     unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
@@ -280,7 +280,8 @@ def _remove_left(path: Path) -> None:
 
 
 def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
-    """The tensors of a file that has the size and the header that follow from the manifest."""
+    """Return the tensors of a file that has the size and the header that follow from the
+    manifest."""
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
     header, spans, expected = _placed(manifest.tables)

@@ -34,7 +34,7 @@ from dist_sparse.serving.artifact import (
 from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
-# Of the float64 arithmetic that finds the nearest code.
+# Slack for the rounding of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
 
 

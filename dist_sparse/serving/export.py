@@ -223,7 +223,7 @@ def _checked(dtype: Any, scale: Any, is_coded: bool) -> tuple[Dtype, Scale]:
 
 
 def _folders(since: Any) -> tuple[Path, ...]:
-    """The folders that a delta follows; none for a whole export."""
+    """Return the folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
     return tuple(Path(os.path.abspath(folder)) for folder in folders_of(since or ()))

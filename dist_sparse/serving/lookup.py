@@ -28,7 +28,8 @@ _ALIGNMENT = 128
 
 _HEAD = 4  # bytes of a row's scale and bias
 
-# Of tables of one width without FBGEMM: rows are int32, and one more is of zeros.
+# Rows of all tables of one width, looked up without FBGEMM: their numbers are int32, and one more
+# row is of zeros.
 _MOST_ROWS = 2**31 - 2
 
 
@@ -322,7 +323,8 @@ class _Group(nn.Module):
         return bags.view(features, -1, self.width)
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
-        """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
+        """Return the rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of
+        one."""
         found = {key: self.get_buffer(key).index_select(0, here) for key in self.keys}
         if self.books is None:
             return decode(found, self.width)
@@ -333,7 +335,7 @@ class _Group(nn.Module):
 
 
 def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:
-    """The value of each feature's table, ``rest`` where it has none: int32."""
+    """Return the value of each feature's table, ``rest`` where it has none: int32."""
     return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
 
 

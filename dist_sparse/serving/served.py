@@ -87,7 +87,8 @@ class ServedLookup(nn.Module):
     def _row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
         # Both take the same arguments and return the same sums.
         native = self._fbgemm and all(table.has_kernel for table in tables.values())
-        return (FbgemmLookup if native else LibtorchLookup)(tables, self._names)
+        kind = FbgemmLookup if native else LibtorchLookup
+        return kind(tables, self._names)
 
     def tables(self) -> dict[str, StoredTable]:
         """Return the tables as they are now: where their rows are stored, and a copy of their
@@ -122,7 +123,7 @@ class ServedLookup(nn.Module):
             index = index_after(delta, name, table.index)
             room = table.places
             if entry.stored > room:
-                # The next deltas find room.
+                # Room for the rows of the next deltas.
                 room = entry.stored + entry.stored // 4
             is_grown |= room > table.places or bool(whole)
             whole = {**table.whole, **whole}
@@ -155,7 +156,7 @@ class ServedLookup(nn.Module):
         raise NotImplementedError
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """The rows of ids: int32 ``(n,)``, -1 where there is none."""
+        """Return the rows of ids: int32 ``(n,)``, -1 where there is none."""
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
@@ -267,8 +268,8 @@ class EmbeddingLookup(ServedLookup):
 
 
 def _checked(offsets: Tensor, count: int) -> Tensor:
-    """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where
-    they point."""
+    """Return offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads
+    where they point."""
     message = "Lengths must add up to the number of ids, and offsets must end with it."
     if torch.compiler.is_compiling():
         torch._assert_async(offsets[-1] == count, message)  # stays in the graph, unlike a branch
@@ -524,7 +525,7 @@ def load_served(
 
 
 def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
-    """The tables of a collection, by name."""
+    """Return the tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
         table = MappedTable(artifact, name)
@@ -534,7 +535,7 @@ def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, Sto
             entry = replace(entry, pooling="none")
         # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
         room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-        # What is no row outlives the mapped file.
+        # Cloned: rows are copied when they are placed, all else would keep the file mapped.
         whole = {key: part.clone() for key, part in table.whole.items()}
         tables[name] = StoredTable(entry, table.stored(), whole, table.index, room)
     return tables

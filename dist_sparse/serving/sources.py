@@ -437,7 +437,7 @@ def note_delta(
 
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
-    """The rows written by the address of the weights; none without an enforcer."""
+    """Return the rows written by the address of the weights; none without an enforcer."""
     enforcer = sparsifier.masks.enforcer
     return {} if enforcer is None else enforcer.written("deltas")
 

@@ -119,7 +119,7 @@ class SlotIndex(nn.Module):
         self._buckets: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The version of a copied tensor begins anew: buckets of the old one would seem to be its.
+        # A copied tensor counts its versions from 0 again: old buckets would seem to fit.
         return {**self.__dict__, "_made_of": (None, -1), "_buckets": None}
 
     @property

@@ -561,7 +561,7 @@ class BaseDataSparsifier(MaskMaker):
         return configs, register
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of ``config``, changed to what the caller passed."""
+        """Return a copy of ``config``, changed to what the caller passed."""
         return {**copy.deepcopy(dict(config)), **given}
 
 

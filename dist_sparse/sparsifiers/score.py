@@ -158,7 +158,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         matrix = _as_scored_matrix(name, data.detach())
         table = whole(name, matrix, sharding="plain")
         [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
-        # Nobody holds a table without elements.
+        # A table without elements has no shard, and so no mask.
         for new in made.masks:
             self.get_mask(name).data = new.mask.dense().view(data.shape)
 

@@ -180,7 +180,8 @@ class ModelTables:
         tables: _Named = {}
         parameters: _Named = {}
         for name, found in _named(walked).items():
-            (tables if found.dense is None else parameters)[name] = found
+            kind = tables if found.dense is None else parameters
+            kind[name] = found
         hint = " Dense parameters are selected by dense=."
         chosen = _matching("include", self._include, tables, "tables", hint)
         chosen = chosen | _matching("dense", self._dense, parameters, "parameters")
@@ -447,8 +448,8 @@ def _named(walked: list[_Found]) -> _Named:
 def _matching(
     option: str, patterns: Sequence[str] | None, named: _Named, kind: str, hint: str = ""
 ) -> _Named:
-    """What one of the patterns of an option matches, by name or fully qualified name; None matches
-    all, and may match nothing."""
+    """Return what one of the patterns of an option matches, by name or fully qualified name; None
+    matches all, and may match nothing."""
     if patterns is None:
         return named
     matching: _Named = {}
@@ -580,7 +581,7 @@ def _located(
 
 
 def _rect(shard: Any) -> Rect:
-    """The rectangle in the metadata of a shard; of one dimension it is a row."""
+    """Return the rectangle in the metadata of a shard; of one dimension it is a row."""
     # sum() and prod() of nothing are 0 and 1: the first row, and one row.
     *row, col = shard.shard_offsets
     *rows, cols = shard.shard_sizes

@@ -529,7 +529,7 @@ class _PrunedTable:
         return removed if together else min(removed, self.most_removed)
 
     def served_bytes(self, removed: int) -> int:
-        """Bytes of the table without so many blocks."""
+        """Return the bytes of the table without so many blocks."""
         (rows, columns) = self.data.shape
         itemsize = self.data.dtype.itemsize
         kept = self.blocks - removed

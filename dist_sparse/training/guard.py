@@ -50,7 +50,7 @@ class GuardState:
         mode: of the first validation; None before it.
         best: the best metric of a validation that held.
         waiting: no mask update happens before the next validation that holds.
-        owed: the schedule had an update meanwhile.
+        owed: the schedule had an update while one was waiting.
         pending: the step of the update that was not validated yet.
         accepted: the step of the last update that a validation has accepted.
         undone: the step of the update that was undone; none follows.
