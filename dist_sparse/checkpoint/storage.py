@@ -158,7 +158,8 @@ class Folders:
         """
         # The first save makes the folder.
         self.files.mkdir(self.root)
-        if (last := max(self.steps(), default=-1)) >= step:
+        last = max(self.steps(), default=-1)
+        if last >= step:
             raise ValueError(
                 f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must"
                 " grow: resume from it, save to another folder, or delete it."

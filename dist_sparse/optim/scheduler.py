@@ -192,8 +192,8 @@ class OptimScheduler(abc.ABC):
         integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
         # All with mixed precision have the same dtype. With none, an outer autocast stays on.
-        dtypes = [peer._autocast for peer in sharing if peer._autocast]
-        autocast = torch.autocast(self._device, dtypes[0]) if dtypes else nullcontext()
+        dtypes = {peer._autocast for peer in sharing} - {None}
+        autocast = torch.autocast(self._device, *dtypes) if dtypes else nullcontext()
         with self._unsynchronized(step_num), autocast:
             yield
 

@@ -285,7 +285,8 @@ def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
     header, spans, expected = _placed(manifest.tables)
-    if (size := file.stat().st_size) != expected:
+    size = file.stat().st_size
+    if size != expected:
         raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
         if opened.read(len(header)) != header:

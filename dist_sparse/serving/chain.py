@@ -176,7 +176,8 @@ def compare_rows(
         exact = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
         # Bits are compared: -0.0 is not 0.0.
         wrong = found.view(torch.int32) != exact.view(torch.int32)
-    if len(places := wrong.nonzero()):
+    places = wrong.nonzero()
+    if len(places):
         row, column = places[0].tolist()
         raise ValueError(
             f"Table {name!r}: the kept row {first + row} serves {float(found[row, column])} in"
@@ -269,7 +270,8 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         for ids, parts in table.parts():
             for key, part in parts.items():
                 sums[key] = added(sums[key], part, ids)
-            if len(places := _invalid({**table.whole, **parts}, entry).nonzero()):
+            places = _invalid({**table.whole, **parts}, entry).nonzero()
+            if len(places):
                 id = int(ids[places[0]])
                 raise ValueError(
                     f"{where}: the row of id {id} of table {name!r} has no valid weights."

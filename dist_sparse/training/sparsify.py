@@ -236,8 +236,12 @@ class SparseTraining:
         seen = {name: counts for name, counts in known.items() if counts[0]}
         if not seen:
             return "not known (no training forward was counted)"
-        every, removed = map(sum, zip(*seen.values(), strict=True))
-        shares = [f"{name} {percent(gone / of)}" for name, (of, gone) in seen.items()]
+        every = removed = 0
+        shares = []
+        for name, (of, gone) in seen.items():
+            every += of
+            removed += gone
+            shares.append(f"{name} {percent(gone / of)}")
         return f"{percent(removed / every)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
