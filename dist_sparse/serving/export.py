@@ -165,7 +165,7 @@ def export(
     world = world_group()
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        # The three that may be given have no base in common.
+        # Any: what sparsify() and quantize() return and a sparsifier have no base in common.
         given: Any = sparse
         is_coded = isinstance(sparse, CodedTraining)
         sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)

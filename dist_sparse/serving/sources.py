@@ -232,7 +232,8 @@ class ServedTable:
         if world_rank() not in (self.data.ranks or (0,)):
             return
         changed = self.stored & self.changed
-        for part in _moved(self.rows, changed) if slots is None else _by_id(self.rows, slots):
+        parts = _moved(self.rows, changed) if slots is None else _by_id(self.rows, slots)
+        for part in parts:
             yield from (part[some] for some in chunks(*part.shape))
 
 
@@ -337,7 +338,9 @@ def check_range(located: Sequence[ShardedData], dtype: str) -> None:
 def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     """Refuse weights of a table that are not finite in ``dtype``."""
     largest = ENCODINGS[dtype].largest
-    for value in map(float, torch.aminmax(weights) if weights.numel() else ()):
+    if not weights.numel():
+        return
+    for value in map(float, torch.aminmax(weights)):
         # Not ``>``, which is false for NaN.
         if not abs(value) <= largest:
             raise ValueError(
@@ -402,7 +405,9 @@ def with_changes(
     for names in sparsifier.masks.tables.groups.values():
         # In the same order on every rank.
         fit = [registered[name] for name in names if name in plain]
-        for name, rows in gather_rows(fit, flags).items() if fit else ():
+        if not fit:
+            continue
+        for name, rows in gather_rows(fit, flags).items():
             rows |= ~note.kept[name]
             if not bool(rows.all()):
                 found[name] = replace(tables[name], changed=rows)

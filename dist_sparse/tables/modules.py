@@ -158,8 +158,9 @@ class ModelTables:
         for name, found in self._found.items():
             if name in wanted:
                 located.append(found.locate(name, read))
-        for data in located if first else ():
-            check_data(data)
+        if first:
+            for data in located:
+                check_data(data)
         return located
 
     def find(self, name: str) -> ShardedData:
