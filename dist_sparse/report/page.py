@@ -324,8 +324,8 @@ def write_report(
     Raises:
         ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file;
             names the file.
-        ImportError: jinja2 is not installed. OSError: a file can't be written. The old one is as it
-            was.
+        ImportError: jinja2 is not installed.
+        OSError: a file can't be written. The old one is as it was.
 
     Example::
 

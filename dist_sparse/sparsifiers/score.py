@@ -148,8 +148,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Set ``get_mask(name)`` to a new int8 mask of ``data``.
 
         Raises:
-            NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite
-                scores, or an impossible config.
+            NotImplementedError: integer data.
+            ValueError: more than two real dimensions, non-finite scores, or an impossible config.
         """
         if not data.dtype.is_floating_point:
             raise NotImplementedError(
