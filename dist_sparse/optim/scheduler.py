@@ -193,7 +193,7 @@ class OptimScheduler(abc.ABC):
         sharing = self._sharing()
         # All with mixed precision have the same dtype. With none, an outer autocast stays on.
         dtypes = {peer._autocast for peer in sharing} - {None}
-        autocast = torch.autocast(self._device, *dtypes) if dtypes else nullcontext()
+        autocast = torch.autocast(self._device, dtypes.pop()) if dtypes else nullcontext()
         with self._unsynchronized(step_num), autocast:
             yield
 
