@@ -324,7 +324,9 @@ class RankGroup(Group):
         self._at = f"in {action}"
         mine = [error is not None, digest(action), digest(facts), _balance(facts.replicas)]
         reports = self.all_gather(torch.tensor(mine, dtype=torch.int64))
-        errors, digests, balances = reports[:, 0], reports[:, 1:3], reports[:, 3]
+        errors = reports[:, 0]
+        digests = reports[:, 1:3]
+        balances = reports[:, 3]
         if bool(errors.any() | (digests != digests[0]).any()):
             refused = Refused(self._refusal(action, facts, error))
             refused.raised_by = frozenset(self.ranks)

@@ -37,9 +37,10 @@ else:
 
     def _installed() -> Any:
         modules = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-        for package in filter(importlib.util.find_spec, modules):
-            # Outside of any try: a package that lacks a dependency of its own says so.
-            return importlib.import_module(modules[package])
+        for package, module in modules.items():
+            if importlib.util.find_spec(package):
+                # Outside of any try: a package that lacks a dependency of its own says so.
+                return importlib.import_module(module)
         raise ImportError(
             "dist_sparse.lightning needs Lightning, and neither lightning nor pytorch_lightning is"
             " installed: pip install lightning."
@@ -165,7 +166,9 @@ class SparsifyCallback(Callback):
                 " callback by dcp.save().",
                 sharded,
             )
-        self._loaded, self._fit, self._steps = None, fit, trainer.global_step
+        self._loaded = None
+        self._fit = fit
+        self._steps = trainer.global_step
         # A checkpoint has zeros in the place of rows that are not masked yet.
         settle = Hook(lambda *_: training.enforcer.settle())
         self._hooks.append(pl_module.register_state_dict_pre_hook(settle))  # type: ignore[no-untyped-call]

@@ -280,7 +280,8 @@ def pipeline(device: torch.device, kind: str) -> str:
     """A pipeline of TorchRec's, with mask updates between its steps, against the plain loop."""
     piped, plain = _Trial(device, "1x4", 0.3), _Trial(device, "1x4", 0.3)
     progress = pipeline_of(kind, piped.model, piped.optimizer, device).progress
-    found, expected = _with_updates(piped, progress), _with_updates(plain, plain.train)
+    found = _with_updates(piped, progress)
+    expected = _with_updates(plain, plain.train)
     return f"12 steps, 3 mask updates: {_compare('weights', found, expected)}"
 
 
@@ -311,7 +312,7 @@ def _compare(what: str, found: list[Tensor], expected: list[Tensor]) -> str:
 
 
 _ON_EVERY_DEVICE = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
-# FBGEMM has some for CUDA only.
+# Optimizers that FBGEMM has for CUDA only.
 _ON_GPUS = ["ADAM", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"]
 
 
@@ -495,7 +496,10 @@ def _lost(says: str, seconds: float, folder: Path) -> Json:
 def worker(words: Sequence[str]) -> int:
     """Run checks as one rank; return 1 after one that is not passed: its error may have left the
     device unusable, or this rank at another place than the others."""
-    folder, rank, world, kind = Path(words[0]), int(words[1]), int(words[2]), words[3]
+    folder = Path(words[0])
+    rank = int(words[1])
+    world = int(words[2])
+    kind = words[3]
     backend, device = "gloo", torch.device(kind)
     if kind == "cuda":
         backend, device = "nccl", torch.device(kind, rank)

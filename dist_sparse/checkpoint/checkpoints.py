@@ -16,7 +16,6 @@ from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -240,7 +239,7 @@ class Checkpoints:
         extra: Json,
         staged: bool = False,
     ) -> tuple[Tensors, dict[str, Json], Json]:
-        """The tensors, values and optimizer of this rank, once the save before is done."""
+        """Return the tensors, values and optimizer of this rank, once the save before is done."""
         from dist_sparse.checkpoint.storage import copied
 
         self.wait()
@@ -351,7 +350,7 @@ class Checkpoints:
         )
 
 
-# What has the generators, by their kind.
+# The modules that have random generators, by the kind of device.
 _RANDOM: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda}
 
 
@@ -363,12 +362,12 @@ def _nothing() -> Future[None]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model without DDP, which puts ``module.`` before every name."""
+    """Return the model without DDP, which puts ``module.`` before every name."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _parts(sparse: Any) -> dict[str, Stateful]:
-    """The objects passed as ``sparse``, by the key of their state."""
+    """Return the objects passed as ``sparse``, by the key of their state."""
     named = sparse if isinstance(sparse, Mapping) else {"": sparse}
     parts: dict[str, Stateful] = {}
     for name, part in named.items():
@@ -387,7 +386,7 @@ def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
 
 
 def _rng() -> Tensors:
-    """The state of this rank's generators of random numbers."""
+    """Return the state of this rank's generators of random numbers."""
     rank = world_rank()
     found = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -401,7 +400,8 @@ def _check_claimed(group: Group, metadata: Metadata, tensors: Tensors) -> None:
     # Generators of other ranks have no owner where there are fewer ranks.
     claims = [key in tensors or key.startswith("rng.") for key in keys]
     mine = torch.tensor(claims, dtype=torch.int64)
-    _refuse_unclaimed([*compress(keys, (group.all_reduce(mine) == 0).tolist())])
+    counts = group.all_reduce(mine).tolist()
+    _refuse_unclaimed([key for key, count in zip(keys, counts, strict=True) if count == 0])
 
 
 def _refuse_unclaimed(keys: list[str]) -> None:

@@ -276,7 +276,8 @@ class OptimizerState:
     def _merged(
         self, tensors: Mapping[str, Any], cuts: Json, merge: bool
     ) -> tuple[Tensors, list[Change]]:
-        """What to load of row-wise state that was saved with other cuts, and how to merge it."""
+        """Return what to load of row-wise state that was saved with other cuts, and how to merge
+        it."""
         targets: Tensors = {}
         changes: list[Change] = []
         for path in sorted(self._cuts.keys() & tensors.keys()):
@@ -354,7 +355,7 @@ def _dotted(prefix: str, key: str) -> str:
 
 
 def _key_and_name(path: str) -> tuple[str, str]:
-    """The key of the parameter, and the name of its state, in the key of a tensor."""
+    """Return the key of the parameter, and the name of its state, in the key of a tensor."""
     key, _, name = path.removeprefix(_PREFIX).rpartition(".")
     return key, name
 
@@ -394,8 +395,8 @@ def _is_row_wise(value: Tensor, param: Tensor) -> bool:
 
 
 def _column_cuts(path: str, value: Tensor, param: Any) -> dict[str, list[int]]:
-    """The first columns of the cuts of a table, by the key of ``value``, if the table is sharded
-    and that has a number for each row of each cut; empty otherwise."""
+    """Return the first columns of the cuts of a table, by the key of ``value``, if the table is
+    sharded and that has a number for each row of each cut; empty otherwise."""
     if not hasattr(param, "local_shards"):
         return {}
     shards = param.metadata().shards_metadata

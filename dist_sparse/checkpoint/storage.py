@@ -158,7 +158,8 @@ class Folders:
         """
         # The first save makes the folder.
         self.files.mkdir(self.root)
-        if (last := max(self.steps(), default=-1)) >= step:
+        last = max(self.steps(), default=-1)
+        if last >= step:
             raise ValueError(
                 f"Invalid {step=}: {self.root} holds the checkpoint of step {last}, and steps must"
                 " grow: resume from it, save to another folder, or delete it."
@@ -212,7 +213,8 @@ class Folders:
             ValueError: one is missing, damaged or no regular file; names it.
         """
         for name in {METADATA, VALUES, *names}:
-            path, (wanted, crc) = f"{self.path(marker.step)}/{name}", marker.files[name]
+            path = f"{self.path(marker.step)}/{name}"
+            wanted, crc = marker.files[name]
             try:
                 self._refuse_irregular(path)
                 found = _read_crc(self.files, path, most=wanted)
@@ -485,7 +487,9 @@ class _Reader(filesystem.FileSystemReader):
     def __init__(self, folder: str, files: Any, metadata: dcp.Metadata) -> None:
         # DCP makes a local file system of any folder: replaced by the one of the root.
         super().__init__(folder)
-        self.fs, self.path, self._checked = files, files.init_path(folder), metadata
+        self.fs = files
+        self.path = files.init_path(folder)
+        self._checked = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._checked

@@ -72,7 +72,7 @@ def model_and_evaluate(entry: str) -> tuple[Any, Any, Callable[[float], tuple[An
 
 
 def _pair(returned: Any) -> tuple[Any, Any]:
-    """A model and its evaluate, which is None if the model alone was returned."""
+    """Return a model and its evaluate, which is None if the model alone was returned."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     return returned, None

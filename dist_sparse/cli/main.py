@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import warnings
@@ -104,8 +103,9 @@ class Subcommand(Parser):
     missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for word in filter(re.compile("--.").match, args):
-            if word.partition("=")[0] not in self._option_string_actions:
+        for word in args:
+            is_option = word.startswith("--") and word != "--"
+            if is_option and word.partition("=")[0] not in self._option_string_actions:
                 self.unrecognized(word)
         return super().parse_known_args(args, namespace)
 

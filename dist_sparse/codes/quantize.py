@@ -279,7 +279,8 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
             ValueError: there are none before the first fit.
             RuntimeError: the handle is detached.
         """
-        refuse({f"There are no codes to export: {self!r}.": not self._is_fitted})
+        if not self._is_fitted:
+            raise ValueError(f"There are no codes to export: {self!r}.")
         return self._while_attached().coded
 
     def __exit__(self, *_: object) -> None:
@@ -329,28 +330,28 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
 def _groups_of(codes: Any, located: Mapping[str, ShardedData]) -> dict[str, int]:
     """Return the codes of a row, by table."""
     by_name = codes if isinstance(codes, Mapping) else dict.fromkeys(located, codes)
-    strange = f"Invalid {codes=}: must name some of the tables {sorted(located)}."
-    refuse({strange: not by_name or not by_name.keys() <= located.keys()})
+    if not by_name or not by_name.keys() <= located.keys():
+        raise ValueError(f"Invalid {codes=}: must name some of the tables {sorted(located)}.")
     found = {}
     for name in sorted(by_name):
         rows, columns = located[name].shape
-        small = (
-            f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
-            f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
-            " codes= by name leaves other tables as they are."
-        )
-        refuse({small: rows < LEAST_ROWS})
+        if rows < LEAST_ROWS:
+            raise ValueError(
+                f"Table {name!r} has {count(rows)} rows, and codes are for tables of at least"
+                f" {count(LEAST_ROWS)}: books of 512 bytes a column outweigh what they save."
+                " codes= by name leaves other tables as they are."
+            )
         found[name] = integer("codes", by_name[name], least=1, most=columns, of=name)
-        uneven = (
-            f"Invalid {codes=}: {found[name]} does not divide the {columns} columns of table"
-            f" {name!r}; {_divisors(columns, 1)} do."
-        )
-        refuse({uneven: columns % found[name]})
+        if columns % found[name]:
+            raise ValueError(
+                f"Invalid {codes=}: {found[name]} does not divide the {columns} columns of table"
+                f" {name!r}; {_divisors(columns, 1)} do."
+            )
     return found
 
 
 def _divisors(columns: int, of: int) -> list[int]:
-    """The multiples of a width that divide the columns."""
+    """Return the multiples of a width that divide the columns."""
     return [each for each in range(of, columns + 1, of) if columns % each == 0]
 
 
@@ -361,11 +362,11 @@ def _refuse_masks(
     for name in sparsifier.data_groups.keys() & groups.keys():
         shape = sparsifier.data_groups[name]["sparse_block_shape"]
         block = resolve_block(name, shape, located[name].shape)
-        parts = (
-            f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
-            " books keep whole rows at zero: compact() removed columns first."
-        )
-        refuse({parts: block[1] < located[name].shape[1]})
+        if block[1] < located[name].shape[1]:
+            raise ValueError(
+                f"Table {name!r}: sparse removes {block[0]} x {block[1]} blocks, parts of rows, and"
+                " books keep whole rows at zero: compact() removed columns first."
+            )
 
 
 def _in_groups(width: int, rect: Rect) -> Rect:
@@ -391,11 +392,11 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
     found = []
     for rect, codes in data.shards:
         piece = pieces.get((rect.row, rect.col), codes[:0])
-        missing = (
-            f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
-            " loaded by torch.distributed.checkpoint."
-        )
-        refuse({missing: piece.shape != codes.shape})
+        if piece.shape != codes.shape:
+            raise ValueError(
+                f"Table {data.name!r}: the state has no codes of {rect}. Of other ranks, it must be"
+                " loaded by torch.distributed.checkpoint."
+            )
         found.append((codes, piece))
     return found
 
@@ -403,11 +404,11 @@ def _pieces_of(data: ShardedData, saved: Any) -> list[tuple[Tensor, Tensor]]:
 def _checked_books(name: str, books: Any, shape: torch.Size) -> Tensor:
     """Return a copy of a table's books from a state."""
     fits = isinstance(books, Tensor) and (books.shape, books.dtype) == (shape, torch.float16)
-    wrong = (
-        f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)}, with"
-        " zeros as entry 0."
-    )
-    refuse({wrong: not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any())})
+    if not fits or not bool(books.isfinite().all()) or bool(books[:, 0].any()):
+        raise ValueError(
+            f"Table {name!r}: its books in the state must be finite torch.float16 {tuple(shape)},"
+            " with zeros as entry 0."
+        )
     return torch.clone(books.detach().cpu())
 
 
@@ -582,11 +583,11 @@ class Attached:
 def _refuse_cut_groups(data: ShardedData, width: int) -> None:
     columns = data.shape[1]
     for rect in data.rects:
-        cut = (
-            f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
-            f" {_divisors(columns, width)} columns fit {columns // width} codes."
-        )
-        refuse({cut: rect.col % width or rect.cols % width})
+        if rect.col % width or rect.cols % width:
+            raise ValueError(
+                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
+                f" {_divisors(columns, width)} columns fit {columns // width} codes."
+            )
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -173,7 +173,7 @@ class CompactIds(nn.Module):
         return torch.where(inside == ids, found.int(), UNKNOWN)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The version of a copied tensor begins anew: maps of the old one would seem to be its.
+        # A copied tensor counts its versions from 0 again: maps of the old one would seem to fit.
         return {**self.__dict__, "_maps": {}}
 
     def _map(self, table: str) -> Tensor:
@@ -245,7 +245,8 @@ class IndexedCollection(CompactCollection):
     ) -> None:
         super().__init__()
         self._configs = list(tables)
-        self.tables, self.weighted = table_configs(tables), is_weighted
+        self.tables = table_configs(tables)
+        self.weighted = is_weighted
         # On the device of the indexes: on the meta device they would lose their values.
         self.ids = self.translation(tables, indexes, self)
         # In a list: pipelines put another module in the place of the attribute.
@@ -487,7 +488,9 @@ def expanded_collection(
     Args:
         module: the ``inner`` of ``replaced``.
     """
-    configs, meta, collection = configs_of(replaced), torch.device("meta"), collection_of(module)
+    configs = configs_of(replaced)
+    meta = torch.device("meta")
+    collection = collection_of(module)
     made: EmbeddingBagCollection | EmbeddingCollection
     if collection.pooled:
         made = EmbeddingBagCollection(configs, collection.weighted, meta)

@@ -14,7 +14,6 @@ before all have succeeded in this one:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import mul
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -52,9 +51,8 @@ def compact(
 
     ``model`` is consumed. A DistributedModelParallel is built again around the same module: use the
     returned one and its ``fused_optimizer``; the old one raises. ``sparse`` is detached, and its
-    sparsifier forgets all tables. The memory of old tables is released, and
-    computing with their parameters raises: rebuild pipelines, lists and combined optimizers that
-    hold them.
+    sparsifier forgets all tables. The memory of old tables is released, and computing with their
+    parameters raises: rebuild pipelines, lists and combined optimizers that hold them.
 
     Reading ``weight`` of a table that lost rows raises too, because row numbers are not ids there:
     use :meth:`~dist_sparse.compaction.tables.CompactEmbedding.full_weight`.
@@ -112,7 +110,7 @@ def compact(
         rebuild = rebuild_of(model, "compact", optimizer, plan, world)
         facts.update(rebuild.facts, removed=removed, tables=sparsifier.masks.tables.names)
         if isinstance(sparse, SparseTraining):
-            # Before any change: if warnings are errors, detach() would raise too late.
+            # Here, not in detach(): where warnings are errors it raises, and all is unchanged yet.
             sparse.warn_of_early_end()
     with world.agreeing("compact(), counting rows"):
         stats = {table.name: table for table in sparsifier.table_stats()}
@@ -152,8 +150,10 @@ def _widths(
     for group in getattr(rotation, "groups", ()):
         # Tables that are rotated together meet in dot products: they need the same columns. So one
         # table that has lost nothing makes its whole group keep all.
-        kept = [stats[name].blocks - stats[name].removed_blocks for name in group]
-        most = max(map(mul, kept, [store.table(name).block[1] for name in group]))
+        most = 0
+        for name in group:
+            kept = stats[name].blocks - stats[name].removed_blocks
+            most = max(most, kept * store.table(name).block[1])
         width = narrow_width(most, store.find(group[0]).shape[1])
         widths |= dict.fromkeys(losing.intersection(group), width)
     return widths
@@ -204,7 +204,8 @@ def _site_widths(site: Site, names: Mapping[str, str], widths: dict[str, int]) -
     if site.has_one_width:
         # TorchRec refuses an EmbeddingCollection of several widths.
         narrower = widths.keys() & names.values()
-        widths |= dict.fromkeys(narrower, max(map(widths.__getitem__, narrower), default=0))
+        widest = max((widths[name] for name in narrower), default=0)
+        widths |= dict.fromkeys(narrower, widest)
     return {table: widths[name] for table, name in names.items() if name in widths}
 
 

@@ -223,8 +223,8 @@ def _expected(
     chunk: _Chunk,
     wanted: Sequence[Rect],
 ) -> dict[Rect, list[tuple[Rect, Callable[[], Tensor]]]]:
-    """What this rank gets of a chunk: by rectangle that it wants, where the pieces of it are, and
-    how to read them."""
+    """Return what this rank gets of a chunk: by rectangle that it wants, where the pieces of it
+    are, and how to read them."""
     arriving = defaultdict(list)
     # In the order in which each sender packs it.
     for sender in range(len(source.tiling)):
@@ -284,7 +284,7 @@ def _parts(rects: Iterable[Rect], kept: Tensor, chunk: _Chunk) -> Iterator[_Part
 
 
 def _put_together(want: Rect, pieces: Sequence[tuple[Rect, Tensor]]) -> tuple[Rect, Tensor]:
-    """The rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
+    """Return the rectangle that the pieces cover, of all columns of ``want``, and what is in it."""
     # Nearly always, and without a copy.
     if len(pieces) == 1:
         return pieces[0]
@@ -404,7 +404,8 @@ class StoredTables:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             # Only by name: reading ``weight`` of a compact table raises.
             weight = module.get_parameter("weight")
-            self.located, self.parameters = {"": whole("weight", weight.data)}, {"": weight}
+            self.located = {"": whole("weight", weight.data)}
+            self.parameters = {"": weight}
             return
         collection = collection_of(module)
         self.located = {name: collection.locate(name, name, name) for name in names}
@@ -562,7 +563,7 @@ class _Move:
                     tensor[taken] = part.view(len(taken), *tensor.shape[1:]).to(tensor.device)
 
     def _wanted(self, rowwise: bool) -> list[list[Rect]]:
-        """The rectangles that each rank wants, in kept coordinates."""
+        """Return the rectangles that each rank wants, in kept coordinates."""
         columns: dict[int, int] = {}
         if rowwise and self.target.shape[1] < self.source.shape[1]:
             # A shard that loses columns keeps the value of each row, sent under the old columns.
@@ -575,7 +576,7 @@ class _Move:
         return wanted
 
     def _moved(self, rect: Rect) -> Rect:
-        """What moves to a rectangle of the new table, in kept coordinates."""
+        """Return what moves to a rectangle of the new table, in kept coordinates."""
         before = int(self.placed[: rect.row].count_nonzero())
         count = int(self.placed[rect.row : rect.row_end].count_nonzero())
         return Rect(before, rect.col, count, rect.cols)

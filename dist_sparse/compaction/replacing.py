@@ -152,7 +152,8 @@ class EmbeddingSite(_Site):
         self, kept: Kept, widths: Mapping[str, int], model: nn.Module, default_row: bool
     ) -> nn.Module:
         """Return an embedding of fewer columns, or of fewer rows, to be filled."""
-        old, weight = self.module, self.module.get_parameter("weight").data
+        old = self.module
+        weight = self.module.get_parameter("weight").data
         if widths:
             # Not a compact table: it keeps all rows, so that ids are row numbers.
             return self._table(type(old), len(weight), widths[""])
@@ -388,7 +389,8 @@ class Rebuild:
         self, model: nn.Module, action: str, optimizer: Any, plan: Planner | None, world: Group
     ) -> None:
         self._model, self._action, self._plan, self._world = model, action, plan, world
-        self._steppers, self._optimizers_known = Steppers(optimizer), optimizer is not None
+        self._steppers = Steppers(optimizer)
+        self._optimizers_known = optimizer is not None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -409,7 +411,8 @@ class Rebuild:
             default_row: whether removed ids share a row.
         """
         # Once, not for each site: a model has thousands of parameters.
-        holders, wrappers = _holders_of_parameters(self._model), self._wrappers()
+        holders = _holders_of_parameters(self._model)
+        wrappers = self._wrappers()
         for site in sites:
             # An embedding inside a collection holds the parameter.
             tied = set[nn.Module]().union(*map(holders.__getitem__, site.parameters().values()))
@@ -597,7 +600,8 @@ def rebuild_of(
     :class:`Rebuild`."""
     torchrec = torchrec_port()
     is_sharded = torchrec is not None and torchrec.is_sharded_model(model)
-    return (ShardedRebuild if is_sharded else Rebuild)(model, action, optimizer, plan, world)
+    kind = ShardedRebuild if is_sharded else Rebuild
+    return kind(model, action, optimizer, plan, world)
 
 
 def _default_row_rules(site: Site) -> dict[str, object]:
@@ -629,7 +633,8 @@ def _draw(change: Change, stored: nn.Module, seed: int) -> None:
             # Lookups give zeros for padding.
             if change.site.padding_id is not None:
                 drawn[change.site.padding_id] = False
-            places, name = drawn.nonzero().view(-1), table or change.site.path
+            places = drawn.nonzero().view(-1)
+            name = table or change.site.path
             draw_rows(weight, rect, places, places + rect.row, seed, name, bounds)
 
 

@@ -46,7 +46,8 @@ def _refuse_rows(rows: int) -> None:
 
 
 def _num_words(rows: int) -> int:
-    """Words of a bitmap: at least one, which lookups clamped into an empty table can read."""
+    """Return the number of words of a bitmap: at least one, which lookups clamped into an empty
+    table can read."""
     return max(1, -(-rows // 32))
 
 
@@ -59,8 +60,8 @@ def _bits_in(words: Tensor) -> Tensor:
 
 
 def _constants() -> Tensor:
-    """Operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in each
-    of its operations, which doubled the time of short lookups."""
+    """Return operands of :func:`_rank` as a tensor: a Python number would be made one, and cast, in
+    each of its operations, which doubled the time of short lookups."""
     return torch.tensor(
         [1, 2, 4, 5, 24, 31, 0x55555555, 0x33333333, 0x0F0F0F0F, 0x01010101], dtype=torch.int32
     )
@@ -229,7 +230,9 @@ class RowIndexes(nn.Module):
         super().__init__()
         # By position, of tables with an index: original rows, whether removed ids share a row.
         self._indexed: dict[int, tuple[int, bool]] = {}
-        words, counts, start = [], [], 0
+        words = []
+        counts = []
+        start = 0
         # For each table: its last row, its first word, and the row of removed ids.
         of_tables = []
         for number, (table, count) in enumerate(zip(tables, rows, strict=True)):
@@ -244,7 +247,8 @@ class RowIndexes(nn.Module):
             words.append(table.words)
             counts.append(table.counts)
             start += len(table.words)
-        self.any_removed, self.any_dense = bool(words), len(words) < len(of_tables)
+        self.any_removed = bool(words)
+        self.any_dense = len(words) < len(of_tables)
         self.any_default = any(default_row for _, default_row in self._indexed.values())
         if not words:
             # torch.cat refuses an empty list. No lookup reads this word.

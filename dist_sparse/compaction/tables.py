@@ -50,7 +50,7 @@ def padding_id_of(table: nn.Embedding | nn.EmbeddingBag) -> int | None:
 
 
 def _rows(index: RowIndex, ids: Tensor) -> Tensor:
-    """The rows of ids, -1 where there is none."""
+    """Return the rows of ids, -1 where there is none."""
     check_ids(ids)
     # An id out of range becomes the row behind the last, at which torch's lookup raises.
     return torch.where((ids >= 0) & (ids < index.rows), index(ids), index.stored)
@@ -290,7 +290,8 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
         return sums / _counted(pooled)[ends].diff().clamp(min=1).unsqueeze(1)
 
     def _ends(self, input: Tensor, offsets: Tensor | None) -> Tensor:
-        """Where each bag begins among all ids, and where the last one ends: ``(bags + 1,)``."""
+        """Return where each bag begins among all ids, and where the last one ends:
+        ``(bags + 1,)``."""
         if offsets is None:
             return torch.arange(len(input) + 1, device=input.device) * input.shape[1]
         if self.include_last_offset:
@@ -299,7 +300,7 @@ class CompactEmbeddingBag(CompactTable, nn.EmbeddingBag):  # type: ignore[misc]
 
 
 def _counted(flags: Tensor) -> Tensor:
-    """How many flags before each place are set: int64 ``(n + 1,)``."""
+    """Return how many flags before each place are set: int64 ``(n + 1,)``."""
     return F.pad(flags.cumsum(0), (1, 0))
 
 
@@ -378,7 +379,8 @@ def draw_rows(
         ids: whose initial weights they get, int64 ``(n,)``.
         seed, table, bounds: as of :func:`initial_rows`.
     """
-    most, device = max(1, _DRAWN // max(1, rect.cols)), weight.device
+    most = max(1, _DRAWN // max(1, rect.cols))
+    device = weight.device
     columns = range(rect.col, rect.col_end)
     for some, at in zip(torch.split(ids, most), torch.split(places, most), strict=True):
         drawn = initial_rows(seed, table, some.to(device), columns, bounds)

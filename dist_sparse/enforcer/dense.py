@@ -37,7 +37,7 @@ from dist_sparse.sparsifiers.packed_store import PackedStore
 from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import Rect, memory_of
 
-# A live view, and the optimizer's initial value.
+# A live view of optimizer state, and the initial value of its elements.
 State = tuple[Tensor, float]
 
 
@@ -208,11 +208,13 @@ def state_of(
     here = local(parameter)
     # A part of a parameter is contiguous elements of it, from the first one on.
     first = (weight.data_ptr() - here.data_ptr()) // here.element_size()
-    last, width = first + weight.numel(), math.prod(here.shape[1:])
+    last = first + weight.numel()
+    width = math.prod(here.shape[1:])
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor):
             continue
-        state, initial = local(value), initial_state(optimizer, parameter, name)
+        state = local(value)
+        initial = initial_state(optimizer, parameter, name)
         if state.shape == here.shape and state.is_contiguous():
             found[name] = state.view(-1)[first:last].view_as(weight), initial
         elif here.shape[:1] == (state.numel(),):
@@ -510,7 +512,8 @@ class DenseWeights:
         for leaf, (pairs, _) in self._stepped.items():
             for target, parameter in pairs:
                 states = [*state_of(leaf, parameter, target.weight).values()]
-                sums, mask = sums_of(leaf, parameter, target.weight), _packed(target.mask())
+                sums = sums_of(leaf, parameter, target.weight)
+                mask = _packed(target.mask())
                 by_element = keeps_elements(leaf)
                 yield WeightState(target.name, target.weight, mask, states, sums, by_element)
 
@@ -560,7 +563,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
-# All with attached hooks. The hooks on optimizers and modules keep them alive, this set does not.
+# All weights with attached hooks. The hooks on optimizers and modules keep them alive, this set
+# does not.
 _hooked: weakref.WeakSet[DenseWeights] = weakref.WeakSet()
 
 

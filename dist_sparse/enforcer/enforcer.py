@@ -47,7 +47,7 @@ from dist_sparse.tables.modules import torchrec_port
 from dist_sparse.tables.shards import ShardedData
 from dist_sparse.text import number_of
 
-# All that are attached, so that no weight gets two masks.
+# All attached enforcers, so that no weight gets two masks.
 _attached: weakref.WeakSet[MaskEnforcer] = weakref.WeakSet()
 
 
@@ -217,7 +217,10 @@ class MaskEnforcer(Enforcer):
     def _forget_weights(self) -> None:
         # A detached enforcer keeps no model alive.
         self._remove_hooks()
-        self.optimizers, self._batches, self._dense, self._known_lookups = (), [], [], {}
+        self.optimizers = ()
+        self._batches = []
+        self._dense = []
+        self._known_lookups = {}
 
     def __enter__(self) -> MaskEnforcer:
         self._check_attached()
@@ -376,7 +379,7 @@ class MaskEnforcer(Enforcer):
         self._look_up(self._walk())
 
     def _resharded(self) -> list[nn.Module]:
-        """The collections that TorchRec has resharded since the last look."""
+        """Return the collections that TorchRec has resharded since the last look."""
         known = self._known_lookups
         return [module for module in known if lookups_of(module) != known[module]]
 
@@ -429,7 +432,8 @@ class MaskEnforcer(Enforcer):
             hooks.moved_to(places)
         self._remove_hooks()
         # Without targets, it would look at every step of every optimizer.
-        self._batches, self._dense = list(fused), [dense] if targets else []
+        self._batches = list(fused)
+        self._dense = [dense] if targets else []
         self._known_lookups = {module: lookups_of(module) for module in collections}
         self._hook(list(walked.modules), dense.owners)
         self._before_read()
@@ -535,6 +539,7 @@ class MaskEnforcer(Enforcer):
 def settle_all(weights: Sequence[Tensor]) -> None:
     """:meth:`MaskEnforcer.settle` of all attached enforcers that mask some of these weights.
     Local."""
+    # Each once, however many of the weights it masks.
     for enforcer in dict(_masking(weights)):
         enforcer.settle()
 

@@ -165,7 +165,8 @@ class TableBatchHooks:
             self.module.register_forward_hook(Hook(self._after_lookup)),
         )
         if self._pooled:
-            weigh, restore = Hook(self._weigh), Hook(lambda *_: self._batch.restore_pooling())
+            weigh = Hook(self._weigh)
+            restore = Hook(lambda *_: self._batch.restore_pooling())
             self._hooks.add(
                 self._batch.kernel.register_forward_pre_hook(weigh, with_kwargs=True),
                 self._batch.kernel.register_forward_hook(restore, always_call=True),
@@ -447,7 +448,7 @@ def _local_ids(features: Any) -> Ids:
 
 
 def _copied_ids(features: Any) -> Ids:
-    """Return the same as int64, to be kept until the backward."""
+    """Return :func:`_local_ids` with ids of int64, to be kept until the backward."""
     ids, ends = _local_ids(features)
     # long() copies int32 ids, as FBGEMM does: the caller may refill their memory before the
     # backward.

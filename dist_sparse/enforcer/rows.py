@@ -228,7 +228,9 @@ class SampledLookups:
     def use(self, held: Mapping[int, Held]) -> None:
         """Take masks and sums, by the number of the table."""
         if held != self._held:
-            self._held, self._removed, self._forwards = held, {}, 0
+            self._held = held
+            self._removed = {}
+            self._forwards = 0
 
     def due(self) -> bool:
         """Whether this forward is counted."""

@@ -104,7 +104,7 @@ def _spec(options: argparse.Namespace) -> LaunchSpec:
 
 
 def _name(target: str) -> str:
-    """A job's name from its script or module."""
+    """Return a job's name from its script or module."""
     stem = Path(target).name.removesuffix(".py").rpartition(".")[2]
     # A name begins with a letter.
     name = re.sub("[^a-z0-9]+", "-", stem.lower()).lstrip("0123456789-")

@@ -58,7 +58,7 @@ def torchrun(shown: str, words: list[str]) -> int:
 
 
 def _first(failures: Failures) -> tuple[int, Any]:
-    """The rank that failed first. torch's own `get_first_failure` compares whole seconds."""
+    """Return the rank that failed first. torch's own `get_first_failure` compares whole seconds."""
 
     def time_of(item: tuple[int, Any]) -> tuple[bool, float]:
         failure = item[1]
@@ -74,8 +74,8 @@ def _first(failures: Failures) -> tuple[int, Any]:
 
 
 def _describe(failure: Any) -> tuple[str, str]:
-    """How a rank failed, in one line, and its traceback; the traceback is empty where the rank left
-    no error file."""
+    """Return how a rank failed, in one line, and its traceback; the traceback is empty where the
+    rank left no error file."""
     # A str where torchrun itself wrote it, for a rank that left none.
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
@@ -127,7 +127,8 @@ def _run(words: list[str]) -> None:
         sys.argv, folder = words[1:], os.getcwd()
         start = partial(runpy.run_module, words[1], alter_sys=True)
     else:
-        sys.argv, folder = words, os.path.dirname(os.path.realpath(words[0]))
+        sys.argv = words
+        folder = os.path.dirname(os.path.realpath(words[0]))
         start = partial(runpy.run_path, os.path.abspath(words[0]))  # as Python sets __file__
     if not sys.flags.safe_path:
         sys.path[0] = folder
@@ -148,7 +149,7 @@ def _harness() -> set[str]:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames before the script."""
+    """Return the traceback without the frames before the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _harness():
         trace = trace.tb_next
     return trace

@@ -72,7 +72,9 @@ def _refuse_job(spec: LaunchSpec, ranks: Sequence[int]) -> None:
     """Refuse a job that can't run on this machine."""
     if spec.script is not None and not Path(spec.script).is_file():
         raise ValueError(f"Invalid script={spec.script!r}: there is no such file.")
-    if (rank := max(ranks, default=0)) >= (spec.processes or sys.maxsize):
+    rank = max(ranks, default=0)
+    # 0 is a number that torchrun finds.
+    if spec.processes and rank >= spec.processes:
         raise ValueError(f"Invalid {rank=}: must be a local rank, below nproc_per_node.")
 
 

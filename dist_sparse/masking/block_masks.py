@@ -62,7 +62,7 @@ from dist_sparse.tables.shards import Block, Grid, Rect, Shard, ShardedData, gri
 # work on a few kilobytes.
 SMALL = 1 << 14
 
-# Elements of tables that are scored together, but for the last of them.
+# Elements of small tables that one pass scores, give or take a table.
 _BATCH = 1 << 20
 
 
@@ -266,9 +266,10 @@ def _read(tables: Sequence[ScoredTable], extremes: Sequence[Tensor]) -> None:
     # With zeros, as a rank may hold no shard.
     counts = torch.stack([torch.zeros(HISTOGRAM, dtype=torch.int64), *read[: len(segments)]])
     refused |= bool(counts[:, 1 + (NOT_FINITE >> LEADING_SHIFT) :].any())
-    # One of them raises, with the name of its table.
-    for table in tables if refused else ():
-        _find_refused(table.goal)
+    if refused:
+        # One of them raises, with the name of its table.
+        for table in tables:
+            _find_refused(table.goal)
 
 
 def _way_to_score(table: ScoredTable) -> tuple[Any, ...]:
@@ -336,7 +337,8 @@ def _score_small(tables: Sequence[ScoredTable]) -> Iterator[Tensor]:
 def _score_together(tables: Sequence[ScoredTable]) -> Tensor:
     """Score small tables in one pass: alike in all but their rows, one below the other. Blocks of
     one row know nothing of their neighbours."""
-    goal, shards = tables[0].goal, [table.goal.data.shards[0] for table in tables]
+    goal = tables[0].goal
+    shards = [table.goal.data.shards[0] for table in tables]
     weights = torch.cat([tensor for _, tensor in shards])
     rows, first = len(weights), shards[0].rect
     rect = Rect(0, first.col, rows, first.cols)
@@ -366,7 +368,8 @@ def _totals(tables: Sequence[ScoredTable]) -> list[RowTotals]:
     """Return the totals by which tables of one shard each are scored; none if it is by norms."""
     found = []
     for table in tables:
-        measure, [(rect, _)] = table.goal.measure, table.goal.data.shards
+        measure = table.goal.measure
+        [(rect, _)] = table.goal.data.shards
         if isinstance(measure, ByTotals):
             found.append(measure.find((rect.row, rect.col)))
     return found
@@ -496,7 +499,9 @@ def _score_pieces(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the first block row, counted from the shard's own first, and the scores of pieces that
     are worth the calls on them; int32 ``(block rows, block columns)``."""
-    grid, shape, device = grid_of(shard.rect, goal.block), goal.data.shape, shard.tensor.device
+    grid = grid_of(shard.rect, goal.block)
+    shape = goal.data.shape
+    device = shard.tensor.device
     columns = torch.arange(grid.col, grid.col + grid.cols, device=device)
     widths = scoring.block_widths(shape, goal.block, columns)
     waiting: list[Tensor] = []
@@ -627,9 +632,10 @@ def _note_decision(cuts: CutTable, segment: Segment, rect: Rect) -> None:
         for first, bits in segment.pieces():
             bits[:, known.cols] = columns[first : first + len(bits)]
     # Masks by element take the slabs as they are.
-    for i, flags in () if cuts.by_element else decision.slabs.items():
-        at = i - known.grid.row
-        segment.rows(at, at + 1).copy_(torch.where(flags, REMOVED, KEPT))
+    if not cuts.by_element:
+        for i, flags in decision.slabs.items():
+            at = i - known.grid.row
+            segment.rows(at, at + 1).copy_(torch.where(flags, REMOVED, KEPT))
 
 
 def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tensor]) -> NewMask:
@@ -638,7 +644,9 @@ def _mask_of_elements(table: ScoredTable, shard: Shard, slabs: Mapping[int, Tens
     Args:
         slabs: removed flags in cut block rows, decided by the ranks that own them.
     """
-    goal, segment, rect = table.goal, table.segments[shard.rect], shard.rect
+    goal = table.goal
+    segment = table.segments[shard.rect]
+    rect = shard.rect
     height, grid = goal.block[0], grid_of(shard.rect, goal.block)
     kept = BitWriter(rect.numel, shard.tensor.device)
     for start, stop in scoring.row_chunks(rect, goal.block, shard.tensor.device):

@@ -60,8 +60,9 @@ class Partials:
         on."""
         bits[:, self.cols] = KEPT
         first += self.grid.row
-        for i in filter(range(first, first + len(bits)).__contains__, self.rows):
-            bits[i - first] = KEPT
+        for i in self.rows:
+            if first <= i < first + len(bits):
+                bits[i - first] = KEPT
 
     def note(self, first: int, sums: Tensor) -> None:
         """Note the sums ``(n, grid.cols)`` of all blocks of the block rows from ``first`` on."""
@@ -160,7 +161,8 @@ class CutTable:
         it is sent both ways: the rectangle and its owned block rows, for their cut columns; then
         each cut block row by itself, and its number."""
         for rect in dict.fromkeys(rects):
-            grid, owned = grid_of(rect, self.block), self.owned_rows(owner, size)
+            grid = grid_of(rect, self.block)
+            owned = self.owned_rows(owner, size)
             first, last = max(grid.row, owned.start), min(grid.row + grid.rows, owned.stop)
             if first < last and self.cols_in(grid):
                 yield rect, range(first, last), None
@@ -306,7 +308,8 @@ def _scores(table: CutTable, sums: Tensor, first: int, columns: Sequence[int]) -
 
 
 def _send_decision(parcels: Parcels, table: CutTable, group: Group) -> None:
-    owned, decision = table.owned_rows(group.rank, group.size), table.decision
+    owned = table.owned_rows(group.rank, group.size)
+    decision = table.decision
     for holder in range(group.size):
         # Replicas too: each holder masks its own copy.
         for rect, rows, row in table.parts(table.data.tiling[holder], group.rank, group.size):
@@ -331,7 +334,8 @@ def _expect_decisions(
         table.decisions[rect] = Decision(columns, {})
     for owner in range(group.size):
         for rect, rows, row in table.parts(rects, owner, group.size):
-            decision, first = table.decisions[rect], rows.start - grid_of(rect, table.block).row
+            decision = table.decisions[rect]
+            first = rows.start - grid_of(rect, table.block).row
             # A view: what arrives is written through it.
             place = decision.columns[first : first + len(rows)]
             if row is not None:

@@ -151,11 +151,13 @@ class FlatScores:
             for number, (_, most) in wanted.items()
             if _fits(most, self._weights[number])
         }
-        places, lengths = self._ints(sum(few.values())).fill_(NO_PLACE), self._ints(len(few))
+        places = self._ints(sum(few.values())).fill_(NO_PLACE)
+        lengths = self._ints(len(few))
         scores, tasks = torch.empty_like(places), {}
         lengths.zero_()
         for i, (number, most) in enumerate(few.items()):
-            start, score = sum(map(len, found.values())), wanted[number][0]
+            start = sum(map(len, found.values()))
+            score = wanted[number][0]
             found[number] = places[start : start + most]
             tasks[number] = {"low": score, "high": score} | _addresses(
                 scores=scores[start:], places=found[number], length=lengths[i:]

@@ -26,7 +26,7 @@ from dist_sparse.tables.shards import sent
 # Sums of wider blocks are taken in so many parts, as torch.sum takes them with AVX2.
 _LANES = 16
 
-# Of weights and of totals.
+# Triton's types of weights and totals.
 _TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -35,13 +35,13 @@ _TYPES = {
     torch.int32: tl.int32,
 }
 
-# A constant of the kernels.
+# A kernel reads no other globals than constexprs.
 _TINY = tl.constexpr(TINY)
 
-# By bytes of an element: zero has the same bits in every type of a size.
+# Types by bytes of an element: zero has the same bits in every type of a size.
 WORDS = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 
-# Of a launch, about so many at most: 8 for each multiprocessor of an H200.
+# Programs of a launch, about so many at most: 8 for each multiprocessor of an H200.
 _PROGRAMS = 1024
 
 # Elements, or scores, that a program looks at together: 16 for each thread of its 4 warps. Larger
@@ -82,7 +82,7 @@ class Scoring(NamedTuple):
         }
 
 
-# Scores are read.
+# The tensor holds scores already, which are read.
 SCORES = Scoring(torch.float32, 0)
 
 

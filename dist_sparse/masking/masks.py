@@ -53,7 +53,7 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 @cache
 def _flags_of_bytes(device: torch.device) -> Tensor:
-    """The 8 flags of each byte as one word: a look-up is ten times as quick as shifts."""
+    """Return the 8 flags of each byte as one word: a look-up is ten times as quick as shifts."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8)
     return (bits & 1).to(torch.uint8).view(torch.int64).flatten().to(device)
 
@@ -289,7 +289,9 @@ class BlockMask:
             block_rows: those of :meth:`flags`, or int64 ``(n,)``.
             dtype: of :data:`WORDS`.
         """
-        cols, width, device = self.grid.cols, self.block[1], self.bits.device
+        cols = self.grid.cols
+        width = self.block[1]
+        device = self.bits.device
         if cols % 8 == 0 and self.rect.cols == cols * width:
             # Whole bytes: one look-up in a table expands each to the words of 8 blocks.
             at = self.bits.view(-1, cols // 8)[block_rows].flatten().to(torch.int32)
@@ -525,7 +527,8 @@ def prune(shards: Iterable[tuple[BlockMask, Tensor, tuple[Tensor, Tensor] | None
     """
     launches: dict[tuple[Any, ...], list[Any]] = {}
     for mask, tensor, changed in shards:
-        kernels, width = kernels_on(tensor.device), flat_width(mask.rect, mask.block, tensor)
+        kernels = kernels_on(tensor.device)
+        width = flat_width(mask.rect, mask.block, tensor)
         if width is None:
             # To find what is to be written would wait for the device.
             mask.apply_(tensor)

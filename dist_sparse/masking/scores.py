@@ -163,7 +163,8 @@ def worth_keeping(rect: Rect, block: Block) -> bool:
 def block_sums(
     tensor: Tensor, rect: Rect, block: Block, measure: Measure
 ) -> Iterator[tuple[int, Tensor]]:
-    """Sums of element scores per block of the shard ``rect``, in chunks of block rows from the top.
+    """Yield sums of element scores per block of the shard ``rect``, in chunks of block rows from
+    the top.
 
     Args:
         tensor: the shard.
@@ -198,8 +199,8 @@ def block_sums(
 
 
 def row_chunks(rect: Rect, block: Block, device: torch.device) -> Iterator[tuple[int, int]]:
-    """The shard's rows in chunks ``[start, stop)`` of whole block rows, as large as is quick on the
-    device.
+    """Yield the shard's rows in chunks ``[start, stop)`` of whole block rows, as large as is quick
+    on the device.
 
     A block row that is not whole (cut by the shard's border, or the last of the table) makes a
     chunk of its own, and so does a tall one.
@@ -284,7 +285,8 @@ def _fold(parts: Tensor, out: Tensor | None = None) -> Tensor:
     if width > _FEW:
         return _fold_long(parts.contiguous() if parts.stride(-1) != 1 else parts, out)
     while width % 2 == 0 and width > 2:
-        parts, width = parts[..., 0::2].add_(parts[..., 1::2]), width // 2
+        parts = parts[..., 0::2].add_(parts[..., 1::2])
+        width = width // 2
     if width == 1:
         return parts[..., 0] if out is None else out.copy_(parts[..., 0])
     total = torch.add(parts[..., 0], parts[..., 1], out=out)

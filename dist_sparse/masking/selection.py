@@ -38,7 +38,7 @@ from dist_sparse.tables.shards import Block, Rect, grid_of
 # (shift, buckets) after the first round: 11 + 10 + 10 bits make the 31 of a score.
 _ROUNDS = ((10, 1024), (0, 1024))
 
-# Up to so many scores are stored again.
+# An eighth of a segment's scores is few enough to copy; of a smaller segment, of so many.
 _CHUNK = 1 << 19
 
 # Bytes of flags of tied blocks whose indices are counted at a time.
@@ -245,7 +245,9 @@ class _Search:
         self.done = self.left == self.inside or shift == 0
         if self.prefix < 0:
             # The threshold is 0: there are no bits to find.
-            self.prefix, self.last, self.done = 0, 0, True
+            self.prefix = 0
+            self.last = 0
+            self.done = True
 
 
 class _ScoreSearch(_Search):
@@ -416,7 +418,8 @@ def _next_histograms(searches: Sequence[_ScoreSearch], shift: int, buckets: int)
 def _added(parts: Sequence[tuple[int, Tensor]], searches: int, buckets: int) -> Tensor:
     """Return the sums of the parts of each search, by its number, int64 ``(searches, buckets)`` in
     CPU memory. One wait for all."""
-    numbers, read = [number for number, _ in parts], on_host([part for _, part in parts])
+    numbers = [number for number, _ in parts]
+    read = on_host([part for _, part in parts])
     if numbers == [*range(searches)]:
         return torch.stack(read)
     total = torch.zeros(searches, buckets, dtype=torch.int64)

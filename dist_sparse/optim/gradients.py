@@ -42,14 +42,13 @@ class Claim(NamedTuple):
 
 def check_claims(wiring: Wiring, claims: Sequence[Claim]) -> None:
     """Raise a ValueError if the model needs one backward and the claims need several."""
-    if wiring.hooked or wiring.replicating:
-        text = (
+    if (wiring.hooked or wiring.replicating) and not _of_one_loss(claims):
+        raise ValueError(
             "Several OptimSchedulers share a model in DDP or with sharded tables, which need one"
             " backward per forward: their losses must be one and the same tensor, with the same"
             " accum_grad and use_amp. Or pass each a loss of its own name from a forward of its"
             " own. Delete those that are no longer stepped."
         )
-        refuse({text: not _of_one_loss(claims)})
 
 
 def take_gradients(wiring: Wiring, claims: Sequence[Claim]) -> list[Gradients]:
@@ -166,8 +165,8 @@ def _back_off(scaler: torch.amp.GradScaler) -> None:
 def gradient_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     """Return the p-norm of all gradients as one vector: a scalar on their device, not finite if a
     gradient is not, or if it overflows."""
-    # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value, and
-    # torch refuses them for inf.
+    # Of a sparse gradient, its entries. Empty ones (a batch without ids) have no largest value:
+    # torch refuses them for the norm of inf.
     values = [grad.values() if grad.is_sparse else grad for grad in _gradients(parameters)]
     return torch.nn.utils.get_total_norm(filter(torch.numel, values), norm_type)
 
@@ -251,13 +250,14 @@ def parameters_of(wiring: Wiring, names: Sequence[str] | None) -> list[nn.Parame
     where = [type(root).__name__]
     if names is not None:
         _refuse_paths(names, wiring.modules)
-        root, where = nn.ModuleList(map(wiring.modules.__getitem__, names)), [*names]
+        root = nn.ModuleList(map(wiring.modules.__getitem__, names))
+        where = [*names]
     parameters = [p for p in root.parameters() if not steps_in_backward(p)]
-    empty = (
-        f"The modules {where} have no parameters, or only fused tables, which their own optimizer"
-        " updates inside the backward."
-    )
-    refuse({empty: not parameters})
+    if not parameters:
+        raise ValueError(
+            f"The modules {where} have no parameters, or only fused tables, which their own"
+            " optimizer updates inside the backward."
+        )
     return parameters
 
 
@@ -265,17 +265,19 @@ def _refuse_paths(names: Sequence[str], known: Mapping[str, nn.Module]) -> None:
     refused = f"Invalid updated_modules={list(names)}:"
     unknown = sorted(set(names) - (known.keys() - {""}))
     children = list(dict(known[""].named_children()))
-    no_modules = f"{refused} {unknown} are not modules; there are {children}."
-    refuse({no_modules: unknown or not names})
-    for path in filter(lambda path: _plan_of(known[path]), known):
+    if unknown or not names:
+        raise ValueError(f"{refused} {unknown} are not modules; there are {children}.")
+    for path, module in known.items():
+        if not _plan_of(module):
+            continue
         # The model itself may be a collection: everything is inside "", so its prefix is empty.
         prefix = f"{path}.".lstrip(".")
         inside = [name for name in names if name.startswith(prefix)]
-        shared = (
-            f"{refused} {inside} are parts of a sharded collection, whose tables share kernels:"
-            f" name the collection, {path!r}."
-        )
-        refuse({shared: inside})
+        if inside:
+            raise ValueError(
+                f"{refused} {inside} are parts of a sharded collection, whose tables share kernels:"
+                f" name the collection, {path!r}."
+            )
 
 
 def _ddp_modules(model: nn.Module) -> list[Any]:

@@ -192,8 +192,8 @@ class OptimScheduler(abc.ABC):
         integer("epoch_num", epoch_num, least=1)
         sharing = self._sharing()
         # All with mixed precision have the same dtype. With none, an outer autocast stays on.
-        dtype = next(filter(None, (peer._autocast for peer in sharing)), None)
-        autocast = torch.autocast(self._device, dtype) if dtype else nullcontext()
+        dtypes = {peer._autocast for peer in sharing} - {None}
+        autocast = torch.autocast(self._device, dtypes.pop()) if dtypes else nullcontext()
         with self._unsynchronized(step_num), autocast:
             yield
 
@@ -350,20 +350,21 @@ class OptimScheduler(abc.ABC):
         return {name: part for name, part in parts.items() if part is not None}
 
     def _refuse_unfit(self, amp_dtype: torch.dtype) -> None:
-        """Raise a ValueError if arguments fit neither each other nor the model."""
-        known = amp_dtype in (torch.float16, torch.bfloat16)
-        refuse({f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.": not known})
-        if self.data_scheduler is not None:
-            other = "it schedules another sparsifier than data_sparsifier."
-            scheduled = self.data_scheduler.data_sparsifier
-            refuse({f"Invalid data_scheduler: {other}": scheduled is not self.data_sparsifier})
-        if self.distributed and not self._wiring.replicating:
-            plain_model = (
+        """Raise a ValueError if arguments do not fit each other or the model."""
+        if amp_dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Invalid {amp_dtype=}: must be torch.float16 or torch.bfloat16.")
+        scheduler = self.data_scheduler
+        if scheduler is not None and scheduler.data_sparsifier is not self.data_sparsifier:
+            raise ValueError(
+                "Invalid data_scheduler: it schedules another sparsifier than data_sparsifier."
+            )
+        # A single process without micro-steps has no averaging to run or to delay.
+        averages = self.distributed and (world_ranks() is not None or self.accum_grad > 1)
+        if averages and not self._wiring.replicating:
+            raise ValueError(
                 f"Invalid distributed=True: {type(self.model).__name__} does not average gradients"
                 " over ranks; wrap it in DistributedDataParallel or DistributedModelParallel first."
             )
-            # A single process without micro-steps has no averaging to run or to delay.
-            refuse({plain_model: world_ranks() is not None or self.accum_grad > 1})
         if self._wiring.fused:
             # No rank ever holds the gradients of fused tables.
             why = (
@@ -412,12 +413,12 @@ class OptimScheduler(abc.ABC):
         """Set the learning rate, and the gradients, with those of earlier micro-steps added."""
         loss = self._loss(losses)
         lr = self._lr(step_num, epoch_num)
-        waiting = (
-            "Another OptimScheduler has accumulated gradients in parameters that this one updates"
-            " too. Finish its real step first, or delete it."
-        )
         accumulated = sum(peer._accumulated for peer in self._overlapping())
-        refuse({waiting: accumulated > self._accumulated})
+        if accumulated > self._accumulated:
+            raise ValueError(
+                "Another OptimScheduler has accumulated gradients in parameters that this one"
+                " updates too. Finish its real step first, or delete it."
+            )
         # Another OptimScheduler may have taken the gradients of this loss already.
         if self._taken[0] is not loss:
             self._run_backward(losses, step_num)
@@ -540,7 +541,8 @@ def _interval(name: str, value: object) -> int:
 def _positive(name: str, value: Any) -> float:
     """Return a number > 0, or infinity."""
     found = value if value == math.inf else number(name, value)
-    refuse({f"Invalid {name}={value!r}: must be a number > 0.": found <= 0})
+    if found <= 0:
+        raise ValueError(f"Invalid {name}={value!r}: must be a number > 0.")
     return float(found)
 
 
@@ -550,19 +552,21 @@ def _refuse_other_optimizer(
     for ours, group in zip(optimizer.param_groups, loaded.param_groups, strict=True):
         # Learning rate schedulers add others.
         missing = sorted(loaded.defaults.keys() & ours.keys() - group.keys())
-        kind = type(loaded).__name__
-        lacks = f"The state is of another class than {kind}: its groups lack {missing}."
-        refuse({lacks: missing})
+        if missing:
+            raise ValueError(
+                f"The state is of another class than {type(loaded).__name__}: its groups lack"
+                f" {missing}."
+            )
         for parameter in group["params"]:
             state = loaded.state.get(parameter, {})
             # Adafactor's two variances are a row and a column, and step counts scalars.
             for name in sorted(state.keys() - {"row_var", "col_var"}):
                 shape = getattr(state[name], "shape", torch.Size())
-                other = (
-                    f"The state is of other parameters: {name} has the shape {tuple(shape)}, the"
-                    f" parameter {tuple(parameter.shape)}."
-                )
-                refuse({other: shape not in (parameter.shape, torch.Size())})
+                if shape not in (parameter.shape, torch.Size()):
+                    raise ValueError(
+                        f"The state is of other parameters: {name} has the shape {tuple(shape)},"
+                        f" the parameter {tuple(parameter.shape)}."
+                    )
 
 
 # Learning rate schedules of SpeeChain: Noam and exponential decay.

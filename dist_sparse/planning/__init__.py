@@ -1,1 +1,2 @@
-"""What a budget of bytes can hold, which of it to use, and a dry run of a level."""
+"""Smaller forms of tables within a budget of bytes: which fit, and which to use, by rule or as
+measured."""

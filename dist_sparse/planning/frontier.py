@@ -322,7 +322,8 @@ def frontier(
     # Fused optimizers only: frontier() is called without an optimizer.
     untouched = untouched_rows(model, [*located.values()])
     measurements = _Measurements(model, evaluate, out)
-    full, tables = measurements.full, tuple(map(shape_of, located.values()))
+    full = measurements.full
+    tables = tuple(map(shape_of, located.values()))
     # By default the first metric that evaluate() returns.
     metric = checks.choice("metric", metric or next(iter(full)), full)
     taken, trials = dense_bytes(tables), list[Trial]()

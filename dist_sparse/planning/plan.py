@@ -1,9 +1,9 @@
 """`plan()`: smaller versions of a model's tables within a byte budget, and which one to use.
 
 From the top: :class:`Plan`, the answer, which prints itself; :func:`plan`, which asks
-:class:`~dist_sparse.planning.candidates.Choices` what fits; the rules that recommend one of it; the
-checks of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, the count
-of rows that can go at no loss.
+:class:`~dist_sparse.planning.candidates.Choices` what fits; the rules that recommend candidates;
+the checks of arguments; the code that is printed for a candidate; and :func:`untouched_rows`, which
+counts the rows that can be removed at no loss.
 
 The rules come from measurements at equal bytes, against int8 and small dense tables: two-tower
 models on three data sets, and a DLRM on a small one (docs/planning.md). Where the data sets
@@ -50,8 +50,8 @@ from dist_sparse.training.arguments import parse_budget
 
 _LABELS = {"full": "all columns", "small": "small dense", "columns": "rotated columns"}
 
-# What a mask update takes at most beside the tables of a rank: a share of them, and bytes. (C4)
-# The bytes are those of the chunks that large tables are scored in.
+# Memory that a mask update takes beside the tables of a rank, at most (C4): a share of the tables,
+# and the bytes of the chunks that large ones are scored in.
 UPDATE_MEMORY = {"rows": (0.05, 64 << 20), "1x4": (0.30, 32 << 20)}
 
 # Small tables are one chunk: an update takes at most so many copies of them.
@@ -239,7 +239,8 @@ def plan(
     # Outside of the block above, because it communicates. Shapes alone are of one rank.
     untouched, rank_bytes = dict[str, int](), dense_bytes(tables)
     if isinstance(model, nn.Module):
-        untouched, rank_bytes = untouched_rows(model, located, optimizer), _most_on_a_rank(located)
+        untouched = untouched_rows(model, located, optimizer)
+        rank_bytes = _most_on_a_rank(located)
     # A float is a share of the bytes.
     room = math.floor(limit * dense_bytes(tables)) if isinstance(limit, float) else limit
     choices = Choices(tables=tables, budget=room, groups=groups, untouched=untouched)
@@ -259,7 +260,7 @@ def plan(
 # ------------------------------------------------------------------------------
 # The rules: which of the candidates to use, and why.
 
-# Why narrow tables, where rotated ones are among them and where not.
+# Why narrow tables, by whether rotated ones are among them.
 _NARROW = {
     True: (
         "Rotated columns that are removed during training, or smaller dense tables: which is better"
@@ -316,7 +317,7 @@ def _recommend(choices: Choices, found: Sequence[Choice]) -> tuple[tuple[Choice,
     both = tuple(dict.fromkeys(narrow + small))
     more = _without_headers(choices.tables, fitting, kind)
     reasons = {_NARROW[rotated]: both, _HEADERS: more}
-    why = " ".join(filter(reasons.get, reasons))
+    why = " ".join(text for text, about in reasons.items() if about)
     return both + more, why or "Nothing fits: even the narrowest tables take more."
 
 

@@ -100,7 +100,7 @@ class Chart:
         return bool(self.bars) or (len(self.heights) > 1 and any(self.heights))
 
 
-# Per chart.
+# Tables in a chart, at most.
 MOST_TABLES = 30
 
 # Charts of rows by traffic: of the largest tables.
@@ -171,10 +171,14 @@ def _fates(run: Run) -> Chart:
 
 
 def _sparsity(run: Run) -> Chart:
-    note, options, end, undone = "Share of blocks pruned after each mask update.", {}, run.end, []
+    note = "Share of blocks pruned after each mask update."
+    options = {}
+    end = run.end
+    undone = []
     if run.undone is not None:
         end, check = run.undone
-        metric, undone = f"{check.metric:.4f}", [(end, check.sparsity)]
+        metric = f"{check.metric:.4f}"
+        undone = [(end, check.sparsity)]
         note += f" The guard undid the last update: the metric was {metric}."
         options = {"mark": (float(end), f"undone at {metric}")}
     lines = [

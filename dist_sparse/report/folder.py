@@ -61,7 +61,8 @@ class LogFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file, self._place = folder / LINES, os.path.realpath(folder)
+        self._file = folder / LINES
+        self._place = os.path.realpath(folder)
         # Before anything is opened: a pipe would block, a link would lead elsewhere.
         _refuse_special(self._file, stat.S_IFREG)
         _refuse_special(folder / LOCK, stat.S_IFREG)
@@ -145,8 +146,8 @@ def check_log(folder: Path, resume: bool) -> None:
     """Check that ``folder`` can be given to :func:`open_log`. Write nothing.
 
     Raises:
-        ValueError: it is a file; it has a log and ``resume`` is False, or another format. OSError:
-            it can't be read.
+        ValueError: it is a file; it has a log and ``resume`` is False, or another format.
+        OSError: it can't be read.
     """
     run = folder / RUN
     refuse(
@@ -212,8 +213,8 @@ def write_whole(file: Path, content: bytes, *, shared: bool = False) -> None:
     the user (0600), or, ``shared``, readable by all (0644, less the umask).
 
     Raises:
-        ValueError: it exists and is not a regular file. OSError: it can't be written; names it. The
-            old one is whole.
+        ValueError: it exists and is not a regular file.
+        OSError: it can't be written; names it. The old one is whole.
     """
     # A rename replaces a link.
     _refuse_special(file, stat.S_IFREG, stat.S_IFLNK)

@@ -147,7 +147,9 @@ def _line_plot(chart: Chart) -> Plot:
         step, text = chart.mark
         mark = axes.x_of(step) / 10, text
         shapes.append(("mark", f"M{axes.x_of(step)} 0V{HEIGHT}"))
-    named, ends, legend = list[Line](), list[str](), list[tuple[str, str]]()
+    named = list[Line]()
+    ends = list[str]()
+    legend = list[tuple[str, str]]()
     for line in chart.lines:
         # Values as logged are only behind their means.
         if line.role != "raw":
@@ -179,7 +181,9 @@ def _dot_plot(chart: Chart) -> Plot:
         if axes.left <= math.log10(each) <= axes.right:
             below[each] = size(each).replace(".00", "").replace(".0", "")
     numbers = axes.numbers(dict(_every([*below.items()], 5)))
-    shapes, spots, texts = numbers.pop("grid"), list[dict[str, Any]](), list[str]()
+    shapes = numbers.pop("grid")
+    spots = list[dict[str, Any]]()
+    texts = list[str]()
     for place, line in enumerate(chart.lines):
         shapes.append((f"{_look(line)} joined", _path(line, axes)))
         dots = zip(line.labels, line.places, line.heights, strict=True)
@@ -320,8 +324,8 @@ def write_report(
     Raises:
         ValueError: there is no such run, or it cannot be read, or ``out`` is not a regular file;
             names the file.
-        ImportError: jinja2 is not installed. OSError: a file can't be written. The old one is as it
-            was.
+        ImportError: jinja2 is not installed.
+        OSError: a file can't be written. The old one is as it was.
 
     Example::
 

@@ -70,8 +70,8 @@ def add_artifact(
         name: in the report; that of the file or folder by default.
 
     Raises:
-        ValueError: there is no such run or artifact, or an argument is invalid. OSError: it can't
-            be written.
+        ValueError: there is no such run or artifact, or an argument is invalid.
+        OSError: it can't be written.
 
     Example::
 

@@ -179,7 +179,8 @@ class RunLog:
         # Only now, when no rank refuses its arguments, may rank 0 write.
         with world.agreeing("RunLog()"):
             if self._writes:
-                self._file, self._sinks = open_log(self.folder, about, resume), listed
+                self._file = open_log(self.folder, about, resume)
+                self._sinks = listed
         self._enforcer, self._slots, self._sparsifier = enforcer, slots, sparsifier
         self._take_records: Callable[[], list[StepRecord]] = list
         if sparsifier is not None:
@@ -332,7 +333,9 @@ def _fates(update: SlotUpdate) -> dict[str, float]:
 
 def _end_of_tables(sparsifier: BaseDataSparsifier) -> list[dict[str, Any]]:
     """Return the state of all tables as JSON-able values. Collective."""
-    stats, dead, traffic = sparsifier.table_stats(), sparsifier.dead_rows(), _traffic(sparsifier)
+    stats = sparsifier.table_stats()
+    dead = sparsifier.dead_rows()
+    traffic = _traffic(sparsifier)
     looked_up = removed_lookups(sparsifier.masks.tables, "RunLog.close()")
     tables = []
     for one in stats:
@@ -349,7 +352,8 @@ def _traffic(sparsifier: BaseDataSparsifier) -> dict[str, dict[str, Any]]:
     """Return the traffic of the tables whose lookups are counted, if rows are on one rank or
     removed as a whole, with the fields of :class:`~dist_sparse.report.run.RowTraffic`. Collective:
     one small all-reduce per table."""
-    packed, found = sparsifier.masks.tables, dict[str, dict[str, Any]]()
+    packed = sparsifier.masks.tables
+    found = dict[str, dict[str, Any]]()
     # The same on every rank, so all or none communicate.
     if not sparsifier.counts_lookups:
         return found

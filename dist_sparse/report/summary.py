@@ -121,7 +121,9 @@ def compare(run: Run) -> list[dict[str, Any]]:
     baseline's. ``ms_per_step``: as logged, else of rank 0 while the log was open. ``changed``: what
     its config has otherwise than the baseline's, by dotted keys; None where a key is missing.
     """
-    base, whole, rows = baseline(run), whole_bytes(run), []
+    base = baseline(run)
+    whole = whole_bytes(run)
+    rows = []
     old = flat(base.config)
     for one in run.all_runs:
         (key, auc), new = quality(one), flat(one.config)
@@ -232,7 +234,8 @@ def _noise(run: Run) -> str:
         if auc is not None:
             seeds[one.method][str(one.config)] = auc
     spreads = []
-    for aucs in map(sorted, map(dict.values, seeds.values())):
+    for by_seed in seeds.values():
+        aucs = sorted(by_seed.values())
         spreads.append((aucs[-1] - aucs[0], len(aucs)))
     # The method that moves most: a smaller difference may be chance for any of them.
     widest, runs = max(spreads)
@@ -368,13 +371,18 @@ def inspect_text(run: Run) -> str:
     facts = {"last": values}
     # A run that only follows its traffic has no masks.
     if run.states or not run.slots:
-        looked_up, removed = map(sum, zip((0, 0), *run.lookups.values(), strict=True))
+        looked_up = removed = 0
+        for of_table, of_removed in run.lookups.values():
+            looked_up += of_table
+            removed += of_removed
         share = percent(removed / looked_up) if looked_up else "not known"
         facts |= {"mask updates": str(len(run.due)), "lookups of removed rows": share}
     facts["following tables"] = fates_text(run)
     lines += _wrapped([f"{name}: {text}" for name, text in facts.items() if text])
-    config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
-    return "\n".join(lines + ["config:"] * bool(config) + _wrapped(config, indent="    "))
+    if run.config:
+        config = [f"  {key}: {json.dumps(value)}" for key, value in run.config.items()]
+        lines += ["config:", *_wrapped(config, indent="    ")]
+    return "\n".join(lines)
 
 
 def _table_text(run: Run) -> list[str]:

@@ -122,7 +122,9 @@ class _Rotation:
 
     def update(self) -> None:
         """Rotate every group, in place. Collective over the tables' groups."""
-        packed, groups, names = self._sparsifier.masks.tables, self.groups, self.names
+        packed = self._sparsifier.masks.tables
+        groups = self.groups
+        names = self.names
         with packed.agreeing("step()"):
             located = packed.locate()
         # Masks follow their shards first: the rotation reads them.

@@ -89,7 +89,9 @@ class Opened(Generic[AnyManifest]):
 
     def verify_table(self, name: str, *, rows: bool = True) -> None:
         """Verify every byte of a table, or of its tensors that are no rows."""
-        file, table, tensors = self.path / TABLES, self.manifest.tables[name], self.tensors(name)
+        file = self.path / TABLES
+        table = self.manifest.tables[name]
+        tensors = self.tensors(name)
         # The bitmap comes first, and says which ids the rows belong to.
         for key, tensor in tensors.items():
             if key in PER_ROW and not rows:
@@ -102,8 +104,10 @@ class Opened(Generic[AnyManifest]):
                     first += len(ids)
             else:
                 found = added(0, tensor, None)
-            damaged = f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
-            refuse({damaged: hex_of(found) != table.checksums.get(key)})
+            if hex_of(found) != table.checksums.get(key):
+                raise ValueError(
+                    f"{file} is damaged: the checksum of {name + '.' + key!r} does not fit."
+                )
             # A crafted artifact has checksums that fit, and its lookups must stay in the table.
             if key == "kept" and not _fits(tensor, table):
                 raise ValueError(
@@ -135,7 +139,7 @@ def open_artifact(path: StrPath, kind: Any = Manifest, *, verify: bool = True) -
 
 
 def _read(folder: Path, kind: type[AnyManifest]) -> AnyManifest:
-    """The manifest of a folder."""
+    """Return the manifest of a folder."""
     file = folder / MANIFEST
     unfinished = f"{folder} is what an unfinished export left: delete it, and export again."
     missing = f"{folder} holds no artifact: there is no {MANIFEST}."
@@ -276,11 +280,13 @@ def _remove_left(path: Path) -> None:
 
 
 def _mapped(file: Path, manifest: Manifest | Delta) -> dict[str, Tensor]:
-    """The tensors of a file that has the size and the header that follow from the manifest."""
+    """Return the tensors of a file that has the size and the header that follow from the
+    manifest."""
     if not file.is_file():
         raise ValueError(f"{file} is missing.")
     header, spans, expected = _placed(manifest.tables)
-    if (size := file.stat().st_size) != expected:
+    size = file.stat().st_size
+    if size != expected:
         raise ValueError(f"{file} is damaged: it has {size} bytes, and {MANIFEST} says {expected}.")
     with open(file, "rb") as opened:
         if opened.read(len(header)) != header:
@@ -309,7 +315,8 @@ def _placed(tables: Mapping[str, Any]) -> _Placed:
     end = 0
     for name, (dtype, shape) in layout_of(tables).items():
         sizes[name] = size_of(dtype, shape)
-        offsets = [end, end := end + sizes[name]]
+        offsets = [end, end + sizes[name]]
+        end += sizes[name]
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     # Spaces at its end: the tensors begin behind it, and must be aligned.
@@ -318,7 +325,8 @@ def _placed(tables: Mapping[str, Any]) -> _Placed:
     # Offsets in the header count from its end.
     end, spans = len(header), {}
     for name, size in sizes.items():
-        spans[name] = slice(end, end := end + size)
+        spans[name] = slice(end, end + size)
+        end += size
     return _Placed(header, spans, end)
 
 

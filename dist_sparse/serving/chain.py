@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_sparse.checks import hex_of, refuse
+from dist_sparse.checks import hex_of
 from dist_sparse.compaction.row_index import RowIndex
 from dist_sparse.serving.artifact import (
     SPAN,
@@ -34,7 +34,7 @@ from dist_sparse.serving.artifact import (
 from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
-# Of the float64 arithmetic that finds the nearest code.
+# Slack for the rounding of the float64 arithmetic that finds the nearest code.
 _ROUNDING = 1 + 2.0**-40
 
 
@@ -67,7 +67,8 @@ class MappedTable:
         # Ids, and their rows, of each delta.
         self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
         for delta in deltas:
-            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            change = delta.manifest.tables[name]
+            tensors = delta.tensors(name)
             self.index = index_after(delta, name, self.index)
             self.whole = self.whole | {key: tensors[key] for key in change.whole}
             self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
@@ -124,15 +125,18 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
         ValueError: ids that go have no row, ids that come have one, or ids do not ascend or are out
             of range; names folder and table.
     """
-    change, tensors = delta.manifest.tables[name], delta.tensors(name)
-    ids, gone, after = tensors["ids"].long(), tensors["gone"].long(), change.after
+    change = delta.manifest.tables[name]
+    tensors = delta.tensors(name)
+    ids = tensors["ids"].long()
+    gone = tensors["gone"].long()
+    after = change.after
     where = f"{delta.path} is refused: table {name!r}: its ids"
     for some, end in ((ids, after.rows + after.default_row), (gone, after.rows)):
         # Between two more, an id out of range does not ascend.
         bounded = F.pad(some, (1, 0), value=-1)
         bounded = F.pad(bounded, (0, 1), value=end)
-        is_wrong = bool((bounded.diff() <= 0).any())
-        refuse({f"{where} do not ascend, or are not in [0, {end}).": is_wrong})
+        if (bounded.diff() <= 0).any():
+            raise ValueError(f"{where} do not ascend, or are not in [0, {end}).")
     came = ids[rows_of(before, ids) < 0]
     words = before.words.clone()
     # Bits that come are 0 and bits that go are 1, so that nothing is carried.
@@ -141,8 +145,8 @@ def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     found = RowIndex(words, before.rows, before.default_row)
     # Ids that go and had no row, and ids of rows that have none in the end.
     strange = int((rows_of(before, gone) < 0).sum()), int((rows_of(found, ids) < 0).sum())
-    is_wrong = (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept)
-    refuse({f"{where} do not come and go as it says.": is_wrong})
+    if (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept):
+        raise ValueError(f"{where} do not come and go as it says.")
     return found
 
 
@@ -172,7 +176,8 @@ def compare_rows(
         exact = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
         # Bits are compared: -0.0 is not 0.0.
         wrong = found.view(torch.int32) != exact.view(torch.int32)
-    if len(places := wrong.nonzero()):
+    places = wrong.nonzero()
+    if len(places):
         row, column = places[0].tolist()
         raise ValueError(
             f"Table {name!r}: the kept row {first + row} serves {float(found[row, column])} in"
@@ -265,7 +270,8 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         for ids, parts in table.parts():
             for key, part in parts.items():
                 sums[key] = added(sums[key], part, ids)
-            if len(places := _invalid({**table.whole, **parts}, entry).nonzero()):
+            places = _invalid({**table.whole, **parts}, entry).nonzero()
+            if len(places):
                 id = int(ids[places[0]])
                 raise ValueError(
                     f"{where}: the row of id {id} of table {name!r} has no valid weights."

@@ -47,7 +47,7 @@ ENCODINGS: dict[str, Encoding] = {
     "codes": Encoding(8, torch.uint8, _FLOAT),
 }
 
-# Of a weight, by dtype.
+# Bits of a weight, by dtype.
 BITS = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
 
 # The smallest float16 above 0.
@@ -104,7 +104,7 @@ def decode(stored: Mapping[str, Tensor], columns: int) -> Tensor:
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows that cover a table, each small enough to be taken to float64."""
+    """Yield slices of rows that cover a table, each small enough to be taken to float64."""
     size = max(1, _CHUNK // max(1, columns))
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))

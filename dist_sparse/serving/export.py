@@ -165,7 +165,7 @@ def export(
     world = world_group()
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        # The three that may be given have no base in common.
+        # Any: what sparsify() and quantize() return and a sparsifier have no base in common.
         given: Any = sparse
         is_coded = isinstance(sparse, CodedTraining)
         sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
@@ -223,7 +223,7 @@ def _checked(dtype: Any, scale: Any, is_coded: bool) -> tuple[Dtype, Scale]:
 
 
 def _folders(since: Any) -> tuple[Path, ...]:
-    """The folders that a delta follows; none for a whole export."""
+    """Return the folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
     return tuple(Path(os.path.abspath(folder)) for folder in folders_of(since or ()))
@@ -232,15 +232,18 @@ def _folders(since: Any) -> tuple[Path, ...]:
 def _where(data: ShardedData) -> list[Any]:
     """Return where a table is stored, and refuse one of other ranks than rank 0."""
     check_data(data)
-    elsewhere = f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
-    refuse({elsewhere: 0 not in (data.ranks or (0,))})
+    if 0 not in (data.ranks or (0,)):
+        raise ValueError(
+            f"Table {data.name!r} is on ranks {data.ranks}; export() needs rank 0 among them."
+        )
     return [data.shape, str(data.dtype), data.ranks, data.tiling]
 
 
 def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
     codes, found = coded.coded(), dict(tables)
     strange = sorted(codes.keys() - tables.keys())
-    refuse({f"The codes are of {strange}, which are no tables of the model.": strange})
+    if strange:
+        raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
     for name, data in codes.items():
         found[name] = replace(tables[name], rows=data, books=coded.books[name])
     return found
@@ -383,7 +386,8 @@ class DeltaWriter(ArtifactWriter):
         for name, changes in self._tables.items():
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
-        base, previous = self._chain.artifact.manifest.hash, self._chain.manifest.hash
+        base = self._chain.artifact.manifest.hash
+        previous = self._chain.manifest.hash
         return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
 
 

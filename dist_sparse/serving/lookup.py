@@ -28,7 +28,8 @@ _ALIGNMENT = 128
 
 _HEAD = 4  # bytes of a row's scale and bias
 
-# Of tables of one width without FBGEMM: rows are int32, and one more is of zeros.
+# Rows of all tables of one width, looked up without FBGEMM: their numbers are int32, and one more
+# row is of zeros.
 _MOST_ROWS = 2**31 - 2
 
 
@@ -322,7 +323,8 @@ class _Group(nn.Module):
         return bags.view(features, -1, self.width)
 
     def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
-        """The rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of one."""
+        """Return the rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of
+        one."""
         found = {key: self.get_buffer(key).index_select(0, here) for key in self.keys}
         if self.books is None:
             return decode(found, self.width)
@@ -333,7 +335,7 @@ class _Group(nn.Module):
 
 
 def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:
-    """The value of each feature's table, ``rest`` where it has none: int32."""
+    """Return the value of each feature's table, ``rest`` where it has none: int32."""
     return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
 
 
@@ -347,11 +349,11 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
     """See :meth:`dist_sparse.serving.served.Served.to_fbgemm`."""
     from dist_sparse.torchrec.kernels import table_batch
 
-    mixed = (
-        f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module pools"
-        " in one way: use to_torchrec()."
-    )
-    refuse({mixed: len({table.entry.pooling for table in tables.values()}) > 1})
+    if len({table.entry.pooling for table in tables.values()}) > 1:
+        raise ValueError(
+            f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
+            " pools in one way: use to_torchrec()."
+        )
     # FBGEMM's remap counts tables where it should count features: a table with two features and a
     # remap serves other rows. So each feature has a table of its own.
     stored = []
@@ -369,11 +371,11 @@ def to_torchrec(
     """See :meth:`dist_sparse.serving.served.Served.to_torchrec`."""
     from dist_sparse.torchrec.kernels import bag_collection
 
-    other = (
-        f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
-        " EmbeddingBagCollection looks up bags: use to_fbgemm()."
-    )
-    refuse({other: collection.kind != "bag"})
+    if collection.kind != "bag":
+        raise ValueError(
+            f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
+            " EmbeddingBagCollection looks up bags: use to_fbgemm()."
+        )
     # A feature of two tables has other rows in each: its outputs' names tell them apart.
     keys: dict[str, list[str]] = {name: [] for name in collection.tables}
     for name, key in zip(collection.looked_up, collection.outputs, strict=True):
@@ -433,9 +435,11 @@ def _stored(table: StoredTable, name: str, features: Sequence[str], zeros: int =
     )
     odd = f"Table {name!r} has {entry.dim} columns: in 4 bits their number is even."
     refuse({rotated: entry.turned, odd: entry.dtype == "int4" and entry.dim % 2})
-    dtype, rows = entry.dtype, {key: part.cpu() for key, part in table.rows.items()}
+    dtype = entry.dtype
+    rows = {key: part.cpu() for key, part in table.rows.items()}
     if table.has_books:
-        dtype, rows = "fp16", {"rows": decode({**table.whole, **rows}, entry.dim).half()}
+        dtype = "fp16"
+        rows = {"rows": decode({**table.whole, **rows}, entry.dim).half()}
     raw = {key: F.pad(part.view(torch.uint8), (0, 0, 0, zeros)) for key, part in rows.items()}
     return StoredRows(
         name=name,

@@ -226,8 +226,8 @@ class Manifest:
         tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
         # Tables without codes may be beside those that have some.
         strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
-        mixed = f"not all of its tables are {entries['dtype']!r}"
-        refuse({mixed: strange and entries["dtype"] != "codes"})
+        if strange and entries["dtype"] != "codes":
+            raise ValueError(f"not all of its tables are {entries['dtype']!r}")
         return Manifest(
             dist_sparse=str(entries["dist_sparse"]),
             dtype=entries["dtype"],
@@ -292,8 +292,10 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     # A lookup holds the tables of its own collection alone.
     looked_up = {feature.table for feature in features}
     strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)
-    text = f"collection {found.path!r} has features of {sorted(strange)}, none of its tables"
-    refuse({text: strange})
+    if strange:
+        raise ValueError(
+            f"collection {found.path!r} has features of {sorted(strange)}, none of its tables"
+        )
     return found
 
 
@@ -401,8 +403,8 @@ class Delta:
         """
         entries = unsealed(text, _DELTA_FORMAT, _DELTA_VERSION)
         artifact = Manifest.from_text(entries["artifact"])
-        others = list(entries["tables"]) != list(artifact.tables)
-        refuse({f"its tables are {sorted(entries['tables'])}": others})
+        if list(entries["tables"]) != list(artifact.tables):
+            raise ValueError(f"its tables are {sorted(entries['tables'])}")
         tables = {}
         for name, entry in entries["tables"].items():
             after = artifact.tables[name]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import choice, refuse
+from dist_sparse.checks import choice
 from dist_sparse.compaction.row_index import (
     REMOVED,
     UNKNOWN,
@@ -87,7 +87,8 @@ class ServedLookup(nn.Module):
     def _row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
         # Both take the same arguments and return the same sums.
         native = self._fbgemm and all(table.has_kernel for table in tables.values())
-        return (FbgemmLookup if native else LibtorchLookup)(tables, self._names)
+        kind = FbgemmLookup if native else LibtorchLookup
+        return kind(tables, self._names)
 
     def tables(self) -> dict[str, StoredTable]:
         """Return the tables as they are now: where their rows are stored, and a copy of their
@@ -114,13 +115,15 @@ class ServedLookup(nn.Module):
         """
         before, tables, is_grown = self.tables(), {}, False
         for name, table in before.items():
-            change, tensors = delta.manifest.tables[name], delta.tensors(name)
+            change = delta.manifest.tables[name]
+            tensors = delta.tensors(name)
             whole = {key: tensors[key].clone() for key in change.whole}
             # The table may be pooled in another way in another collection.
             entry = replace(change.after, pooling=table.entry.pooling)
-            index, room = index_after(delta, name, table.index), table.places
+            index = index_after(delta, name, table.index)
+            room = table.places
             if entry.stored > room:
-                # The next deltas find room.
+                # Room for the rows of the next deltas.
                 room = entry.stored + entry.stored // 4
             is_grown |= room > table.places or bool(whole)
             whole = {**table.whole, **whole}
@@ -153,7 +156,7 @@ class ServedLookup(nn.Module):
         raise NotImplementedError
 
     def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """The rows of ids: int32 ``(n,)``, -1 where there is none."""
+        """Return the rows of ids: int32 ``(n,)``, -1 where there is none."""
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
         if not torch.compiler.is_compiling():
@@ -265,8 +268,8 @@ class EmbeddingLookup(ServedLookup):
 
 
 def _checked(offsets: Tensor, count: int) -> Tensor:
-    """Offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads where
-    they point."""
+    """Return offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads
+    where they point."""
     message = "Lengths must add up to the number of ids, and offsets must end with it."
     if torch.compiler.is_compiling():
         torch._assert_async(offsets[-1] == count, message)  # stays in the graph, unlike a branch
@@ -384,8 +387,10 @@ class Served(nn.Module):
 
     def _look_up_jagged(self, ids: Any) -> Any:
         path, kind = self._collection.path, type(ids)
-        text = f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
-        refuse({text: not self.features})
+        if not self.features:
+            raise ValueError(
+                f"Table {path!r} takes tensors, as its torch.nn module did, not {kind}."
+            )
         from dist_sparse.torchrec import port
 
         values, lengths, weights = port.take(ids, self.features, self._collection.weighted)
@@ -409,11 +414,11 @@ class Served(nn.Module):
         Raises:
             ValueError: the artifact was loaded with ``unknown="raise"``.
         """
-        raising = (
-            "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which names"
-            " the id. Load the artifact with unknown='zero' or unknown='id0'."
-        )
-        refuse({raising: self.lookup.unknown == "raise"})
+        if self.lookup.unknown == "raise":
+            raise ValueError(
+                "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
+                " names the id. Load the artifact with unknown='zero' or unknown='id0'."
+            )
         many = {0: torch.export.Dim.DYNAMIC}
         args = self.lookup.example(torch.zeros(2 * len(self.dims), dtype=torch.int64))
         with self._gate.lookup():
@@ -520,7 +525,7 @@ def load_served(
 
 
 def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
-    """The tables of a collection, by name."""
+    """Return the tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
         table = MappedTable(artifact, name)
@@ -530,7 +535,7 @@ def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, Sto
             entry = replace(entry, pooling="none")
         # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
         room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-        # What is no row outlives the mapped file.
+        # Cloned: rows are copied when they are placed, all else would keep the file mapped.
         whole = {key: part.clone() for key, part in table.whole.items()}
         tables[name] = StoredTable(entry, table.stored(), whole, table.index, room)
     return tables

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.checks import refuse
 from dist_sparse.codes.quantize import refuse_lookup
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
@@ -71,15 +70,21 @@ def model_lookups(
     Raises:
         ValueError: a module does with its rows what a served table can't; names its path.
     """
-    named, lookups, collections = {}, {}, []
+    named = {}
+    lookups = {}
+    collections = []
     for data in located:
         named[data.fqn] = data.name
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
     for site in sites_of(model):
-        indexes, slots, names = site.indexes(), site.slots(), {}
+        indexes = site.indexes()
+        slots = site.slots()
+        names = {}
         for table, fqn in site.tables.items():
-            shared = f"{fqn} is a table of another module too; only one of them can be served."
-            refuse({shared: fqn not in named})
+            if fqn not in named:
+                raise ValueError(
+                    f"{fqn} is a table of another module too; only one of them can be served."
+                )
             names[table] = named[fqn]
             lookup = lookups[named[fqn]]
             lookup.index = indexes.get(table, lookup.index)
@@ -90,7 +95,8 @@ def model_lookups(
             collection = _collection(lookups, site, names)
         collections.append(collection)
         # Hooks are on the module that holds the tables, keys are outputs of the collection.
-        bases, keys = bases_of_outputs(site.module), collection.outputs or (None,)
+        bases = bases_of_outputs(site.module)
+        keys = collection.outputs or (None,)
         for key, table in zip(keys, collection.looked_up, strict=True):
             if key in bases:
                 lookups[table].rotation = _rotation(table, bases[key])
@@ -118,16 +124,18 @@ def _collection(
     # The compact one still has the means of whole tables; inside they are sums.
     whole = site.whole
     # Its outputs hold the ids too, as weights.
-    indices = f"Collection {site.place!r} has need_indices=True, which serving does not support."
-    refuse({indices: inner.needs_indices})
+    if inner.needs_indices:
+        raise ValueError(
+            f"Collection {site.place!r} has need_indices=True, which serving does not support."
+        )
     features = []
     for table in whole.tables:
         name = names[table.name]
-        means = (
-            f"Table {name!r} has weighted means, which TorchRec divides differently in different"
-            " shardings: they can't be served; weighted sums can."
-        )
-        refuse({means: whole.weighted and table.pooling == "mean"})
+        if whole.weighted and table.pooling == "mean":
+            raise ValueError(
+                f"Table {name!r} has weighted means, which TorchRec divides differently in"
+                " different shardings: they can't be served; weighted sums can."
+            )
         lookups[name].pooling = table.pooling
         features += [Feature(name=feature, table=name) for feature in table.features]
     return Collection(
@@ -142,8 +150,8 @@ def _collection(
 def _rotation(table: str, basis: Tensor) -> Tensor:
     """Return the matrix that outputs of a table are multiplied by."""
     rotation = basis.T.float().cpu().contiguous()
-    infinite = f"Table {table!r}: the matrix that turns its outputs back is not finite."
-    refuse({infinite: not rotation.isfinite().all()})
+    if not rotation.isfinite().all():
+        raise ValueError(f"Table {table!r}: the matrix that turns its outputs back is not finite.")
     return rotation
 
 
@@ -180,9 +188,12 @@ class ServedTable:
         """Describe the table as it will be stored, without checksums."""
         rows, dim, groups = len(self.kept), self.data.shape[1], None
         # A compact table that keeps no row still looks up: every id is a removed one.
-        refuse({f"Table {self.data.name!r} has no weights to look up.": 0 in (rows, dim)})
+        if 0 in (rows, dim):
+            raise ValueError(f"Table {self.data.name!r} has no weights to look up.")
         if self.books is not None:
-            dtype, scale, groups = "codes", "row", self.rows.shape[1]
+            dtype = "codes"
+            scale = "row"
+            groups = self.rows.shape[1]
         elif dtype == "codes":
             # A table beside those with codes.
             dtype = "fp32"
@@ -221,7 +232,8 @@ class ServedTable:
         if world_rank() not in (self.data.ranks or (0,)):
             return
         changed = self.stored & self.changed
-        for part in _moved(self.rows, changed) if slots is None else _by_id(self.rows, slots):
+        parts = _moved(self.rows, changed) if slots is None else _by_id(self.rows, slots)
+        for part in parts:
             yield from (part[some] for some in chunks(*part.shape))
 
 
@@ -326,13 +338,15 @@ def check_range(located: Sequence[ShardedData], dtype: str) -> None:
 def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     """Refuse weights of a table that are not finite in ``dtype``."""
     largest = ENCODINGS[dtype].largest
-    for value in map(float, torch.aminmax(weights) if weights.numel() else ()):
-        text = (
-            f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must have"
-            f" finite ones of at most {largest:g}."
-        )
+    if not weights.numel():
+        return
+    for value in map(float, torch.aminmax(weights)):
         # Not ``>``, which is false for NaN.
-        refuse({text: not abs(value) <= largest})
+        if not abs(value) <= largest:
+            raise ValueError(
+                f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
+                f" have finite ones of at most {largest:g}."
+            )
 
 
 def check_zero(
@@ -391,7 +405,9 @@ def with_changes(
     for names in sparsifier.masks.tables.groups.values():
         # In the same order on every rank.
         fit = [registered[name] for name in names if name in plain]
-        for name, rows in gather_rows(fit, flags).items() if fit else ():
+        if not fit:
+            continue
+        for name, rows in gather_rows(fit, flags).items():
             rows |= ~note.kept[name]
             if not bool(rows.all()):
                 found[name] = replace(tables[name], changed=rows)
@@ -403,8 +419,8 @@ def refuse_replaced(
 ) -> None:
     """Refuse folders that hold another artifact than the last delta led to. Local."""
     note = _NOTES.get(sparsifier, {}).get(before, _Note(artifact, {}))
-    replaced = f"{before[-1]} is refused: it was replaced since this process wrote it."
-    refuse({replaced: note.artifact != artifact})
+    if note.artifact != artifact:
+        raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
 
 
 def note_delta(
@@ -426,7 +442,7 @@ def note_delta(
 
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
-    """The rows written by the address of the weights; none without an enforcer."""
+    """Return the rows written by the address of the weights; none without an enforcer."""
     enforcer = sparsifier.masks.enforcer
     return {} if enforcer is None else enforcer.written("deltas")
 

@@ -105,7 +105,9 @@ class SlotIndex(nn.Module):
             raise ValueError(
                 f"Invalid number of ids, {rows}: a following table has from 1 to {MOST_IDS}."
             )
-        self.rows, self.stored, self.hashed = rows, slots, rows > MOST_COUNTED
+        self.rows = rows
+        self.stored = slots
+        self.hashed = rows > MOST_COUNTED
         dtype = torch.int64 if self.hashed else torch.int32
         state = torch.full((slots,), VACANT, dtype=dtype)
         state[: len(ids)] = torch.as_tensor(ids)
@@ -117,7 +119,7 @@ class SlotIndex(nn.Module):
         self._buckets: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The version of a copied tensor begins anew: buckets of the old one would seem to be its.
+        # A copied tensor counts its versions from 0 again: old buckets would seem to fit.
         return {**self.__dict__, "_made_of": (None, -1), "_buckets": None}
 
     @property
@@ -274,7 +276,9 @@ class FollowingIds(CompactIds):
     def sort_out(self) -> None:
         """Count the ids of training batches, and what became of their lookups. Call it before ids
         come into slots: those of earlier batches had none."""
-        batches, self._batches, self._noted = self._batches, [], 0
+        batches = self._batches
+        self._batches = []
+        self._noted = 0
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for values, lengths in batches:
             for table, ids in zip(self._tables, torch.split(values, lengths), strict=True):

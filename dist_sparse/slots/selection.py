@@ -29,7 +29,7 @@ from dist_sparse.tables.chunked import ChunkedTensor
 
 # Counts
 
-# Counts stop there: that of more lookups than any other id needs no order.
+# Counts stop here: ids that are looked up more often are among the hottest in any order.
 MOST = 1 << 30
 
 # Weight of a lookup at first, where counts decay: shares of a lookup are counted.

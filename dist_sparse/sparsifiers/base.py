@@ -369,10 +369,11 @@ class BaseDataSparsifier(MaskMaker):
         chosen = dict.fromkeys(self.data_groups if names is None else names)
         for name in chosen:
             self._store(name)  # refuses unknown names
-        sharded = list(filter(packed.__contains__, chosen))
+        sharded = [name for name in chosen if name in packed]
         # What can fail comes first. Collective only if a sharded table is squashed.
         located = packed.current() if sharded else {}
-        dense.squash(list(filter(dense.__contains__, chosen)), write=leave_parametrized)
+        plain = [name for name in chosen if name in dense]
+        dense.squash(plain, write=leave_parametrized)
         for name in sharded:
             if leave_parametrized:
                 packed.apply(located[name])
@@ -393,7 +394,9 @@ class BaseDataSparsifier(MaskMaker):
         # Masks with their shards, and weights as a forward would read them.
         self.masks.tables.current()
         self.masks.hooks.settle()
-        dense, packed, configs = self.masks.plain, self.masks.tables, self.data_groups
+        dense = self.masks.plain
+        packed = self.masks.tables
+        configs = self.data_groups
         plain = {name: copy.deepcopy(configs[name]) for name in dense.names}
         saved = {**dense.state_dict(), "data_groups": plain}
         if not packed:
@@ -445,7 +448,9 @@ class BaseDataSparsifier(MaskMaker):
             if strict:
                 loaded = packed.prepare(saved["sharded"], located)
             for facts, names in noted:
-                for name in filter(loaded.__contains__, names):
+                for name in names:
+                    if name not in loaded:
+                        continue
                     self._check_loaded(located[name], configs[name])
                     one = loaded[name]
                     values = [one.block, configs[name], one.updates, one.removed]
@@ -510,7 +515,7 @@ class BaseDataSparsifier(MaskMaker):
 
     def _in_order(self, found: Mapping[str, Found]) -> dict[str, Found]:
         # As registered, plain data and sharded tables mixed.
-        return {name: found[name] for name in filter(found.__contains__, self.data_groups)}
+        return {name: found[name] for name in self.data_groups if name in found}
 
     def _refuse_while_enforced(self) -> None:
         # The enforcer knows no optimizer of new data.
@@ -556,7 +561,7 @@ class BaseDataSparsifier(MaskMaker):
         return configs, register
 
     def _overlaid(self, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of ``config``, changed to what the caller passed."""
+        """Return a copy of ``config``, changed to what the caller passed."""
         return {**copy.deepcopy(dict(config)), **given}
 
 

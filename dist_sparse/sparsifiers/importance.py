@@ -215,7 +215,8 @@ class ImportanceSparsifier(DataNormSparsifier):
     def _check_untouched(self, data: ShardedData, block: Block) -> None:
         if self.scored_by not in ("accumulator", "frequency"):
             super()._check_untouched(data, block)
-        level, row = f"Table {data.name!r}: the level 'untouched'", (1, data.shape[1])
+        level = f"Table {data.name!r}: the level 'untouched'"
+        row = (1, data.shape[1])
         checks.refuse(
             {
                 f"{level} removes whole rows: the block must be 'row', not {block}.": block != row,
@@ -255,7 +256,8 @@ class ImportanceSparsifier(DataNormSparsifier):
             if self.scored_by == "frequency":
                 # A lookup is of a whole row: each element has its share, so that blocks compare by
                 # bytes.
-                counts, share = self.masks.tables.table(name).counts, data.shape[1]
+                counts = self.masks.tables.table(name).counts
+                share = data.shape[1]
                 known[name] = [
                     RowTotals(*each, 0.0, share, MOST_COUNTED) for each in counts.items()
                 ]

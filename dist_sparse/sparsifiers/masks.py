@@ -408,7 +408,8 @@ class Masks:
             found[name] = _MasksHere(data, table.block, table.masks, owned, nbytes)
         for name in self.plain.names:
             # Masks of plain data may have any dtype.
-            mask, weight = self.plain.mask(name), as_matrix(self.plain.held(name))
+            mask = self.plain.mask(name)
+            weight = as_matrix(self.plain.held(name))
             data = whole(name, weight, sharding="plain")
             elements = BlockMask.of_elements(Rect(0, 0, *data.shape), as_matrix(mask))
             found[name] = _MasksHere(data, (1, 1), [elements], [elements], mask.nbytes)
@@ -584,7 +585,8 @@ def describe(sparsifier: Any) -> str:
         ----  ------  -------  --------  ---------  -----  ----------  -----  ----------
         user  10 x 4  float32  plain     1 (1)      1x4    all         0.5    160
     """
-    given, sparsifier = sparsifier, getattr(sparsifier, "sparsifier", sparsifier)
+    given = sparsifier
+    sparsifier = getattr(sparsifier, "sparsifier", sparsifier)
     masks = getattr(sparsifier, "masks", None)
     if not isinstance(masks, Masks):
         raise TypeError(

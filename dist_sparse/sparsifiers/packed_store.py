@@ -155,7 +155,8 @@ class TableMasks:
                 f"Table {data.name!r}: {error} Outside a checkpoint of"
                 " torch.distributed.checkpoint, a state_dict() has only the bits of its own rank."
             ) from error
-        removed, updates = entry.get("removed"), entry.get("updates", 0)
+        removed = entry.get("removed")
+        updates = entry.get("updates", 0)
         return replace(
             self, tiling=data.tiling, block=block, shards=shards, removed=removed, updates=updates
         )
@@ -490,7 +491,8 @@ class PackedStore:
         arrived, cpu = self.exchange(cut), torch.device("cpu")
         found: dict[str, list[BlockMask]] = {}
         for name, move in moves.items():
-            held, rank = arrived.get(name, move.held), rank_in(self._tables[name].ranks)
+            held = arrived.get(name, move.held)
+            rank = rank_in(self._tables[name].ranks)
             found[name] = [
                 pieces.assembled(rect, move.block, held, cpu, move.counted).mask
                 for rect in move.new[rank]

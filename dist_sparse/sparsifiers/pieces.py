@@ -105,7 +105,8 @@ def _packed(
 ) -> list[tuple[Rect, Callable[[], Tensor], Callable[[], Tensor]]]:
     """Pack what a move sends from this rank; return the rectangles that it brings here, with
     functions that read their bits and counts."""
-    owned, here = owners(move.old), {held.mask.rect: held for held in move.held}
+    owned = owners(move.old)
+    here = {held.mask.rect: held for held in move.held}
     for receiver, wanted in enumerate(move.new):
         for rect, source in _common(owned[rank], wanted):
             part = here[source].cut(rect)
@@ -206,7 +207,8 @@ def saved_masks(
         mask = held.mask
         # Bytes at the borders of shards are wanted by both.
         wants.append(_place_of(mask.grid))
-        bits, digest = mask.bits.to("cpu", copy=True), f"{hash_tensor(mask.bits):016x}"
+        bits = mask.bits.to("cpu", copy=True)
+        digest = f"{hash_tensor(mask.bits):016x}"
         kept.append({"rect": tuple(mask.rect), "bits": bits, "hash": digest})
     return ChunkedTensor((grid.rows, -(-grid.cols // 8)), torch.uint8, chunks, wants, kept)
 
@@ -224,7 +226,8 @@ def saved_counts(
     """
     chunks, wants, kept = [], [], []
     for held in shards:
-        rect, counts = held.mask.rect, held.counts.to("cpu", copy=True)
+        rect = held.mask.rect
+        counts = held.counts.to("cpu", copy=True)
         wants.append(((rect.row,), (rect.rows,)))
         kept.append({"rect": tuple(rect), "counts": counts})
         if held in writes:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import mod
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -149,8 +148,8 @@ class ScoreSparsifier(BaseDataSparsifier):
         """Set ``get_mask(name)`` to a new int8 mask of ``data``.
 
         Raises:
-            NotImplementedError: integer data. ValueError: more than two real dimensions, non-finite
-                scores, or an impossible config.
+            NotImplementedError: integer data.
+            ValueError: more than two real dimensions, non-finite scores, or an impossible config.
         """
         if not data.dtype.is_floating_point:
             raise NotImplementedError(
@@ -159,7 +158,7 @@ class ScoreSparsifier(BaseDataSparsifier):
         matrix = _as_scored_matrix(name, data.detach())
         table = whole(name, matrix, sharding="plain")
         [made] = new_masks(score_tables([self._goal(table, config)], [0]), Group())
-        # Nobody holds a table without elements.
+        # A table without elements has no shard, and so no mask.
         for new in made.masks:
             self.get_mask(name).data = new.mask.dense().view(data.shape)
 
@@ -314,12 +313,15 @@ class ScoreSparsifier(BaseDataSparsifier):
 
     def _goal(self, data: ShardedData, config: Mapping[str, Any]) -> Goal:
         block = resolve_block(data.name, config["sparse_block_shape"], data.shape)
-        whole_columns, area = config["sparse_block_shape"][0] == COL, math.prod(block)
-        zeros, least = config["zeros_per_block"], area if whole_columns else 0
+        whole_columns = config["sparse_block_shape"][0] == COL
+        area = math.prod(block)
+        zeros = config["zeros_per_block"]
+        least = area if whole_columns else 0
         if zeros is None:
             zeros = area
         zeros = integer("zeros_per_block", zeros, least=least, most=area, of=data.name)
-        level, only_zeros = config["sparsity_level"], config["sparsity_level"] == UNTOUCHED
+        level = config["sparsity_level"]
+        only_zeros = config["sparsity_level"] == UNTOUCHED
         if only_zeros:
             self._check_untouched(data, block)
             # As many as there are: the selection finds how many.
@@ -329,7 +331,8 @@ class ScoreSparsifier(BaseDataSparsifier):
             # Nothing is removed from a selected block.
             level = 0.0
         blocks = grid_of(Rect(0, 0, *data.shape), block).blocks
-        most, k = self._most_removed(data, block, blocks, level), round(level * blocks)
+        most = self._most_removed(data, block, blocks, level)
+        k = round(level * blocks)
         return Goal(
             data=data,
             block=block,
@@ -495,7 +498,8 @@ def _check_pooled(data: ShardedData, block: Block) -> None:
         f"Table {data.name!r}: scope='global' needs blocks that divide tables, as rows do;"
         f" {block} does not divide {data.shape}."
     )
-    refuse({plain: data.sharding == "plain", edges: any(map(mod, data.shape, block))})
+    is_cut = data.shape[0] % block[0] or data.shape[1] % block[1]
+    refuse({plain: data.sharding == "plain", edges: is_cut})
 
 
 def _scored_by_goal(goals: Iterable[Goal]) -> list[ScoredTable]:

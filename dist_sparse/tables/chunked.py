@@ -1,5 +1,5 @@
-"""A global tensor of which each rank holds rectangles, as torch.distributed.checkpoint saves and
-loads it.
+"""Global tensors whose rectangles are on several ranks, as torch.distributed.checkpoint saves and
+loads them.
 
 DCP asks a tensor for what this rank writes (``__create_write_items__``) and for what it wants
 (``__create_chunk_list__``), both in global coordinates, and brings what was written on any number
@@ -147,5 +147,5 @@ class ChunkedTensor(torch.Tensor):
         return other
 
 
-# Torch.load(weights_only=True) of a saved state.
+# So that torch.load(weights_only=True) reads a saved state.
 torch.serialization.add_safe_globals([ChunkedTensor])

@@ -158,8 +158,9 @@ class ModelTables:
         for name, found in self._found.items():
             if name in wanted:
                 located.append(found.locate(name, read))
-        for data in located if first else ():
-            check_data(data)
+        if first:
+            for data in located:
+                check_data(data)
         return located
 
     def find(self, name: str) -> ShardedData:
@@ -180,7 +181,8 @@ class ModelTables:
         tables: _Named = {}
         parameters: _Named = {}
         for name, found in _named(walked).items():
-            (tables if found.dense is None else parameters)[name] = found
+            kind = tables if found.dense is None else parameters
+            kind[name] = found
         hint = " Dense parameters are selected by dense=."
         chosen = _matching("include", self._include, tables, "tables", hint)
         chosen = chosen | _matching("dense", self._dense, parameters, "parameters")
@@ -381,7 +383,8 @@ class _Walk:
             # Not in _seen: an embedding that comes later may share it, and is a table.
             self._seen_dense.add(id(parameter))
             fqn = _join(at.path, name)
-            label, locate = fqn.replace(".", "/"), partial(_replica, at, name, fqn, ())
+            label = fqn.replace(".", "/")
+            locate = partial(_replica, at, name, fqn, ())
             yield _Found(label, "", fqn, at, locate, parameter)
 
 
@@ -393,7 +396,8 @@ def _replica(
     at: _Place, attribute: str, fqn: str, features: tuple[str, ...], name: str, _: _Read
 ) -> ShardedData:
     """A parameter that every rank of the DDP around it holds whole."""
-    parameter, ranks = at.module._parameters.get(attribute), at.ranks(attribute)
+    parameter = at.module._parameters.get(attribute)
+    ranks = at.ranks(attribute)
     if (reason := _no_matrix(parameter)) is not None:
         raise ValueError(f"Table {name!r}: {fqn} {reason}.")
     assert parameter is not None
@@ -445,8 +449,8 @@ def _named(walked: list[_Found]) -> _Named:
 def _matching(
     option: str, patterns: Sequence[str] | None, named: _Named, kind: str, hint: str = ""
 ) -> _Named:
-    """What one of the patterns of an option matches, by name or fully qualified name; None matches
-    all, and may match nothing."""
+    """Return what one of the patterns of an option matches, by name or fully qualified name; None
+    matches all, and may match nothing."""
     if patterns is None:
         return named
     matching: _Named = {}
@@ -578,7 +582,7 @@ def _located(
 
 
 def _rect(shard: Any) -> Rect:
-    """The rectangle in the metadata of a shard; of one dimension it is a row."""
+    """Return the rectangle in the metadata of a shard; of one dimension it is a row."""
     # sum() and prod() of nothing are 0 and 1: the first row, and one row.
     *row, col = shard.shard_offsets
     *rows, cols = shard.shard_sizes

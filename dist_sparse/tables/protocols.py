@@ -151,7 +151,7 @@ class Collection(Protocol):
         """Return a table of a sharded collection as it is stored now, under a registered name."""
 
     def kernels(self) -> Iterator[LookupKernel]:
-        """Yield this rank's kernels, whoever steps their tables."""
+        """Yield this rank's kernels, with a fused optimizer or not."""
 
     def batches(self) -> Iterator[TableBatch]:
         """Yield this rank's table batches with a fused optimizer."""

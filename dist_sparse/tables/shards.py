@@ -34,7 +34,7 @@ COL = "COL"
 
 Block = tuple[int, int]
 
-# Of weights that can be scored.
+# Types of weights that can be scored.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -59,7 +59,7 @@ class Rect(NamedTuple):
         return self.rows * self.cols
 
     def intersect(self, other: Rect) -> Rect | None:
-        """The common rectangle, or None when it is empty."""
+        """Return the common rectangle, or None when it is empty."""
         row, col = max(self.row, other.row), max(self.col, other.col)
         # Below zero where they are apart: not a rectangle.
         rows, cols = min(self.row_end, other.row_end) - row, min(self.col_end, other.col_end) - col
@@ -143,7 +143,7 @@ class ShardedData:
 
 def not_empty(rects: Iterable[Rect]) -> tuple[Rect, ...]:
     """Return the rectangles with elements: a row-wise table smaller than the world leaves the last
-    ranks pieces of zero rows, which nobody holds."""
+    ranks pieces of zero rows, which no rank holds."""
     return tuple(rect for rect in rects if rect.numel)
 
 
@@ -268,7 +268,8 @@ def check_writable(data: ShardedData) -> None:
         ValueError: a shard is a negated view, an inference tensor, or repeats memory; names the
             table.
     """
-    start, rule = f"Table {data.name!r}: its weights are a", "which can't be zeroed in place."
+    start = f"Table {data.name!r}: its weights are a"
+    rule = "which can't be zeroed in place."
     for shard in data.shards:
         check_memory(data.name, shard.tensor)
         refuse(

@@ -210,8 +210,8 @@ _PLAIN_DECAYS = {"NONE", "L2", "DECOUPLE"}
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 
 
-# By FBGEMM's module, lookups whose backward is to come. Not only in FbgemmBatch: tables
-# are located anew for every mask update.
+# Lookups whose backward is to come, by FBGEMM's module. Not in FbgemmBatch: every mask update makes
+# new ones.
 _pending: WeakKeyDictionary[nn.Module, WeakSet[object]] = WeakKeyDictionary()
 
 
@@ -441,11 +441,11 @@ class UnshardedTables:
         return iter(())
 
     def _placed(self) -> Iterator[tuple[int, Any]]:
-        """The rank and the config of every shard, in kernel order."""
+        """Yield the rank and the config of every shard, in kernel order."""
         return iter(())
 
     def kernels(self) -> Iterator[Kernel]:
-        """Yield this rank's kernels, whoever steps their tables."""
+        """Yield this rank's kernels, with a fused optimizer or not."""
         yield from map(Kernel, self._kernels())
 
     def batches(self) -> Iterator[FbgemmBatch]:
@@ -607,7 +607,8 @@ class ShardedTables(UnshardedTables):
 
 
 def _refuse_unknown_storage(name: str, config: Any, copied: bool) -> None:
-    kernel, start = config.compute_kernel.value, f"Table {name!r}:"
+    kernel = config.compute_kernel.value
+    start = f"Table {name!r}:"
     types = ", ".join(each.value for each in _TYPES)
     refuse(
         {
@@ -636,7 +637,7 @@ def _shape(config: Any) -> tuple[int, int]:
 
 
 def _rect(config: Any) -> Rect:
-    """The rectangle of a shard. Data-parallel tables have no metadata: every rank holds the
+    """Return the rectangle of a shard. Data-parallel tables have no metadata: every rank holds the
     whole."""
     if config.local_metadata is None:
         return Rect(0, 0, config.local_rows, config.local_cols)
@@ -655,7 +656,7 @@ def _kinds(kernel: Any) -> list[str]:
 
 
 def _views(kernel: Any) -> Iterator[tuple[Any, Tensor]]:
-    """The live weights of a kernel, shard by shard, as (config, view)."""
+    """Yield the live weights of a kernel, shard by shard, as (config, view)."""
     # Key-value and virtual tables materialise their weights when read: locate() refuses them,
     # nothing reads them.
     if set(_kinds(kernel)) <= set(_KERNELS):

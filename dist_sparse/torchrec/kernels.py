@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# FBGEMM is not imported for its enums. EmbeddingLocation.HOST as a number;
+# Numbers of FBGEMM's enums EmbeddingLocation, SparseType and PoolingMode, as it is not imported for
+# them.
 HOST = 3
-
-# SparseTypes as numbers;
 SPARSE_TYPES = {"fp32": 0, "fp16": 1, "int8": 2, "int4": 3}
-
-# PoolingModes as numbers.
 POOLING = {"sum": 0, "mean": 1, "none": 2}
 
 

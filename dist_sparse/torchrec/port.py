@@ -108,7 +108,10 @@ def compact_refusal(model: Any, module: Any) -> str | None:
         " divides those too; give them collections of their own": _misdivided(module, averaged),
         "need_indices=True is not supported": found.needs_indices,
     }
-    return next(filter(reasons.get, reasons), None)
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    return None
 
 
 def _module_reasons(module: nn.Module) -> dict[str, bool]:
@@ -197,9 +200,9 @@ def compact_plan(
 
 
 def _cut_again(sharding: ParameterSharding, table: Any) -> ParameterSharding:
-    """The same shards of a table with other rows, cut as TorchRec cuts them: equal blocks, the last
-    ones smaller. Of a table that loses columns those shards stay that hold columns that are
-    left."""
+    """Return the same shards of a table with other rows, cut as TorchRec cuts them: equal blocks,
+    the last ones smaller. Of a table that loses columns those shards stay that hold columns that
+    are left."""
     spec = sharding.sharding_spec
     if spec is None:  # data-parallel
         return sharding
@@ -266,7 +269,8 @@ def rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
     for inside in combined(optimizer) or filter(None, [getattr(optimizer, "_optimizer", None)]):
         rename(inside, old, new)
     if isinstance(optimizer, KeyedOptimizer):
-        # A CombinedOptimizer collects the parameters of its parts anew at each read: no matter.
+        # Of a CombinedOptimizer this changes nothing: it collects the parameters of its parts at
+        # each read.
         named = optimizer.params
         named.update({name: new for name, parameter in named.items() if parameter is old})
 

@@ -42,7 +42,7 @@ class TrialModel(nn.Module):
         self.over = nn.Linear(sum(cols for _, cols in shapes.values()), 1)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """The loss, and one number per sample."""
+        """Return the loss, and one number per sample."""
         out = self.over(self.tables(features).values().float()).squeeze(1)
         return out.square().mean(), out.detach()
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, filterfalse
+from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
@@ -154,13 +154,15 @@ class SparsifyArgs:
         """Set the defaults of the level ``"untouched"``: Adagrad's sums, and one mask update."""
         self.score = self.score or "accumulator"
         if self.schedule is None and self.end is not None:
-            late = (
-                f"Invalid begin={self.begin} with level='untouched': there is one mask update, at"
-                " end; schedule='constant' updates masks from begin to end."
-            )
-            checks.refuse({late: self.begin})
+            if self.begin:
+                raise ValueError(
+                    f"Invalid begin={self.begin} with level='untouched': there is one mask update,"
+                    " at end; schedule='constant' updates masks from begin to end."
+                )
             # Before the end, rows that are yet to be looked up would be removed.
-            self.begin, self.every, self.schedule = self.end, 1, _one_shot
+            self.begin = self.end
+            self.every = 1
+            self.schedule = _one_shot
 
     def facts(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the arguments by name, as JSON can hold them, for ranks to compare.
@@ -189,7 +191,8 @@ def _levels(
     if not isinstance(given, Mapping):
         level: Level = check(argument, given)
         return level
-    checks.refuse({f"Invalid {argument}={given!r}: must have a name or glob.": not given})
+    if not given:
+        raise ValueError(f"Invalid {argument}={given!r}: must have a name or glob.")
     # In the order of the mapping, which decides where several globs match.
     return {str(name): check(f"{argument}[{name!r}]", each) for name, each in given.items()}
 
@@ -244,12 +247,14 @@ def left_dense(
     # "table" means each table that is pruned; groups are names that a user expects to be rotated.
     if args.rotate and args.rotate != "table":
         rotated = set(chain.from_iterable(rotation_groups(args.rotate, located)))
-        turned = f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
-        checks.refuse({turned: rotated & reasons.keys()})
-        others = filterfalse(rotated.__contains__, located)
+        if rotated & reasons.keys():
+            raise ValueError(
+                f"Invalid rotate={args.rotate}: these tables are left dense: {_listed(reasons)}."
+            )
+        others = [name for name in located if name not in rotated]
         reasons = dict.fromkeys(others, "in no group of rotate") | reasons
-    dense = f"Nothing can be pruned, every table is left dense: {_listed(reasons)}."
-    checks.refuse({dense: len(reasons) == len(located)})
+    if len(reasons) == len(located):
+        raise ValueError(f"Nothing can be pruned, every table is left dense: {_listed(reasons)}.")
     return reasons
 
 
@@ -284,8 +289,9 @@ def _reasons(
             }
             rules = of_tables | rules
         # The last rule that holds is the reason.
-        for reason in filter(rules.get, rules):
-            reasons[name] = reason
+        for reason, holds in rules.items():
+            if holds:
+                reasons[name] = reason
     return reasons
 
 
@@ -332,8 +338,9 @@ def by_table(
     matching = {name: _matching(data, globs) for name, data in pruned.items()}
     # A glob may match tables that stay dense, if it matches one that does not.
     unused = sorted(globs.keys() - set(chain.from_iterable(matching.values())))
-    known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
-    checks.refuse({f"Invalid {argument}: {unused} match none of {known}.": unused})
+    if unused:
+        known = f"{list(pruned)}; left dense: {_listed(left_dense)}"
+        raise ValueError(f"Invalid {argument}: {unused} match none of {known}.")
     return {name: globs[found[-1]] for name, found in matching.items() if found}
 
 
@@ -433,16 +440,19 @@ def budget_levels(
     sizes: dict[str, int] = {}
     for group in rotation_groups(args.rotate, pruned):
         kept = {name: floors.get(name, 0.0) for name in group}
-        unequal = (
-            f"Invalid floor for a budget: tables rotated together keep as many columns, not {kept}."
-        )
-        checks.refuse({unequal: len(set(kept.values())) > 1})
+        if len(set(kept.values())) > 1:
+            raise ValueError(
+                "Invalid floor for a budget: tables rotated together keep as many columns, not"
+                f" {kept}."
+            )
         sizes |= dict.fromkeys(group, len(group))
     tables = []
     for name, data in pruned.items():
-        shape, floor = resolve_block(name, args.block, data.shape), floors.get(name, 0.0)
+        shape = resolve_block(name, args.block, data.shape)
+        floor = floors.get(name, 0.0)
         tables.append(_PrunedTable(data, shape, floor, sizes.get(name, 0)))
-    total, together = _dense_bytes(located), args.scope == "global"
+    total = _dense_bytes(located)
+    together = args.scope == "global"
     dense = total - _dense_bytes(pruned)
 
     def served(step: int, together: bool) -> int:
@@ -519,8 +529,9 @@ class _PrunedTable:
         return removed if together else min(removed, self.most_removed)
 
     def served_bytes(self, removed: int) -> int:
-        """Bytes of the table without so many blocks."""
-        (rows, columns), itemsize = self.data.shape, self.data.dtype.itemsize
+        """Return the bytes of the table without so many blocks."""
+        (rows, columns) = self.data.shape
+        itemsize = self.data.dtype.itemsize
         kept = self.blocks - removed
         # Whole rows: the kept ones are stored one after another, and found through the index.
         if not self.group:

@@ -50,7 +50,7 @@ class GuardState:
         mode: of the first validation; None before it.
         best: the best metric of a validation that held.
         waiting: no mask update happens before the next validation that holds.
-        owed: the schedule had an update meanwhile.
+        owed: the schedule had an update while one was waiting.
         pending: the step of the update that was not validated yet.
         accepted: the step of the last update that a validation has accepted.
         undone: the step of the update that was undone; none follows.
@@ -82,7 +82,8 @@ class GuardState:
 
 
 def _flag(name: str, value: object) -> None:
-    checks.refuse({f"Invalid {name}={value!r}: must be a bool.": value is not True})
+    if value is not True:
+        raise ValueError(f"Invalid {name}={value!r}: must be a bool.")
 
 
 # The checks of what differs from a new `GuardState`.
@@ -153,7 +154,9 @@ class Guard:
         if isinstance(metric, Tensor):
             metric = checks.plain(metric.squeeze())
         value = checks.number("metric", metric)
-        state, masks, scored = self.state, self._sparsifier.masks, self._sparsifier
+        state = self.state
+        masks = self._sparsifier.masks
+        scored = self._sparsifier
         rules: dict[str, object] = {
             f"Invalid {mode=}: must be one of 'max', 'min'.": mode not in _SIGNS,
             f"Invalid {mode=}: earlier validations had mode={state.mode!r}.": state.mode
@@ -175,7 +178,9 @@ class Guard:
     def judge(self, metric: float, tolerance: float, mode: Mode) -> GuardCheck:
         """Accept the pending update, or undo it; return what the metric says. Local."""
         state = self.state
-        state.active, state.mode, self._sparsifier.masks.undo = True, mode, self._last
+        state.active = True
+        state.mode = mode
+        self._sparsifier.masks.undo = self._last
         sign = _SIGNS[mode]
         best = metric if state.best is None else state.best
         holds = sign * metric >= sign * best - tolerance
@@ -200,7 +205,9 @@ class Guard:
 
     def _stop(self) -> None:
         """Undo the pending update, and end the schedule at the level of the one before."""
-        state, masks, scheduler = self.state, self._sparsifier.masks, self._scheduler
+        state = self.state
+        masks = self._sparsifier.masks
+        scheduler = self._scheduler
         assert isinstance(scheduler, CurveDataScheduler)
         if self.can_undo:
             self._last.undo(masks, masks.tables.locate())
@@ -213,7 +220,9 @@ class Guard:
                 " stays; no update follows. Save states after guard().",
                 stacklevel=4,
             )
-        state.pending, state.waiting, state.owed = None, False, False
+        state.pending = None
+        state.waiting = False
+        state.owed = False
         masks.undo = None
 
 
@@ -262,7 +271,8 @@ def prepare_load(
     # First what each rank can check alone; an error on one is an error on all.
     with together.agreeing(_ACTION) as facts:
         schedule, settings, guarded = _parsed(state, sparsifier, scheduler)
-        masks, configs = state["sparsifier"], saved_configs(state["sparsifier"])
+        masks = state["sparsifier"]
+        configs = saved_configs(state["sparsifier"])
         compared = {**settings, "base_param": schedule["base_param"], "guard": asdict(guarded)}
         facts.update({f"{name} of the state": value for name, value in compared.items()})
     # Then the schedule, whose levels the masks must have.
@@ -333,7 +343,8 @@ def _check_keys(
     """Refuse what is no mapping, and keys that are missing or unknown; None allows any others."""
     if not isinstance(found, Mapping):
         raise ValueError(f"{what} must be a mapping, and is of type {type(found).__name__}.")
-    missing, more = sorted(needed - set(found)), set(found) - needed
+    missing = sorted(needed - set(found))
+    more = set(found) - needed
     unknown = [] if optional is None else sorted(more - optional)
     other = f"{what} has the unknown keys {unknown}: it is of other tables, or a newer release."
     lacks = f"{what} lacks {missing}; it has {sorted(map(str, found))}."
@@ -355,18 +366,19 @@ def _check_steps(
         # A level may be a word.
         are_numbers = isinstance(found, (int, float)) and isinstance(level, (int, float))
         same = math.isclose(found, level, abs_tol=1e-9) if are_numbers else found == level
-        apart = (
-            f"Masks and schedule of the state are of different steps: the level of {name!r} is"
-            f" {found} with the masks and {level} at step {step} of the schedule."
-        )
-        checks.refuse({apart: not same})
+        if not same:
+            raise ValueError(
+                f"Masks and schedule of the state are of different steps: the level of {name!r} is"
+                f" {found} with the masks and {level} at step {step} of the schedule."
+            )
 
 
 def _check_next_updates(
     sparsifier: ImportanceSparsifier, levels: Mapping[str, float], final: Any
 ) -> None:
     """Refuse settings that no later mask update could follow."""
-    configs, tables = sparsifier.data_groups, sparsifier.masks.tables
+    configs = sparsifier.data_groups
+    tables = sparsifier.masks.tables
     now = {name: configs[name]["sparsity_level"] for name in configs if name in tables}
     # A state has globs as pairs.
     finals = by_name(dict(final) if isinstance(final, (list, tuple)) else final, now)

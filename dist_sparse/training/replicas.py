@@ -86,7 +86,7 @@ def compare_replicas(sparsifier: ImportanceSparsifier, names: Sequence[str]) -> 
 
 
 def _hashes(world: Group, names: Sequence[str], located: Located) -> dict[str, Replica]:
-    """Hashes of tables as if each rank held one replica of them. Local."""
+    """Return hashes of tables as if each rank held one replica of them. Local."""
     held = []
     # Tables may have been squashed since.
     for name in sorted(located.keys() & names):

@@ -236,8 +236,12 @@ class SparseTraining:
         seen = {name: counts for name, counts in known.items() if counts[0]}
         if not seen:
             return "not known (no training forward was counted)"
-        every, removed = map(sum, zip(*seen.values(), strict=True))
-        shares = [f"{name} {percent(gone / of)}" for name, (of, gone) in seen.items()]
+        every = removed = 0
+        shares = []
+        for name, (of, gone) in seen.items():
+            every += of
+            removed += gone
+            shares.append(f"{name} {percent(gone / of)}")
         return f"{percent(removed / every)} ({', '.join(shares)})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,7 +309,8 @@ class SparseTraining:
             "attached": self.enforcer.attached,
             "detached": not self.enforcer.attached,
         }
-        return f"SparseTraining({', '.join(filter(parts.get, parts))})"
+        shown = [part for part, holds in parts.items() if holds]
+        return f"SparseTraining({', '.join(shown)})"
 
     def _level_text(self) -> str:
         """Return the lowest and the highest final level; empty for schedules without one."""
@@ -324,8 +329,8 @@ class SparseTraining:
         self.enforcer.attach_to(walked, optimizers)
         self._auto_step = auto_step
         if auto_step:
-            nothing = "Invalid auto_step=True: there is no optimizer to follow."
-            checks.refuse({nothing: not optimizers})
+            if not optimizers:
+                raise ValueError("Invalid auto_step=True: there is no optimizer to follow.")
             # It refers to this object, which so lives as long as the optimizer even if the caller
             # drops it.
             hook = Hook(lambda *_: self._step())
