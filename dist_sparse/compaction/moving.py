@@ -88,13 +88,15 @@ def gather_rows(
     """
     group = group_over(tables[0].ranks)
     shards: list[list[tuple[ShardedData, Rect]]] = []
+    rows: list[int] = []
     for rank in range(group.size):
         shards.append([(data, rect) for data in tables for rect in held(data, rank)])
+        rows.append(sum(rect.rows for _, rect in shards[rank]))
     # An all-gather takes messages of one length.
-    most = max(map(_rows_in, shards))
+    most = max(rows)
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
-        padding = torch.zeros(most - _rows_in(shards[group.rank]), dtype=torch.bool)
+        padding = torch.zeros(most - rows[group.rank], dtype=torch.bool)
         sent = pack(torch.cat([*starmap(flags, shards[group.rank]), padding]))
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
     for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
@@ -104,10 +106,6 @@ def gather_rows(
             found[data.name][rect.row : rect.row_end] |= flagged[: rect.rows]
             flagged = flagged[rect.rows :]
     return found
-
-
-def _rows_in(shards: Sequence[tuple[ShardedData, Rect]]) -> int:
-    return sum(rect.rows for _, rect in shards)
 
 
 # Of a chunk of rows, of the whole width of the table.

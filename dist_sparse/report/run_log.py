@@ -221,7 +221,9 @@ class RunLog:
             known, finite = {}, {}
             for name, value in given.items():
                 # Only now: reading a tensor waits for the device.
-                known[name] = number = _float(value)
+                # torch warns where a tensor that needs a gradient is read.
+                number = float(value.detach() if isinstance(value, Tensor) else value)
+                known[name] = number
                 # JSON has neither NaN nor infinities.
                 finite[name] = number if abs(number) < _LARGEST else None
             self._write(kind="values", step=step, seconds=self._elapsed(), values=finite)
@@ -416,11 +418,6 @@ def _refuse_non_number(name: str, value: object) -> None:
         raise ValueError(
             f"Invalid {name}={shortened(value)}: must be a number or a one-element tensor."
         )
-
-
-def _float(value: float | Tensor) -> float:
-    # torch warns where a tensor that needs a gradient is read.
-    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 # ------------------------------------------------------------------------------
