@@ -221,7 +221,8 @@ def _served_at(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]
         if auc >= least:
             share = percent(share_of(taken, whole_bytes(run)))
             texts.append(f"{name} ({size(taken)}, {share} of dense, AUC {auc:.4f})")
-            made += texts[-1:] if at_once else []
+            if at_once:
+                made.append(texts[-1])
     return texts, made
 
 
