@@ -240,8 +240,7 @@ def _expected(
 
 
 class _Chunk(NamedTuple):
-    """Rows ``[first, last)`` of a table, of which the first that is kept has the number
-    ``start``."""
+    """Rows ``[first, last)`` of a table. Their kept ones are numbered from ``start``."""
 
     first: int
     last: int

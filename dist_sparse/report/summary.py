@@ -208,8 +208,8 @@ def verdict(run: Run) -> str:
 
 
 def _served_at(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]:
-    """Return all artifacts with at least that AUC, the smallest first, and those of them that need
-    no second training."""
+    """Return all artifacts with at least that AUC, the smallest first, and the ones among them that
+    need no second training."""
     found = []
     for one in run.all_runs:
         # Made of the baseline's own weights: its artifacts, and of runs that trained nothing.
