@@ -133,9 +133,13 @@ def choice(name: str, value: object, known: Iterable[str], more: str = "") -> st
 
 
 def refuse(rules: Mapping[str, object]) -> None:
-    """Raise a ValueError with the first text whose value is true, if one is."""
-    for text in filter(rules.get, rules):
-        raise ValueError(text)
+    """Raise a ValueError with the first text whose value is true, if one is.
+
+    For several rules about one thing; a rule by itself is an ``if``.
+    """
+    for text, holds in rules.items():
+        if holds:
+            raise ValueError(text)
 
 
 def parse_block(text: str) -> tuple[int | str, int | str]:

@@ -12,7 +12,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -96,15 +96,16 @@ def gather_rows(
     most = max(rows)
     # A rank that runs out of memory here would leave the others waiting.
     with group.agreeing("counting rows"):
+        flagged = [flags(data, rect) for data, rect in shards[group.rank]]
         padding = torch.zeros(most - rows[group.rank], dtype=torch.bool)
-        sent = pack(torch.cat([*starmap(flags, shards[group.rank]), padding]))
+        sent = pack(torch.cat([*flagged, padding]))
     found = {data.name: torch.zeros(data.shape[0], dtype=torch.bool) for data in tables}
     for received, of_rank in zip(group.all_gather(sent), shards, strict=True):
-        flagged = unpack(received, most)
+        rest = unpack(received, most)
         for data, rect in of_rank:
             # Shards of the same rows have other columns: a row is flagged if any of them flags it.
-            found[data.name][rect.row : rect.row_end] |= flagged[: rect.rows]
-            flagged = flagged[rect.rows :]
+            found[data.name][rect.row : rect.row_end] |= rest[: rect.rows]
+            rest = rest[rect.rows :]
     return found
 
 
@@ -236,8 +237,7 @@ def _expected(
 
 
 class _Chunk(NamedTuple):
-    """Rows ``[first, last)`` of a table, of which the first that is kept has the number
-    ``start``."""
+    """Rows ``[first, last)`` of a table. Their kept ones are numbered from ``start``."""
 
     first: int
     last: int

@@ -437,7 +437,6 @@ class Rebuild:
         trained = any(map(attrgetter("requires_grad"), site.parameters().values()))
         cant = f"it can't be {self._action}ed."
         return {
-            f"{refusal}": refusal,
             f"is rotated, and its output is turned back by a hook: {cant}": not narrowed
             and bases_of_outputs(site.module),
             # What their ids share would be lost; an id that is removed now would share it too.

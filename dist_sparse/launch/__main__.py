@@ -41,7 +41,7 @@ def main(words: Sequence[str], *, prog: str = "python -m launch") -> int:
     words = list(words)
     # `launch train.py` is `launch local train.py`.
     command = "local"
-    if _COMMANDS.keys() & words[:1]:
+    if words and words[0] in _COMMANDS:
         command = words.pop(0)
     parser = _parser(prog, command)
     options = parser.parse_args(words)

@@ -544,7 +544,7 @@ def _stepped_sums(located: Sequence[ShardedData], optimizer: Any) -> Sums:
 
 
 def _without_sums(located: Sequence[ShardedData], sums: Sums) -> list[str]:
-    """Return the tables of which this rank has a shard without sums, by name."""
+    """Return the names of the tables that have a shard without sums on this rank."""
     found = set()
     for data in located:
         # The address of an empty shard is 0: it has no row that could be untouched.

@@ -450,7 +450,7 @@ class _Reader:
         self._series: dict[str, list[tuple[int, float | None]]] = {}
         # By kind, each with its step.
         self._events: dict[str, list[tuple[int, Any]]] = defaultdict(list)
-        # Kinds of which the next line is the first in a resumed session.
+        # Kinds of events that a resumed session has not read yet.
         self._repeats: set[str] = set()
         # Seconds of each session by cause; but for the total they are logged at its end.
         self._seconds: list[dict[str, float]] = [{}]
@@ -557,7 +557,7 @@ def _slot_update(line: Mapping[str, Any]) -> SlotUpdate:
     return SlotUpdate(seconds=line["seconds"], tables=tables)
 
 
-# Kinds of lines of which all in a session count.
+# How events are read, by the kind of their lines. All events of a session count.
 _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "masks": _mask_update,
     "slots": _slot_update,

@@ -199,7 +199,7 @@ def verdict(run: Run) -> str:
     # The smallest of each.
     if not close:
         said = f"Nothing is {goal}."
-    elif at_once[:1] in ([], close[:1]):
+    elif not at_once or at_once[0] == close[0]:
         said = f"Serve {close[0]}, the smallest {goal}."
     else:
         said = f"Serve {at_once[0]}, the smallest {goal} without a second training."
@@ -208,8 +208,8 @@ def verdict(run: Run) -> str:
 
 
 def _served_at(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]:
-    """Return all artifacts with at least that AUC, the smallest first, and those of them that need
-    no second training."""
+    """Return all artifacts with at least that AUC, the smallest first, and the ones among them that
+    need no second training."""
     found = []
     for one in run.all_runs:
         # Made of the baseline's own weights: its artifacts, and of runs that trained nothing.
@@ -221,7 +221,8 @@ def _served_at(run: Run, base: Run, least: float) -> tuple[list[str], list[str]]
         if auc >= least:
             share = percent(share_of(taken, whole_bytes(run)))
             texts.append(f"{name} ({size(taken)}, {share} of dense, AUC {auc:.4f})")
-            made += texts[-1:] if at_once else []
+            if at_once:
+                made.append(texts[-1])
     return texts, made
 
 

@@ -155,7 +155,7 @@ class LookupCounts:
         return [found]
 
     def load(self, counts: Tensor) -> None:
-        """Take other counts, of which no update has seen any."""
+        """Take other counts; updates have seen none of them."""
         self.counts.copy_(counts)
         self._touched = None
 

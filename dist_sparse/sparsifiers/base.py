@@ -365,15 +365,15 @@ class BaseDataSparsifier(MaskMaker):
             ValueError: a name is unknown, or a mask that is to be written does not fit its data;
                 nothing is squashed.
         """
-        dense, packed = self.masks.plain, self.masks.tables
+        packed = self.masks.tables
         chosen = dict.fromkeys(self.data_groups if names is None else names)
         for name in chosen:
             self._store(name)  # refuses unknown names
         sharded = [name for name in chosen if name in packed]
         # What can fail comes first. Collective only if a sharded table is squashed.
         located = packed.current() if sharded else {}
-        plain = [name for name in chosen if name in dense]
-        dense.squash(plain, write=leave_parametrized)
+        # It has no masks of sharded tables.
+        self.masks.plain.squash([*chosen], write=leave_parametrized)
         for name in sharded:
             if leave_parametrized:
                 packed.apply(located[name])

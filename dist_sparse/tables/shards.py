@@ -329,8 +329,8 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 def shared_memory(
     known: Sequence[tuple[str, Tensor]], new: Sequence[tuple[str, Tensor]]
 ) -> tuple[str, str] | None:
-    """Return the names of two tensors that have memory in common, of which the second is new; None
-    if there are none. All have passed :func:`check_memory`."""
+    """Return the names of a tensor and of a new one that share memory; None if none do. All have
+    passed :func:`check_memory`."""
     tensors = [*known, *new]
     spans = []
     for i, (_, tensor) in enumerate(tensors):

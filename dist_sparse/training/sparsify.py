@@ -142,7 +142,7 @@ class SparseTraining:
 
     @property
     def partial_tables(self) -> list[str]:
-        """The tables of which this rank does not hold all rows and columns. Local."""
+        """The tables that this rank holds in part only, or not at all. Local."""
         located = self.sparsifier.masks.tables.locate()
         return [name for name, data in located.items() if dict(data.shards).keys() != {*data.rects}]
 
