@@ -418,6 +418,9 @@ class Rebuild:
             tied = set[nn.Module]().union(*map(holders.__getitem__, site.parameters().values()))
             others = sorted(type(each).__name__ for each in tied.difference(site.module.modules()))
             around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
+            refusal = site.refusal(self._model, narrowed)
+            if refusal and not around:
+                raise ValueError(f"{site.label} {refusal}")
             rules = {
                 f"is inside {' in '.join(around)}, which holds on to the old parameters:"
                 f" {self._action} the module inside, and wrap the result again.": around,
@@ -432,7 +435,6 @@ class Rebuild:
 
     def _rules(self, site: Site, narrowed: bool) -> dict[str, object]:
         """Return what refuses a module by itself: whether it holds, by the reason."""
-        refusal = site.refusal(self._model, narrowed)
         default_rows = [index.default_row for index in site.indexes().values()]
         trained = any(map(attrgetter("requires_grad"), site.parameters().values()))
         cant = f"it can't be {self._action}ed."

@@ -319,9 +319,7 @@ def _checked(saved: object, missing: str) -> ChunkedTensor:
     if not isinstance(saved, ChunkedTensor):
         raise ValueError(missing)
     # A state may have been edited by hand, or damaged.
-    if isinstance(saved.kept, list) and all(
-        isinstance(piece, dict) for piece in saved.kept
-    ):
+    if isinstance(saved.kept, list) and all(isinstance(piece, dict) for piece in saved.kept):
         return saved
     raise ValueError(f"the state has no pieces of it, but {cut(repr(saved.kept), 80)}.")
 
