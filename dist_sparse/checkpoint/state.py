@@ -110,7 +110,10 @@ def _leaves(tree: object, key: str) -> Iterator[tuple[str, object]]:
 
 def _is_split(tree: object) -> TypeGuard[Mapping[str, object]]:
     """Whether it is a dict with a tensor somewhere in it."""
-    return isinstance(tree, Mapping) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))
+    # Not by tree_leaves(), which takes mappings other than dicts for leaves.
+    return isinstance(tree, Mapping) and any(
+        isinstance(item, Tensor) or _is_split(item) for item in tree.values()
+    )
 
 
 # Optimizers

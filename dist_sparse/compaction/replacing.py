@@ -419,7 +419,7 @@ class Rebuild:
             others = sorted(type(each).__name__ for each in tied.difference(site.module.modules()))
             around = [type(each).__name__ for each in wrappers if site.module in each.modules()]
             refusal = site.refusal(self._model, narrowed)
-            if refusal and not around:
+            if refusal:
                 raise ValueError(f"{site.label} {refusal}")
             rules = {
                 f"is inside {' in '.join(around)}, which holds on to the old parameters:"

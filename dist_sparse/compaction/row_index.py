@@ -186,7 +186,8 @@ class RowIndex(nn.Module):
     def compose(self, inner: RowIndex) -> RowIndex:
         """Return the index of a table that was compacted twice: ``inner`` indexes the kept rows of
         this one. Neither may have a default row: ids that share it can't be told apart."""
-        assert inner.rows == self.num_kept and not (self.default_row or inner.default_row)
+        assert inner.rows == self.num_kept
+        assert not (self.default_row or inner.default_row)
         # The flags of the rows that are kept so far become those of the inner index.
         kept = self.kept()
         kept[kept.clone()] = inner.kept()

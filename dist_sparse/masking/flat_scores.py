@@ -88,14 +88,13 @@ class FlatScores:
         self._kernels = kernels_on(self._device)
         width = flat_width(rects[0], blocks[0], tensor)
         assert width is not None
-        self._scoring = self._kernels.Scoring(
-            tensor.dtype,
-            width,
-            absolute=measure == "L1",
-            weights=not isinstance(measure, ByTotals) or measure.squares,
-            totals=totals[0].total.dtype if totals else None,
-            of_elements=bool(totals) and totals[0].of_elements,
-        )
+        self._scoring = self._kernels.Scoring(tensor.dtype, width, absolute=measure == "L1")
+        if isinstance(measure, ByTotals):
+            self._scoring = self._scoring._replace(
+                weights=measure.squares,
+                totals=totals[0].total.dtype,
+                of_elements=totals[0].of_elements,
+            )
         self._narrowed: dict[int, _Narrowed] = {}
         self._ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         self.held: list[Tensor] = []

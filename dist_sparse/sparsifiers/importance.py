@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -102,7 +101,7 @@ class ImportanceSparsifier(DataNormSparsifier):
         score: Score = "norm_accumulator",
         decay: float = 1.0,
         scope: Scope = "table",
-        floors: Mapping[str, float] = MappingProxyType({}),
+        floors: Mapping[str, float] | None = None,
     ) -> None:
         self.scored_by = checks.choice("score", score, SCORES)
         self.counts_lookups = self.scored_by == "frequency"
@@ -115,7 +114,7 @@ class ImportanceSparsifier(DataNormSparsifier):
                 f"Invalid {norm=} with {score=}: only the score 'norm' accepts a norm other than"
                 " 'L2'."
             )
-        self.scope, self.floors = scope, dict(floors)
+        self.scope, self.floors = scope, dict(floors or {})
         self._known: dict[str, list[RowTotals]] = {}
         super().__init__(data_list, sparsity_level, sparse_block_shape, zeros_per_block, norm)
 

@@ -88,7 +88,7 @@ def trial_model(
 def layers_optimizer(model: nn.Module) -> KeyedOptimizerWrapper:
     """Return the optimizer of the parameters that no fused optimizer steps."""
     layers = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return KeyedOptimizerWrapper(layers, lambda params: torch.optim.SGD(params, lr=0.1))
+    return KeyedOptimizerWrapper(layers, lambda params: torch.optim.SGD(params, lr=0.01))
 
 
 def trial_batch(shapes: Shapes, seed: int) -> KeyedJaggedTensor:

@@ -318,7 +318,9 @@ class SparseTraining:
         final = getattr(self.scheduler, "final", {})
         finals = final.values() if isinstance(final, dict) else [final]
         # Words come behind numbers.
-        texts = sorted(map(level_text, finals))
+        texts = list(
+            map(level_text, sorted(finals, key=lambda each: (isinstance(each, str), each)))
+        )
         # A thousand tables may have a thousand levels: the lowest and the highest are shown.
         ends = " to ".join(dict.fromkeys(texts[:1] + texts[-1:]))
         return f"level {ends} " if ends else ""
