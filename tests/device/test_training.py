@@ -191,3 +191,19 @@ def test_ids_of_features_with_batches_of_different_sizes() -> None:
         found = KeptIds({0: cuda(kept)}, [0, 1]).flags(cuda(torch.tensor([1, 0, 2, 1])), [0, 3, 4])
         assert found.is_cuda
         assert inner(found).tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("score", ["frequency", "accumulator"])
+def test_lookups_tell_nothing_of_zeros(score: str) -> None:
+    """What a lookup count removes is written in every update: a count of 0 does not say that the
+    row is zero, as a norm of 0 does."""
+    with on_device():
+        run = Run("cuda", BLOCKS["row"], [one_rank(301, 32)], score=score)
+        run.train()
+        run.update(0.5)
+        [mask] = run.sparsifier.masks.tables.masks("t0")
+        removed = (inner(mask.dead_rows()) & (run.kernel.sums[0] == 0)).nonzero().flatten()
+        # As a library that writes behind torch's back.
+        run.kernel.rows()[0][removed[0]] = 1.0
+        run.update(0.6)
+        assert not run.kernel.rows()[0][removed[0]].any()
