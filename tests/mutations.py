@@ -140,11 +140,11 @@ MUTATIONS = [
     M("serving/encodings.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
     # -- codes
     # -----------------------------------------------------------------------------------------------------------
-    M("codes/quantize.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
+    M("codes/decoding.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
     M("codes/books.py", "torch.arange(number) * total // number", "torch.arange(number)", "tests/codes/test_quantize.py -k first_books"),
     M("codes/books.py", "    entries[:, 0] = 0\n", "", "tests/codes/test_quantize.py -k loop"),
     M("codes/quantize.py", "shard.codes.mul_(shard.weight.any(1, keepdim=True))", "pass", "tests/codes/test_quantize.py -k removed_rows"),
-    M("codes/quantize.py", "codes.copy_(piece)", "pass", "tests/codes/test_quantize.py -k resumed"),
+    M("codes/quantize.py", "codes.copy_(saved_codes)", "pass", "tests/codes/test_quantize.py -k resumed"),
 ]
 # fmt: on
 

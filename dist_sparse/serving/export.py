@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice, hex_of, refuse
-from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_none
+from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_empty
 from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
@@ -168,7 +168,7 @@ def export(
         # Any: what sparsify() and quantize() return and a sparsifier have no base in common.
         given: Any = sparse
         is_coded = isinstance(sparse, CodedTraining)
-        sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
+        sparsifier = given.sparsifier if is_coded else sparsifier_or_empty(given)
         chosen, by = _checked(dtype, scale, is_coded)
         before = _folders(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)

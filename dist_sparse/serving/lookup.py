@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import refuse
-from dist_sparse.codes.books import ENTRIES, entries_at
+from dist_sparse.codes.books import ENTRIES, gather_entries
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.encodings import books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
@@ -331,7 +331,7 @@ class _Group(nn.Module):
         entries = found["rows"] + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
-        return entries_at(entries, self.books)[:, : self.width].float()
+        return gather_entries(entries, self.books)[:, : self.width].float()
 
 
 def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:
