@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -251,23 +251,42 @@ class ArtifactWriter(contextlib.AbstractContextManager[Any]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def folders_of(path: StrPath | Sequence[StrPath]) -> list[Any]:
-    """Return a folder, or an artifact and the deltas after it, as a list."""
-    return [path] if isinstance(path, (str, os.PathLike)) else [*path]
+def folders_of(name: str, value: Any) -> list[Path]:
+    """Return the folders of an argument that is a path, or a list of the paths of an artifact and
+    the deltas after it.
+
+    Raises:
+        ValueError: it is something else, or an empty list; ``name`` is for the message.
+    """
+    folders = value if isinstance(value, (list, tuple)) else [value]
+    if not folders:
+        raise ValueError(f"Invalid {name}={value!r}: must name the folder of an artifact first.")
+    return [path_of(name, folder) for folder in folders]
+
+
+def path_of(name: str, value: Any) -> Path:
+    """Return an argument as a path.
+
+    Raises:
+        ValueError: it is none; ``name`` is for the message.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"Invalid {name}={value!r}: must be the path of a folder.")
+    return Path(value)
 
 
 def check_new(path: StrPath) -> Path:
     """Return the absolute path of an artifact that is to be written.
 
     Raises:
-        ValueError: something is there, or its name is one of unfinished exports.
+        ValueError: something is there, or the name is reserved for unfinished exports.
     """
-    found = Path(os.path.abspath(path))
-    # A link to nothing is in the way too, which exists() does not see.
+    target = Path(os.path.abspath(path_of("path", path)))
+    # lexists() is true for a broken link too.
     taken = f"Invalid path={str(path)!r}: it exists already; an artifact is never overwritten."
     partial = f"Invalid path={str(path)!r}: names of unfinished exports end in {PARTIAL!r}."
-    refuse({taken: os.path.lexists(found), partial: found.name.endswith(PARTIAL)})
-    return found
+    refuse({taken: os.path.lexists(target), partial: target.name.endswith(PARTIAL)})
+    return target
 
 
 def _remove_left(path: Path) -> None:

@@ -35,6 +35,7 @@ from dist_sparse.serving.artifact import (
     folders_of,
     ids_of,
     memory_of,
+    path_of,
     rows_of,
     sum_of_rows,
     words_of,
@@ -170,6 +171,8 @@ def export(
         is_coded = isinstance(sparse, CodedTraining)
         sparsifier = given.sparsifier if is_coded else sparsifier_or_empty(given)
         chosen, by = _checked(dtype, scale, is_coded)
+        # The working directory may change later.
+        target = Path(os.path.abspath(path_of("path", path)))
         before = _folders(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
@@ -201,8 +204,6 @@ def export(
             refuse_replaced(sparsifier, before, chain.manifest.hash)
     tables = with_changes(tables, sparsifier, registered, before)
     check_zero(sparsifier, tables, registered)
-    # The working directory may change later.
-    target = Path(os.path.abspath(path))
     text = _write(target, manifest, tables, chain, world)
     if not before:
         return Exported(target, Manifest.from_text(text))
@@ -226,7 +227,10 @@ def _folders(since: Any) -> tuple[Path, ...]:
     """Return the folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    return tuple(Path(os.path.abspath(folder)) for folder in folders_of(since or ()))
+    if since in (None, [], ()):
+        # An empty list is the history of a job that has published nothing yet.
+        return ()
+    return tuple(Path(os.path.abspath(folder)) for folder in folders_of("since", since))
 
 
 def _where(data: ShardedData) -> list[Any]:

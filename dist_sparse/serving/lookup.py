@@ -73,7 +73,7 @@ class StoredTable:
         return max(self.room, self.entry.stored)
 
 
-class Found(NamedTuple):
+class JaggedRows(NamedTuple):
     """The rows of ids that are looked up, and how they are pooled.
 
     Args:
@@ -115,7 +115,7 @@ class RowLookup(nn.Module):
                 self.turned.append(feature)
                 self.register_buffer(f"rotation_{feature}", tables[name].whole["rotation"])
 
-    def forward(self, ids: Found) -> Tensor:
+    def forward(self, ids: JaggedRows) -> Tensor:
         """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
         sequences the row of each id, ``(n, columns)``; columns are the ones of the original
         tables."""
@@ -146,7 +146,7 @@ class RowLookup(nn.Module):
             out = torch.where(of == feature, turned, out)
         return out
 
-    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: JaggedRows, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
     def stored(self, table: str) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class FbgemmLookup(RowLookup):
         # The operator picks its code by the widest table of each dtype; 0: there is none.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
-    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: JaggedRows, pooling: Pooling) -> Tensor:
         return look_up_stored(self, ids.rows, ids.offsets, pooling, ids.weights)
 
     def stored(self, table: str) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ class LibtorchLookup(RowLookup):
             self._group_of.update(dict.fromkeys(names, at))
         self._fill(tables)
 
-    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
+    def _pooled(self, ids: JaggedRows, pooling: Pooling) -> Tensor:
         # Each group looks up all features, and has zeros for the ones of other groups.
         found: list[Tensor] = [group(ids, pooling) for group in self.groups]
         if pooling == "none":
@@ -293,7 +293,7 @@ class _Group(nn.Module):
         """Return where the rows of a table are."""
         return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
 
-    def forward(self, ids: Found, pooling: Pooling) -> Tensor:
+    def forward(self, ids: JaggedRows, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
         rows = ids.rows
