@@ -23,13 +23,13 @@ from dist_sparse.serving.artifact import (
     ArtifactWriter,
     Opened,
     StrPath,
-    added,
     all_kept,
     check_new,
     ids_in,
     ids_of,
     open_artifact,
     rows_of,
+    update_checksum,
 )
 from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
@@ -266,10 +266,10 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         table = chain.table(name)
         sums = dict.fromkeys(entry.layout(), 0)
         for key, tensor in table.others().items():
-            sums[key] = added(0, tensor, None)
+            sums[key] = update_checksum(0, tensor)
         for ids, parts in table.parts():
             for key, part in parts.items():
-                sums[key] = added(sums[key], part, ids)
+                sums[key] = update_checksum(sums[key], part, ids)
             places = _invalid({**table.whole, **parts}, entry).nonzero()
             if len(places):
                 id = int(ids[places[0]])

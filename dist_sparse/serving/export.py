@@ -28,7 +28,6 @@ from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
     StrPath,
-    added,
     all_kept,
     bytes_of,
     check_new,
@@ -38,6 +37,7 @@ from dist_sparse.serving.artifact import (
     path_of,
     rows_of,
     sum_of_rows,
+    update_checksum,
     words_of,
 )
 from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
@@ -435,11 +435,11 @@ class _Changes:
         for key, part in parts.items():
             held = part[changed]
             out = sum_of_rows(ids[had_one & changed], old[key][changed[had_one]])
-            self._sums[key] = added(self._sums[key] - out, held, ids[changed])
+            self._sums[key] = update_checksum(self._sums[key] - out, held, ids[changed])
             self._spools[key].write(memory_of(held))
 
     def result(self) -> TableDelta:
-        sums = self._sums | {key: added(0, part, None) for key, part in self._now.items()}
+        sums = self._sums | {key: update_checksum(0, part) for key, part in self._now.items()}
         checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
         return TableDelta(
             after=replace(self._after, checksums=checksums),
