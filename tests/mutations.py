@@ -130,14 +130,14 @@ MUTATIONS = [
     M("serving/artifact.py", "if key == \"kept\" and not _is_bitmap_of(table, tensor)", "if False", "tests/serving/test_artifact.py -k bitmap"),
     M("serving/chain.py", "stay = before.words & after.words", "stay = before.words", "tests/serving/test_delta.py -k full_export"),
     M("serving/chain.py", "for first in reversed(spans)", "for first in spans[:0]", "tests/serving/test_delta.py -k full_export"),
-    M("serving/chain.py", "if delta.previous != found:", "if delta.base != base:", "tests/serving/test_delta.py -k refusals"),
-    M("serving/export.py", " - sum_of_rows(self._gone, part)", "", "tests/serving/test_delta.py -k full_export"),
+    M("serving/chain.py", "if delta.previous != before.hash:", "if delta.base != base:", "tests/serving/test_delta.py -k refusals"),
+    M("serving/export.py", " - removed_sum", "", "tests/serving/test_delta.py -k full_export"),
     M("serving/artifact.py", "if key in PER_ROW and not rows:", "if not rows:", "tests/serving/test_delta.py -k damaged_bitmap"),
     M("serving/chain.py", "in reversed(self._layers)", "in self._layers", "tests/serving/test_delta.py -k full_export"),
     M("serving/artifact.py", " + ids[part].long() * factors[0]", "", "tests/serving/test_artifact.py -k checksum"),
     M("serving/sources.py", "rows |= ~note.kept[name]", "pass", "tests/serving/test_delta.py -k writes_that"),
-    M("serving/chain.py", " | ((weight == 0) & (found != 0))", "", "tests/serving/test_check.py -k exact"),
-    M("serving/encodings.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
+    M("serving/chain.py", " | ((weight == 0) & (served != 0))", "", "tests/serving/test_check.py -k exact"),
+    M("serving/encodings.py", "torch.ceil(values / unit)", "torch.round(values / unit)", "tests/serving/test_codes.py -k test_rows"),
     # -- codes
     # -----------------------------------------------------------------------------------------------------------
     M("codes/decoding.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),

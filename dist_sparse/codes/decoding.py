@@ -64,8 +64,8 @@ class CodedShard:
         return gather_entries(codes + self._book_starts, self.entries)
 
 
-# A module's output of decoded rows, from its arguments and its output of floats.
-_Decode = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Tensor]
+# Called with a module's args, kwargs and output of floats; returns its output of decoded rows.
+_Decode = Callable[..., Tensor]
 
 
 class DecodingHooks:
@@ -278,9 +278,7 @@ def _pool(
     )
 
 
-def _decode_module(
-    shard: CodedShard, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor
-) -> Tensor:
+def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Tensor:
     """Return the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not, with decoded
     rows."""
     names = ("input", "offsets", "per_sample_weights")

@@ -179,7 +179,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         elif version != self._masks_version:
             # Masks were updated between two fits. Removed rows must decode to zeros at once: their
             # codes become 0, the entry of zeros. All other codes stay.
-            self._zero_removed_weights()
+            self.sparsifier.masks.hooks.settle()
             for shard in hooks.shards:
                 shard.codes.mul_(shard.weight.any(1, keepdim=True))
         self._masks_version = version
@@ -265,7 +265,7 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         with ExitStack() as undo, torch.no_grad():
             undo.callback(hooks.remove)
             if self._is_fitted:
-                self._zero_removed_weights()
+                self.sparsifier.masks.hooks.settle()
                 for shard in hooks.shards:
                     assign(shard.weight, self.books[shard.name][shard.groups], shard.codes)
                 hooks.use(self.books)
@@ -308,17 +308,14 @@ class CodedTraining(AbstractContextManager["CodedTraining"]):
         self._hooks.check_reshard()
         return self._hooks
 
-    def _zero_removed_weights(self) -> None:
-        # The enforcer zeroes dirty rows when they are next read; codes are assigned from all rows.
-        self.sparsifier.masks.hooks.settle()
-
     @torch.no_grad()
     def _fit(self) -> None:
         """Fit the books and assign the codes. Collective."""
         with world_group().agreeing("step()") as facts:
             facts["step, schedule"] = [self._step, asdict(self._schedule)]
             hooks = self._live_hooks()
-            self._zero_removed_weights()
+            # The enforcer zeroes dirty rows when a lookup reads them; books are fitted to all rows.
+            self.sparsifier.masks.hooks.settle()
             for shard in hooks.shards:
                 if not bool(torch.stack(torch.aminmax(shard.weight)).isfinite().all()):
                     raise ValueError(

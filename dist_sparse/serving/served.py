@@ -573,7 +573,7 @@ def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str
         room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
         # Cloned, as a view would keep the file mapped. Rows are copied by the lookup.
         whole = {key: part.clone() for key, part in table.whole.items()}
-        tables[name] = StoredTable(entry, table.stored(), whole, table.index, room)
+        tables[name] = StoredTable(entry, table.base_rows, whole, table.index, room)
     return tables
 
 
