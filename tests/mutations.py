@@ -127,24 +127,24 @@ MUTATIONS = [
     M("serving/export.py", "    sparsifier.masks.hooks.settle()", "    pass", "tests/serving/test_export.py -k settled"),
     M("serving/sources.py", "stored = stored & (torch.arange(len(stored)) < index.stored)", "pass", "tests/serving/test_export_ranks.py -k test_compact_tables"),
     M("serving/artifact.py", "os.rename(self.folder, check_new(self._path))", "os.rename(self.folder, self._path)", "tests/serving/test_artifact.py -k overwritten"),
-    M("serving/artifact.py", "if key == \"kept\" and not _fits(tensor, table)", "if False", "tests/serving/test_artifact.py -k bitmap"),
+    M("serving/artifact.py", "if key == \"kept\" and not _is_bitmap_of(table, tensor)", "if False", "tests/serving/test_artifact.py -k bitmap"),
     M("serving/chain.py", "stay = before.words & after.words", "stay = before.words", "tests/serving/test_delta.py -k full_export"),
     M("serving/chain.py", "for first in reversed(spans)", "for first in spans[:0]", "tests/serving/test_delta.py -k full_export"),
-    M("serving/chain.py", "if delta.previous != found:", "if delta.base != base:", "tests/serving/test_delta.py -k refusals"),
-    M("serving/export.py", " - sum_of_rows(self._gone, part)", "", "tests/serving/test_delta.py -k full_export"),
+    M("serving/chain.py", "if delta.previous != before.hash:", "if delta.base != base:", "tests/serving/test_delta.py -k refusals"),
+    M("serving/export.py", " - removed_sum", "", "tests/serving/test_delta.py -k full_export"),
     M("serving/artifact.py", "if key in PER_ROW and not rows:", "if not rows:", "tests/serving/test_delta.py -k damaged_bitmap"),
     M("serving/chain.py", "in reversed(self._layers)", "in self._layers", "tests/serving/test_delta.py -k full_export"),
-    M("serving/artifact.py", " + ids[some].long() * factors[0]", "", "tests/serving/test_artifact.py -k checksum"),
+    M("serving/artifact.py", " + ids[part].long() * factors[0]", "", "tests/serving/test_artifact.py -k checksum"),
     M("serving/sources.py", "rows |= ~note.kept[name]", "pass", "tests/serving/test_delta.py -k writes_that"),
-    M("serving/chain.py", " | ((weight == 0) & (found != 0))", "", "tests/serving/test_check.py -k exact"),
-    M("serving/encodings.py", "torch.ceil(wanted / unit)", "torch.round(wanted / unit)", "tests/serving/test_codes.py -k test_rows"),
+    M("serving/chain.py", " | ((weight == 0) & (served != 0))", "", "tests/serving/test_check.py -k exact"),
+    M("serving/encodings.py", "torch.ceil(values / unit)", "torch.round(values / unit)", "tests/serving/test_codes.py -k test_rows"),
     # -- codes
     # -----------------------------------------------------------------------------------------------------------
-    M("codes/quantize.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
+    M("codes/decoding.py", "(output - decoded).mul_(commitment)", "(decoded - output).mul_(commitment)", "tests/codes/test_quantize.py -k commitment"),
     M("codes/books.py", "torch.arange(number) * total // number", "torch.arange(number)", "tests/codes/test_quantize.py -k first_books"),
     M("codes/books.py", "    entries[:, 0] = 0\n", "", "tests/codes/test_quantize.py -k loop"),
     M("codes/quantize.py", "shard.codes.mul_(shard.weight.any(1, keepdim=True))", "pass", "tests/codes/test_quantize.py -k removed_rows"),
-    M("codes/quantize.py", "codes.copy_(piece)", "pass", "tests/codes/test_quantize.py -k resumed"),
+    M("codes/quantize.py", "codes.copy_(saved_codes)", "pass", "tests/codes/test_quantize.py -k resumed"),
 ]
 # fmt: on
 

@@ -1,13 +1,13 @@
-"""Books of a table: the vectors that the bytes of a row stand for, learned from the rows.
+"""Books of a table: the vectors that the codes of a row select, learned from the rows.
 
 The columns of a table are cut into groups of equal width. A book holds 256 vectors of that width
-for one group, and a row is a byte per group: product quantization (Jégou et al., 2011). Books are
-one tensor, float16 ``(groups, 256, width)``. Entry 0 of every book is zeros, so that a row of
-zeros, such as a removed one, has codes 0 and decodes to exactly 0.
+for one group, and a row is one byte per group: product quantization (Jégou et al., 2011). The books
+of a table are one tensor, float16 ``(groups, 256, width)``. Entry 0 of every book is zeros, so
+a row of zeros, such as a removed one, has codes 0 and decodes to exactly 0.
 
-Every sharding and number of ranks learns the same bytes. Weights are taken to integers on a grid
-that the entries of their group set, and float64 and int64 add and multiply such integers without
-rounding. Of replicas, the first holder counts.
+Books have the same bytes for every sharding and number of ranks: weights are rounded to integers on
+a grid per group, and float64 and int64 add and multiply these integers exactly, in any order. Each
+replicated row counts once, at its first holder.
 """
 
 from __future__ import annotations
@@ -29,172 +29,179 @@ ENTRIES = 256
 # The largest magnitude of an entry.
 LARGEST_HALF = torch.finfo(torch.float16).max
 
-# An entry as one number: gathered in a third of the time that a row of halves takes.
-_WHOLE = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.complex128}
-# Bits of an integer that float64 holds exactly.
+# An entry of 1, 2, 4 or 8 halves viewed as one number of that size: gathering numbers takes a third
+# of the time of gathering rows of halves.
+_ENTRY_DTYPES = {1: torch.int16, 2: torch.int32, 4: torch.int64, 8: torch.complex128}
+# float64 holds integers of this many bits exactly.
 _EXACT_BITS = 53
-# Weights are cut at 8 times the power of two above the largest entry of their group.
+# Weights are clamped at 8 times the power of two above the largest entry of their group.
 _HEADROOM_BITS = 3
-# Rows whose distances are computed together: 1 MiB of float64, which caches hold.
+# Rows whose distances are computed at once: 512 x 256 float64 are 1 MiB, which fits in a cache.
 _CHUNK = 512
-# Rows of a table that the first books are learned from, 40 for each entry, and rounds of k-means.
+# The first books are learned from a sample of 40 rows per entry, in 8 rounds of k-means.
 _SAMPLED = 10_240
 _ROUNDS = 8
 
 
 def decode_books(codes: Tensor, books: Tensor, columns: int) -> Tensor:
-    """Return the weights of rows of bytes, float32 ``(n, columns)``.
+    """Return the weights of coded rows, float32 ``(n, columns)``.
 
     Args:
         codes: uint8 ``(n, groups)``.
-        books: float16 ``(groups, 256, columns of a group)``.
-        columns: of the table; the last group may have more.
+        books: float16 ``(groups, 256, width)``.
+        columns: of the table; columns of the last group beyond them are dropped.
     """
     starts = ENTRIES * torch.arange(len(books), device=codes.device, dtype=torch.int32)
-    return entries_at(codes + starts, books.flatten(0, 1))[:, :columns].float()
+    return gather_entries(codes + starts, books.flatten(0, 1))[:, :columns].float()
 
 
-def entries_at(places: Tensor, entries: Tensor) -> Tensor:
+def gather_entries(places: Tensor, entries: Tensor) -> Tensor:
     """Return the entries at ``places`` side by side: float16 ``(n, groups * width)``.
 
     Args:
-        places: of any integer dtype, ``(n, groups)``.
+        places: rows of ``entries``, any integer dtype, ``(n, groups)``.
         entries: float16 ``(entries, width)``, contiguous.
     """
     groups, width = places.shape[1], entries.shape[1]
-    kind = _WHOLE.get(width)
-    if kind is None:
-        found = F.embedding(places, entries)
+    dtype = _ENTRY_DTYPES.get(width)
+    if dtype is None:
+        gathered = F.embedding(places, entries)
     else:
-        whole = entries.view(kind).view(-1)
-        found = whole.index_select(0, places.flatten()).view(torch.float16)
-    return found.view(-1, groups * width)
+        numbers = entries.view(dtype).view(-1)
+        gathered = numbers.index_select(0, places.flatten()).view(torch.float16)
+    return gathered.view(-1, groups * width)
 
 
-def scales_of(books: Tensor) -> Tensor:
-    """Return the units of each group's grid in a weight of 1: powers of two, float64
+def grid_scales(books: Tensor) -> Tensor:
+    """Return the grid points per unit of weight for each group: powers of two, float64
     ``(groups, 1)``."""
     largest = books.float().abs().amax((1, 2)).tolist()
-    bits = _bits(books.shape[2])
-    found = [2.0 ** (bits - math.frexp(each)[1]) for each in largest]
-    return torch.tensor(found, dtype=torch.float64, device=books.device).unsqueeze(1)
+    bits = _entry_bits(books.shape[2])
+    # frexp() returns the power of two above the largest entry, which gets the highest bit.
+    scales = [2.0 ** (bits - math.frexp(each)[1]) for each in largest]
+    return torch.tensor(scales, dtype=torch.float64, device=books.device).unsqueeze(1)
 
 
-def integers(values: Tensor, scales: Tensor) -> Tensor:
-    """Return values of any floating dtype, ``(..., groups, width)``, on the grids of their groups:
-    whole numbers, float64."""
-    most = 2.0 ** (_bits(values.shape[-1]) + _HEADROOM_BITS)
-    # The scale is a power of two: this rounding is the only one.
+def round_to_grid(values: Tensor, scales: Tensor) -> Tensor:
+    """Return values of any floating dtype, ``(..., groups, width)``, as integers on the grids of
+    their groups: float64."""
+    most = 2.0 ** (_entry_bits(values.shape[-1]) + _HEADROOM_BITS)
+    # A power of two scales exactly, so only round_() rounds.
     return (values.double() * scales).round_().clamp_(-most, most)
 
 
-def _bits(width: int) -> int:
-    """Return the bits of an entry on its grid, so that a distance, times 256, plus the number of an
-    entry is below 2**53."""
-    # For each column the square of an entry, and twice its product with a weight.
-    of_sum = math.ceil(math.log2(width)) + 2 + _HEADROOM_BITS
-    return (_EXACT_BITS - 8 - of_sum) // 2
+def _entry_bits(width: int) -> int:
+    """Return the bits of an entry on its grid, such that ``256 * distance + number of the entry``
+    stays below 2**53: see :func:`assign`."""
+    # Per column, a distance sums the square of an entry and twice its product with a weight, which
+    # has the headroom on top: 2 * bits + 2 + headroom, plus log2(width) for the sum.
+    sum_bits = math.ceil(math.log2(width)) + 2 + _HEADROOM_BITS
+    return (_EXACT_BITS - 8 - sum_bits) // 2
 
 
 def assign(rows: Tensor, books: Tensor, out: Tensor) -> None:
-    """Write the nearest entry of each group to ``out``, uint8 ``(n, groups)``: the first of several
-    that are as near.
+    """Write the number of the nearest entry of each group to ``out``, uint8 ``(n, groups)``. Ties
+    go to the smaller number.
 
     Args:
-        rows: of any floating dtype, ``(n, columns)``.
-        books: of these columns.
+        rows: any floating dtype, ``(n, columns)``.
+        books: for these columns.
     """
     groups, _, width = books.shape
-    scales = scales_of(books).to(rows.device)
-    entries = integers(books.to(rows.device).transpose(0, 1), scales).transpose(0, 1)
+    scales = grid_scales(books).to(rows.device)
+    entries = round_to_grid(books.to(rows.device).transpose(0, 1), scales).transpose(0, 1)
     numbers = torch.arange(ENTRIES, dtype=torch.float64, device=rows.device)
-    # A distance without the square of the row itself, which all entries share; times 256, plus the
-    # entry's number. Its minimum is the nearest entry, and the first one of equals, at an eighth of
-    # the time of argmin().
+    # |row - entry|^2 without |row|^2, which all entries share, is |entry|^2 - 2 row.entry. Times
+    # 256, plus the entry's number: the low 8 bits of the minimum are the nearest entry, and the
+    # first of several. amin() takes an eighth of the time of argmin().
     constant = entries.square().sum(2) * ENTRIES + numbers
     linear = entries.transpose(1, 2) * (-2 * ENTRIES)
-    for some, codes in zip(torch.split(rows, _CHUNK), torch.split(out, _CHUNK), strict=True):
-        whole = integers(some.view(-1, groups, width), scales)
+    for chunk, codes in zip(torch.split(rows, _CHUNK), torch.split(out, _CHUNK), strict=True):
+        weights = round_to_grid(chunk.view(-1, groups, width), scales)
         for group in range(groups):
-            nearest = torch.addmm(constant[group], whole[:, group], linear[group]).amin(1)
+            nearest = torch.addmm(constant[group], weights[:, group], linear[group]).amin(1)
             codes[:, group] = nearest.long().bitwise_and_(ENTRIES - 1).to(torch.uint8)
 
 
-def learned(rows: Tensor, groups: int) -> Tensor:
-    """Return books of some rows ``(n, columns)`` by k-means. Local."""
+def learn_books(rows: Tensor, groups: int) -> Tensor:
+    """Return the books of some rows ``(n, columns)``, by k-means. Local."""
     parts = rows.view(len(rows), groups, -1).unbind(1)
-    books = torch.stack([_spread(part) for part in parts])
+    books = torch.stack([_initial_book(part) for part in parts])
     codes = torch.empty(len(rows), groups, dtype=torch.uint8)
     for _ in range(_ROUNDS):
         assign(rows, books, codes)
-        books = _means(books, _sums(rows, codes, books))
+        books = _mean_books(books, _sum_by_entry(rows, codes, books))
     return books
 
 
-def refit(data: ShardedData, group: Group, books: Tensor, coded: ShardedData) -> Tensor:
-    """Return books of the means of all rows that share an entry, one round of Lloyd's. Collective
-    over the table's ``group``: an all-reduce of sums and counts.
+def refit_books(data: ShardedData, group: Group, books: Tensor, coded: ShardedData) -> Tensor:
+    """Return books whose entries are the means of the rows that have their codes: one round of
+    Lloyd's algorithm. Collective over the table's ``group``: an all-reduce of sums and counts.
 
     Args:
-        coded: the codes of its shards.
+        coded: the codes of the table, sharded like ``data``.
     """
     groups, entries, width = books.shape
     sums = torch.zeros(groups, entries, width + 1, dtype=torch.int64)
     owned = data.owned(group.rank)
     for (rect, rows), (_, codes) in zip(data.shards, coded.shards, strict=True):
         if rect in owned:
-            mine = slice(rect.col // width, rect.col_end // width)
-            sums[mine] += _sums(rows, codes, books[mine])
-    return _means(books, group.all_reduce(sums))
+            span = slice(rect.col // width, rect.col_end // width)
+            sums[span] += _sum_by_entry(rows, codes, books[span])
+    return _mean_books(books, group.all_reduce(sums))
 
 
-def sampled(data: ShardedData, group: Group) -> Tensor:
-    """Return rows of a table at even distances, float32. Collective over its ``group``."""
+def sample_rows(data: ShardedData, group: Group) -> Tensor:
+    """Return evenly spaced rows of a table, float32 ``(n, columns)``, the same on every rank.
+    Collective over its ``group``."""
     total, columns = data.shape
     number = min(total, _SAMPLED)
     ids = torch.arange(number) * total // number
     rows = torch.zeros(number, columns)
-    held = dict(data.shards)
+    shards = dict(data.shards)
     for rect in data.owned(group.rank):
-        here = ((ids >= rect.row) & (ids < rect.row_end)).nonzero().flatten()
-        found = held[rect][(ids[here] - rect.row).to(held[rect].device)]
-        rows[here, rect.col : rect.col_end] = found.float().cpu()
+        inside = ((ids >= rect.row) & (ids < rect.row_end)).nonzero().flatten()
+        weights = shards[rect][(ids[inside] - rect.row).to(shards[rect].device)]
+        rows[inside, rect.col : rect.col_end] = weights.float().cpu()
+    # Every element has one owner and is 0 on all other ranks: the sum is exact.
     return group.all_reduce(rows)
 
 
-def _spread(vectors: Tensor) -> Tensor:
-    """Return zeros and 255 of some vectors ``(n, width)``, evenly spaced by their largest
+def _initial_book(vectors: Tensor) -> Tensor:
+    """Return zeros, and 255 of the vectors ``(n, width)``, evenly spaced when sorted by largest
     magnitude: float16 ``(256, width)``."""
-    chosen = torch.zeros(ENTRIES, vectors.shape[1], dtype=torch.float16)
-    # Entry 0 has the zeros of removed rows.
+    book = torch.zeros(ENTRIES, vectors.shape[1], dtype=torch.float16)
+    # Removed rows are zeros, which entry 0 holds already.
     vectors = vectors[vectors.any(1)]
     if len(vectors):
-        # Not the norm, whose rounding depends on the machine.
+        # Not sorted by norm: its rounding depends on the machine.
         order = vectors.abs().amax(1).argsort(stable=True)
         places = torch.arange(1, ENTRIES) * len(vectors) // ENTRIES
-        chosen[1:] = vectors[order[places]].clamp(-LARGEST_HALF, LARGEST_HALF).half()
-    return chosen
+        book[1:] = vectors[order[places]].clamp(-LARGEST_HALF, LARGEST_HALF).half()
+    return book
 
 
-def _sums(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
-    """Return the sums of the rows of each entry, int64 ``(groups, 256, width + 1)`` on the CPU: of
-    integers, so that their order does not matter. The last place is the number of rows."""
+def _sum_by_entry(rows: Tensor, codes: Tensor, books: Tensor) -> Tensor:
+    """Return the sum of the rows of each entry on the grid, int64 ``(groups, 256, width + 1)`` on
+    the CPU. The last column counts the rows."""
     groups, entries, width = books.shape
     sums = torch.zeros(groups * entries, width + 1, dtype=torch.int64, device=rows.device)
     starts = torch.arange(groups, device=rows.device) * entries
-    scales = scales_of(books).to(rows.device)
-    for some, chosen in zip(torch.split(rows, _CHUNK), torch.split(codes, _CHUNK), strict=True):
-        whole = integers(some.view(-1, groups, width), scales).long()
-        counted = F.pad(whole, (0, 1), value=1).flatten(0, 1)
+    scales = grid_scales(books).to(rows.device)
+    for chunk, chosen in zip(torch.split(rows, _CHUNK), torch.split(codes, _CHUNK), strict=True):
+        weights = round_to_grid(chunk.view(-1, groups, width), scales).long()
+        # A column of ones: the same sum counts the rows.
+        counted = F.pad(weights, (0, 1), value=1).flatten(0, 1)
         sums.index_add_(0, (chosen + starts).flatten(), counted)
     return sums.view(groups, entries, -1).cpu()
 
 
-def _means(books: Tensor, sums: Tensor) -> Tensor:
-    """Return books of means. An entry without rows stays as it is, and entry 0 stays zeros,
-    whichever rows have it."""
+def _mean_books(books: Tensor, sums: Tensor) -> Tensor:
+    """Return books of the mean row of each entry, from :func:`_sum_by_entry`. An entry without rows
+    stays as it is."""
     counts = sums[:, :, -1:]
-    means = sums[:, :, :-1].double() / counts.clamp(min=1) / scales_of(books).unsqueeze(1)
+    means = sums[:, :, :-1].double() / counts.clamp(min=1) / grid_scales(books).unsqueeze(1)
     entries = torch.where(counts > 0, means, books.double())
+    # Small rows have code 0 too; their mean must not replace the zeros of removed rows.
     entries[:, 0] = 0
     return entries.clamp_(-LARGEST_HALF, LARGEST_HALF).half()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import refuse
-from dist_sparse.codes.books import assign, decode_books, learned, sampled
+from dist_sparse.codes.books import assign, decode_books, learn_books, sample_rows
 from dist_sparse.enforcer.enforcer import settle_all
 from dist_sparse.enforcer.fused import fused_sums
 from dist_sparse.groups import Group, group_over, world_group
@@ -182,7 +182,7 @@ def _round(data: ShardedData, candidate: Candidate, basis: Tensor | None) -> Non
     if dtype == "codes":
         # Books are of the columns that stay; behind them are zeros.
         width = candidate.shape(shape)[1]
-        books = learned(sampled(data, over)[:, :width], candidate.codes(shape))
+        books = learn_books(sample_rows(data, over)[:, :width], candidate.codes(shape))
         change = partial(_through_codes, books, width)
     elif dtype == BY_COLUMN:
         change = partial(_rounded, "int4", _column_scales(data, over))

@@ -1,9 +1,8 @@
-"""What an artifact serves, with the deltas after it: read where its files are mapped, compared with
-the model before it gets its name, and checked on its own at any later time.
+"""An artifact and the deltas after it: read from mapped files, compared with the model at export,
+checked without a model, merged, and applied to the rows of a running process.
 
-Every removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16), within
-half a step of their row's grid, or at the nearest step of their column's, where zeros are exactly
-0.
+A removed id must serve exactly 0. Kept weights must be bit-equal (float32, float16), within half
+a step of their row's grid, or at the nearest step of their column's grid; zeros stay exactly 0.
 """
 
 from __future__ import annotations
@@ -23,36 +22,38 @@ from dist_sparse.serving.artifact import (
     ArtifactWriter,
     Opened,
     StrPath,
-    added,
     all_kept,
     check_new,
     ids_in,
     ids_of,
     open_artifact,
     rows_of,
+    update_checksum,
 )
 from dist_sparse.serving.encodings import ENCODINGS, chunks, decode, encode
 from dist_sparse.serving.manifest import PER_ROW, Delta, Manifest, Table, refuse_changed
 
-# Slack for the rounding of the float64 arithmetic that finds the nearest code.
+# encode() finds the nearest code in float64. Its rounding may move a weight that is halfway between
+# two codes to the other one.
 _ROUNDING = 1 + 2.0**-40
 
 
 class MappedTable:
-    """A table of an artifact, read where it is mapped, or of an artifact and the deltas after it.
+    """A table of an artifact and the deltas after it, read from the mapped files.
 
     Args:
-        artifact: and
-        deltas: after it, in their order; each follows the one before it.
+        artifact: the base.
         name: of the table.
+        deltas: in order; each follows the one before it.
 
     Attributes:
-        entry: of the manifest.
-        index: of its rows.
-        whole: its tensors that are no rows, and not ``kept``.
+        entry: of the manifest, after the last delta.
+        index: of the rows, after the last delta.
+        whole: its tensors that are no rows, and not ``kept``, after the last delta.
+        base_rows: the rows of the artifact alone: ``rows``, and ``scale_bias`` of grids of rows.
 
     Raises:
-        ValueError: a delta does not fit the rows; names it.
+        ValueError: a delta does not fit the rows; names its folder.
     """
 
     def __init__(
@@ -61,93 +62,91 @@ class MappedTable:
         self.entry = artifact.manifest.tables[name]
         tensors = artifact.tensors(name)
         words = tensors.pop("kept", all_kept(self.entry.rows))
-        self.index = self._mapped = RowIndex(words, self.entry.rows, self.entry.default_row)
-        self._stored = {key: tensors.pop(key) for key in PER_ROW & tensors.keys()}
+        self.index = self._base_index = RowIndex(words, self.entry.rows, self.entry.default_row)
+        self.base_rows = {key: tensors.pop(key) for key in PER_ROW & tensors.keys()}
         self.whole = tensors
-        # Ids, and their rows, of each delta.
-        self._layers: list[tuple[Tensor, dict[str, Tensor]]] = []
+        # The tensors of each delta: ids, and rows by the names of base_rows.
+        self._layers: list[dict[str, Tensor]] = []
         for delta in deltas:
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
             self.index = index_after(delta, name, self.index)
             self.whole = self.whole | {key: tensors[key] for key in change.whole}
-            self._layers.append((tensors["ids"], {key: tensors[key] for key in self._stored}))
+            self._layers.append(tensors)
             self.entry = change.after
 
     def gather(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the stored rows of ids that have one, int64 ``(n,)``: ``rows``, and ``scale_bias``
-        of grids of rows."""
-        found = {key: rows.new_empty(len(ids), rows.shape[1]) for key, rows in self._stored.items()}
+        """Return the rows of ids after the last delta, by the names of :attr:`base_rows`. Every id
+        must have a row: int64 ``(n,)``."""
+        found = {}
+        for key, rows in self.base_rows.items():
+            found[key] = rows.new_empty(len(ids), rows.shape[1])
+        # Positions of ids whose rows are still to be found.
         left = torch.arange(len(ids))
-        # The last delta that brought a row has what it is now.
-        for theirs, rows in reversed(self._layers):
+        # From the last delta back: the last one with a row holds its current value.
+        for layer in reversed(self._layers):
             wanted = ids[left].int()
-            at = torch.searchsorted(theirs, wanted)
-            here = F.pad(theirs, (0, 1), value=-1)[at] == wanted
-            _put(found, left[here], rows, at[here])
-            left = left[~here]
-        _put(found, left, self._stored, rows_of(self._mapped, ids[left]))
+            at = torch.searchsorted(layer["ids"], wanted)
+            # searchsorted() returns the length for ids behind the last one: the padding there
+            # matches no id.
+            is_here = F.pad(layer["ids"], (0, 1), value=-1)[at] == wanted
+            _copy_rows(found, left[is_here], layer, at[is_here])
+            left = left[~is_here]
+        _copy_rows(found, left, self.base_rows, rows_of(self._base_index, ids[left]))
         return found
 
-    def stored(self) -> dict[str, Tensor]:
-        """Return all stored rows: of an artifact without deltas where they are mapped."""
-        if not self._layers:
-            return self._stored
-        return self.gather(torch.cat([*self._ids()]))
-
     def others(self) -> dict[str, Tensor]:
-        """Return the tensors that are no rows."""
+        """Return the tensors that are no rows, ``kept`` included."""
         kept = {"kept": self.index.words} if self.entry.kept < self.entry.rows else {}
         return kept | self.whole
 
     def parts(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yield the rows of the artifact that base and deltas make, a few at a time: their ids, and
-        their tensors."""
-        for ids in self._ids():
+        """Yield the ids and the rows after the last delta, a few at a time."""
+        for ids in ids_of(self.index.words, self.entry.rows, self.entry.default_row):
             for part in chunks(len(ids), self.entry.dim):
                 yield ids[part], self.gather(ids[part])
 
-    def _ids(self) -> Iterator[Tensor]:
-        return ids_of(self.index.words, self.entry.rows, self.entry.default_row)
 
-
-def _put(
-    found: Mapping[str, Tensor], places: Tensor, rows: Mapping[str, Tensor], at: Tensor
+def _copy_rows(
+    target: Mapping[str, Tensor], places: Tensor, source: Mapping[str, Tensor], at: Tensor
 ) -> None:
-    for key, tensor in found.items():
-        tensor.index_copy_(0, places, rows[key].index_select(0, at))
+    for key, tensor in target.items():
+        tensor.index_copy_(0, places, source[key].index_select(0, at))
 
 
 def index_after(delta: Opened[Delta], name: str, before: RowIndex) -> RowIndex:
     """Return the index of a table's rows after a delta.
 
     Raises:
-        ValueError: ids that go have no row, ids that come have one, or ids do not ascend or are out
-            of range; names folder and table.
+        ValueError: removed ids have no row, added ids have one, or ids do not ascend or are out of
+            range; names folder and table.
     """
     change = delta.manifest.tables[name]
     tensors = delta.tensors(name)
     ids = tensors["ids"].long()
-    gone = tensors["gone"].long()
+    removed = tensors["gone"].long()
     after = change.after
     where = f"{delta.path} is refused: table {name!r}: its ids"
-    for some, end in ((ids, after.rows + after.default_row), (gone, after.rows)):
-        # Between two more, an id out of range does not ascend.
-        bounded = F.pad(some, (1, 0), value=-1)
+    for listed, end in ((ids, after.rows + after.default_row), (removed, after.rows)):
+        # With -1 before and end behind, one test finds ids out of range as well.
+        bounded = F.pad(listed, (1, 0), value=-1)
         bounded = F.pad(bounded, (0, 1), value=end)
         if (bounded.diff() <= 0).any():
             raise ValueError(f"{where} do not ascend, or are not in [0, {end}).")
-    came = ids[rows_of(before, ids) < 0]
+    added = ids[rows_of(before, ids) < 0]
     words = before.words.clone()
-    # Bits that come are 0 and bits that go are 1, so that nothing is carried.
-    words.index_add_(0, came >> 5, (1 << (came & 31)).int())
-    words.index_add_(0, gone >> 5, (1 << (gone & 31)).int(), alpha=-1)
-    found = RowIndex(words, before.rows, before.default_row)
-    # Ids that go and had no row, and ids of rows that have none in the end.
-    strange = int((rows_of(before, gone) < 0).sum()), int((rows_of(found, ids) < 0).sum())
-    if (*strange, len(came), found.num_kept) != (0, 0, change.came, after.kept):
+    # Setting a bit that is 0 is an addition, clearing a bit that is 1 a subtraction: neither
+    # carries. index_add_ takes several bits of one word, unlike an indexed |=.
+    words.index_add_(0, added >> 5, (1 << (added & 31)).int())
+    words.index_add_(0, removed >> 5, (1 << (removed & 31)).int(), alpha=-1)
+    index = RowIndex(words, before.rows, before.default_row)
+    # Removed ids that had no row, and rows of the delta whose id has none in the end: the sums
+    # above were wrong then, and the index is refused.
+    had_none = int((rows_of(before, removed) < 0).sum())
+    have_none = int((rows_of(index, ids) < 0).sum())
+    if (had_none, have_none, len(added), index.num_kept) != (0, 0, change.came, after.kept):
         raise ValueError(f"{where} do not come and go as it says.")
-    return found
+    return index
 
 
 def compare_rows(
@@ -158,29 +157,29 @@ def compare_rows(
     Args:
         name: of the table.
         first: the number of the first row among the kept ones.
-        weight: of the model.
-        stored: the same rows, as they are written.
+        weight: rows of the model, ``(n, columns)``, or their codes.
+        stored: the same rows as they are written, with the table's ``scales`` or ``books``.
         entry: of the table.
 
     Raises:
-        ValueError: names table, row and values.
+        ValueError: a row serves other values; names table, row and values.
     """
-    found, weight = decode(stored, entry.dim), weight.cpu()
+    served, weight = decode(stored, entry.dim), weight.cpu()
     if "scale_bias" in stored:
-        error = (found.double() - weight.double()).abs()
-        half = stored["scale_bias"][:, :1].double() / 2
-        wrong = (error > half * _ROUNDING) | ((weight == 0) & (found != 0))
+        error = (served.double() - weight.double()).abs()
+        half_step = stored["scale_bias"][:, :1].double() / 2
+        is_wrong = (error > half_step * _ROUNDING) | ((weight == 0) & (served != 0))
     else:
-        # The grid of a column need not reach its largest weights: codes are compared. The codes of
-        # books are the rows themselves.
-        exact = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
-        # Bits are compared: -0.0 is not 0.0.
-        wrong = found.view(torch.int32) != exact.view(torch.int32)
-    places = wrong.nonzero()
+        # A column's grid may be too short for its largest weights, so no distance bounds the error:
+        # the rows are encoded once more instead.
+        expected = decode(encode(weight, entry.dtype, stored.get("scales")), entry.dim)
+        # As integers, because -0.0 == 0.0 as floats.
+        is_wrong = served.view(torch.int32) != expected.view(torch.int32)
+    places = is_wrong.nonzero()
     if len(places):
         row, column = places[0].tolist()
         raise ValueError(
-            f"Table {name!r}: the kept row {first + row} serves {float(found[row, column])} in"
+            f"Table {name!r}: the kept row {first + row} serves {float(served[row, column])} in"
             f" column {column}, and the model has {float(weight[row, column])}."
         )
 
@@ -194,7 +193,7 @@ class Chain:
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest of the artifact that they make."""
+        """Return the manifest of the artifact after the last delta."""
         return self.deltas[-1].manifest.artifact if self.deltas else self.artifact.manifest
 
     @property
@@ -203,40 +202,40 @@ class Chain:
         return (self.artifact.path, *(delta.path for delta in self.deltas))
 
     def table(self, name: str) -> MappedTable:
-        """Return a table of the artifact that they make."""
+        """Return a table after the last delta."""
         return MappedTable(self.artifact, name, self.deltas)
 
 
 def open_next(path: StrPath, before: Manifest, base: str, *, verify: bool = True) -> Opened[Delta]:
-    """Open a delta, and verify it and that it follows an artifact.
+    """Open a delta, and verify its files and that it follows an artifact.
 
     Args:
         path: the folder.
-        before: of the artifact.
-        base: the hash of the one that the chain began with.
+        before: the manifest of that artifact.
+        base: the hash of the artifact that the chain began with, for the message.
         verify: as of :func:`open_artifact`.
 
     Raises:
         ValueError: it is damaged, out of order, or of another base; names it.
     """
     opened: Opened[Delta] = open_artifact(path, Delta, verify=verify)
-    delta, found = opened.manifest, before.hash
-    if delta.previous != found:
+    delta = opened.manifest
+    if delta.previous != before.hash:
         kind = "out of order" if delta.base == base else "of another base"
         raise ValueError(
             f"{path} is refused: the delta is {kind}: it follows artifact {delta.previous[:12]} of"
-            f" base {delta.base[:12]}, and this is artifact {found[:12]} of base {base[:12]}."
+            f" base {delta.base[:12]}, and this is artifact {before.hash[:12]} of base {base[:12]}."
         )
-    # Written by export(), the two differ in rows alone.
+    # export() has checked this too, but a crafted delta may name any hash.
     refuse_changed(before, delta.artifact)
     return opened
 
 
 def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
-    """Open an artifact and the deltas after it, and verify all of their files and their order.
+    """Open an artifact and the deltas after it, and verify their files and their order.
 
     Args:
-        verify: as of :func:`open_artifact`; the order is verified in any case.
+        verify: as of :func:`open_artifact`; the order is always verified.
 
     Raises:
         ValueError: a folder is no artifact or no delta, is damaged, or of another version; a delta
@@ -244,17 +243,19 @@ def open_chain(base: StrPath, *deltas: StrPath, verify: bool = True) -> Chain:
         OSError: a file can't be read.
     """
     chain = Chain(open_artifact(base, verify=verify))
-    root = chain.manifest.hash
+    base_hash = chain.manifest.hash
     for path in deltas:
-        delta = open_next(path, chain.manifest, root, verify=verify)
+        delta = open_next(path, chain.manifest, base_hash, verify=verify)
         chain = Chain(chain.artifact, (*chain.deltas, delta))
     return chain
 
 
 def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
-    """Check an artifact, and the deltas after it, with nothing but their own files, and return
-    them: CRC32s, sizes and bitmaps, that every weight is finite, that the grid of every row of 8 or
-    4 bits holds zero exactly, and that deltas add up to what the last one says.
+    """Check an artifact and the deltas after it by their own files, and return them.
+
+    Checked are checksums, sizes and bitmaps, that every weight is finite, that the grid of every
+    row of 8 or 4 bits holds zero exactly, and that the deltas add up to the artifact that the last
+    one describes.
 
     Raises:
         ValueError: names the file, or the table and the row.
@@ -266,28 +267,24 @@ def check_artifact(path: StrPath, *deltas: StrPath) -> Chain:
         table = chain.table(name)
         sums = dict.fromkeys(entry.layout(), 0)
         for key, tensor in table.others().items():
-            sums[key] = added(0, tensor, None)
+            sums[key] = update_checksum(0, tensor)
         for ids, parts in table.parts():
             for key, part in parts.items():
-                sums[key] = added(sums[key], part, ids)
-            places = _invalid({**table.whole, **parts}, entry).nonzero()
+                sums[key] = update_checksum(sums[key], part, ids)
+            places = _find_invalid_rows({**table.whole, **parts}, entry).nonzero()
             if len(places):
                 id = int(ids[places[0]])
                 raise ValueError(
                     f"{where}: the row of id {id} of table {name!r} has no valid weights."
                 )
-        if {key: hex_of(each) for key, each in sums.items()} != entry.checksums:
+        if {key: hex_of(checksum) for key, checksum in sums.items()} != entry.checksums:
             raise ValueError(f"{where}: table {name!r} is not the one that the delta leads to.")
     return chain
 
 
-def merge(
-    base: StrPath,
-    *deltas: StrPath,
-    out: StrPath,
-) -> Manifest:
-    """Write an artifact and the deltas after it as one artifact, equal byte for byte to the full
-    export of the moment of the last delta, and return its manifest. Rows are streamed.
+def merge(base: StrPath, *deltas: StrPath, out: StrPath) -> Manifest:
+    """Write an artifact and the deltas after it as one artifact, and return its manifest. It equals
+    byte for byte a full export at the time of the last delta. Rows are streamed.
 
     Args:
         base: the folder of the artifact.
@@ -308,67 +305,68 @@ def merge(
             writer.add(name, table.others())
             for ids, parts in table.parts():
                 writer.add(name, parts, ids)
-        # The last delta brought the checksum of each tensor that a full export had written.
+        # The last delta holds the checksums that a full export would have written.
         if writer.seal(manifest) != manifest:
             raise ValueError(f"{chain.paths[-1]}: the deltas do not add up to what it leads to.")
         writer.publish(manifest)
     return manifest
 
 
-def _invalid(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
-    """Which rows have a weight that is not finite, or a grid that does not hold 0: bool
-    ``(rows,)``."""
-    wrong = ~decode(stored, entry.dim).isfinite().all(1)
+def _find_invalid_rows(stored: Mapping[str, Tensor], entry: Table) -> Tensor:
+    """Return which rows have a weight that is not finite, or a grid that does not hold 0: bool
+    ``(n,)``."""
+    is_invalid = ~decode(stored, entry.dim).isfinite().all(1)
     if "scale_bias" in stored:
         scale, bias = stored["scale_bias"].double().unbind(1)
-        # The code of 0 must be one of the codes.
+        # The code that decodes to 0 must be one of the codes.
         zero = -bias / scale
-        wrong |= (zero != zero.round()) | (zero < 0) | (zero > 2 ** ENCODINGS[entry.dtype].bits - 1)
-    return wrong
+        most = 2 ** ENCODINGS[entry.dtype].bits - 1
+        is_invalid |= (zero != zero.round()) | (zero < 0) | (zero > most)
+    return is_invalid
 
 
-# Rows of a running process that become those of the next artifact, where they are. Rows are stored
-# in the order of their ids, so rows behind one that comes or goes move.
+# Rows are stored in the order of their ids, so all rows behind an added or removed one move.
 
 
 def move_rows(
     stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, new: Mapping[str, Tensor]
 ) -> None:
-    """Make stored rows those of the next artifact, in place, in memory that follows the delta.
+    """Apply a delta to the rows of a running process, in place. Memory follows the delta's size.
 
     Args:
-        stored: what holds the rows so far and has room for those afterwards: ``(room, ...)`` each,
-            of any dtype.
-        before: index of the rows so far.
-        after: of the rows afterwards.
-        new: of the delta, the rows by the same names, and their ``ids``.
+        stored: the rows, with room for the rows afterwards: ``(room, ...)`` each, any dtype.
+        before: the index of the rows now.
+        after: the index of the rows afterwards.
+        new: the rows of the delta by the same names, and their ``ids``.
     """
     if not torch.equal(before.words, after.words):
         stay = before.words & after.words
         spans = [*range(0, before.rows, SPAN)]
-        # Two passes, neither of which writes on a row that is still to be read: rows that move up
-        # from the first to the last, rows that move down from the last to the first.
+        # As with memmove(), the direction of each pass keeps it from overwriting a row that is
+        # still to be read: rows that move to lower places go first to last, the others last to
+        # first. The order of the rows does not change, so the passes do not disturb each other.
         for first in spans:
-            _move(stored, before, after, ids_in(stay, before.rows, first), -1)
+            _move_some(stored, before, after, ids_in(stay, before.rows, first), -1)
         if before.default_row:
+            # The last of the rows, so it comes between the two passes.
             last = torch.tensor([before.rows])
-            _move(stored, before, after, last, after.num_kept - before.num_kept)
+            _move_some(stored, before, after, last, after.num_kept - before.num_kept)
         for first in reversed(spans):
-            _move(stored, before, after, ids_in(stay, before.rows, first), 1)
+            _move_some(stored, before, after, ids_in(stay, before.rows, first), 1)
     at = rows_of(after, new["ids"].long())
     for key, rows in stored.items():
         rows.index_copy_(0, at.to(rows.device), new[key].view(rows.dtype).to(rows.device))
 
 
-def _move(
-    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, towards: int
+def _move_some(
+    stored: Mapping[str, Tensor], before: RowIndex, after: RowIndex, ids: Tensor, direction: int
 ) -> None:
-    """Move the rows of ids that move to lower places, if ``towards`` is negative, or to higher
-    ones."""
+    """Move the rows of those ids that move to lower places, if ``direction`` is negative, or else
+    to higher ones."""
     source, target = rows_of(before, ids), rows_of(after, ids)
-    moves = (target - source) * towards > 0
+    moves = (target - source) * direction > 0
     source, target = source[moves], target[moves]
     for tensor in stored.values():
-        # They are read before any of them is written.
+        # index_select() copies, so the rows of one call may overlap.
         rows = tensor.index_select(0, source.to(tensor.device))
         tensor.index_copy_(0, target.to(tensor.device), rows)

@@ -1,10 +1,10 @@
-"""Rows as an artifact stores them: float32, float16, 8 and 4 bits. A removed weight is stored as
-what decodes to 0.
+"""Rows as an artifact stores them: float32, float16, 8 and 4 bits. A removed weight decodes to
+exactly 0.
 
-8 and 4 bits are on grids that hold zero exactly, in the format of FBGEMM's inference kernels:
+8 and 4 bits are codes on a grid per row, in the format of FBGEMM's inference kernels:
 ``code * scale + bias`` with ``bias = -zero_point * scale``. The code ``zero_point`` decodes to
-exactly 0, because scale and bias are float16 and their products are exact in float32. Two 4-bit
-codes share a byte, the first in its lower half.
+exactly 0, because scale and bias are float16, whose products are exact in float32. Two 4-bit codes
+share a byte, the first in its lower half.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Encoding(NamedTuple):
     """How rows of a dtype are stored.
 
     Args:
-        bits: of a weight; of codes a byte is a group of columns.
-        stored: the dtype of their tensor; two 4-bit codes share a byte.
+        bits: of a weight; for ``"codes"`` of a group of columns.
+        stored: the dtype of the tensor of rows; two 4-bit codes share a byte.
         largest: the largest magnitude of a weight.
     """
 
@@ -35,16 +35,16 @@ class Encoding(NamedTuple):
     largest: float
 
 
-_FLOAT = torch.finfo(torch.float32).max
-# Half of what float16 holds: beyond it the bias may overflow when it is rounded away from 0.
-_GRID = 2.0**15
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+# Half the range of float16: beyond it a bias that is rounded away from 0 may overflow.
+_LARGEST_ON_GRID = 2.0**15
 ENCODINGS: dict[str, Encoding] = {
-    "fp32": Encoding(32, torch.float32, _FLOAT),
+    "fp32": Encoding(32, torch.float32, _LARGEST_FLOAT),
     "fp16": Encoding(16, torch.float16, LARGEST_HALF),
-    "int8": Encoding(8, torch.uint8, _GRID),
-    "int4": Encoding(4, torch.uint8, _GRID),
-    # The range is that of the tables beside them: codes stand for entries of their books.
-    "codes": Encoding(8, torch.uint8, _FLOAT),
+    "int8": Encoding(8, torch.uint8, _LARGEST_ON_GRID),
+    "int4": Encoding(4, torch.uint8, _LARGEST_ON_GRID),
+    # No limit of their own: books are clamped to float16 when they are learned.
+    "codes": Encoding(8, torch.uint8, _LARGEST_FLOAT),
 }
 
 # Bits of a weight, by dtype.
@@ -53,22 +53,22 @@ BITS = {name: ENCODINGS[name].bits for name in ("fp32", "fp16", "int8", "int4")}
 # The smallest float16 above 0.
 LEAST_HALF = 2.0**-24
 
-# Elements of a table that are in float64 at once: 2 MiB, which caches hold.
+# Elements that are converted to float64 at once: 2 MiB, which fits in a cache.
 _CHUNK = 1 << 18
 
 
 def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str, Tensor]:
-    """Encode rows ``(n, columns)`` of any floating dtype, of magnitudes that the dtype holds;
-    codes are stored as they are.
+    """Encode rows ``(n, columns)`` of any floating dtype. A 0 decodes to exactly 0, any other weight
+    to the nearest value. Codes of books are stored as they are.
 
     Args:
-        scales: of the columns, float16, for 4 bits on grids of columns in the place of rows.
+        weight: of magnitudes up to the encoding's ``largest``.
+        scales: float16 ``(columns,)``, for 4 bits on a grid per column instead of per row.
 
     Returns:
         ``rows``: float32 or float16 ``(n, columns)``; 8-bit codes, uint8 ``(n, columns)``; or 4-bit
-        codes, uint8 ``(n, ceil(columns / 2))``. ``scale_bias`` of grids of rows, float16
-        ``(n, 2)``, or ``scales``. A 0 is stored as what decodes to exactly 0, others as what is
-        nearest.
+        codes, uint8 ``(n, ceil(columns / 2))``. With a grid per row also ``scale_bias``, float16
+        ``(n, 2)``; with a grid per column ``scales``.
     """
     bits, stored, _ = ENCODINGS[dtype]
     if dtype not in ("int8", "int4"):
@@ -76,20 +76,20 @@ def encode(weight: Tensor, dtype: str, scales: Tensor | None = None) -> dict[str
     if scales is not None:
         # In float64: a float32 division could round to the next step.
         steps = torch.round(weight.double() / scales.double()).clamp_(_LEAST_STEP, _LAST_STEP)
-        return {"rows": _in_halves((steps.int() & 15).to(stored)), "scales": scales}
-    tail = half_grid(weight, bits)
-    scale, bias = tail.double().unsqueeze(-1).unbind(1)
+        return {"rows": _pack_nibbles((steps.int() & 15).to(stored)), "scales": scales}
+    scale_bias = half_grid(weight, bits)
+    scale, bias = scale_bias.double().unsqueeze(-1).unbind(1)
     # In float64 as above.
     exact = torch.round(weight.double() / scale - bias / scale)
     codes = exact.clamp_(0, 2**bits - 1).to(stored)
-    return {"rows": _in_halves(codes) if bits == 4 else codes, "scale_bias": tail}
+    return {"rows": _pack_nibbles(codes) if bits == 4 else codes, "scale_bias": scale_bias}
 
 
 def decode(stored: Mapping[str, Tensor], columns: int) -> Tensor:
     """Return the weights of encoded rows, float32 ``(n, columns)``, as FBGEMM's kernels read them.
 
     Args:
-        stored: ``rows`` with their ``scale_bias``, or the table's ``scales`` or ``books``.
+        stored: ``rows``, with their ``scale_bias``, or with the table's ``scales`` or ``books``.
     """
     rows = stored["rows"]
     if (books := books_of(stored)) is not None:
@@ -98,24 +98,24 @@ def decode(stored: Mapping[str, Tensor], columns: int) -> Tensor:
         return rows.float()
     if rows.shape[1] < columns:
         rows = torch.stack([rows & 15, rows >> 4], 2).flatten(1)[:, :columns]
-    # Of one column, a byte with a 4-bit code is the code.
+    # A single column of 4 bits was not unpacked above: its byte is the code, with 0 above it.
     scale, bias = stored["scale_bias"].float().unsqueeze(-1).unbind(1)
     return rows * scale + bias
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Yield slices of rows that cover a table, each small enough to be taken to float64."""
+    """Yield slices that cover the rows of a table, each small enough to convert to float64."""
     size = max(1, _CHUNK // max(1, columns))
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
 
 
 def half_grid(weight: Tensor, bits: int) -> Tensor:
-    """Return a scale and a bias for each row of ``weight``, over all of its values and 0: float16
+    """Return scale and bias of each row's grid, which spans the row's values and 0: float16
     ``(rows, 2)``.
 
-    The step is ``(max(0, max) - min(0, min)) / (2**bits - 1)``, rounded up to ``11 - bits``
-    significant bits and to a multiple of 2**-24, the smallest float16, so that
+    The scale is ``(max(0, max) - min(0, min)) / (2**bits - 1)``, rounded up to ``11 - bits``
+    significant bits and to a multiple of 2**-24, the smallest float16. Then
     ``bias = -zero_point * scale`` is exact in float16 too. A row of zeros has scale 1.
 
     Args:
@@ -123,36 +123,42 @@ def half_grid(weight: Tensor, bits: int) -> Tensor:
         bits: 8 or 4.
     """
     exact = weight.double()
-    # The grid reaches to 0 on both sides, so that 0 is one of its points.
+    # The span includes 0, so that 0 is a point of the grid.
     low = exact.amin(dim=1).clamp_(max=0.0)
     span = exact.amax(dim=1).clamp_(min=0.0) - low
-    wanted = span / (2**bits - 1)
-    power = torch.floor(torch.log2(wanted.clamp(min=LEAST_HALF)))
-    # A zero point of ``bits`` bits times a scale of ``11 - bits`` ones has 11, as float16 has.
-    unit = torch.exp2(power - (10 - bits)).clamp_(min=LEAST_HALF)
-    scale = torch.where(span == 0, torch.ones_like(span), torch.ceil(wanted / unit) * unit)
+    # A zero point of ``bits`` bits times a scale of ``11 - bits`` bits has 11 bits, like float16.
+    rounded = _round_up(span / (2**bits - 1), 11 - bits)
+    scale = torch.where(span == 0, torch.ones_like(span), rounded)
     return torch.stack([scale, 0.0 - torch.round(-low / scale) * scale], 1).half()
+
+
+def _round_up(values: Tensor, bits: int) -> Tensor:
+    """Round positive float64 up to ``bits`` significant bits and to a multiple of 2**-24, so that
+    float16 holds the result, and its products with integers of ``11 - bits`` bits, exactly."""
+    power = torch.floor(torch.log2(values.clamp(min=LEAST_HALF)))
+    unit = torch.exp2(power - (bits - 1)).clamp_(min=LEAST_HALF)
+    return torch.ceil(values / unit) * unit
 
 
 # 4-bit grids with one scale per column: half a byte per weight, and no header per row.
 #
-# A row of FBGEMM's 4-bit format carries a scale and a bias, 4 bytes: a third of a row of 16
-# columns. Columns of one table differ more than rows do, so one symmetric grid per column and table
-# serves better rows at the same bytes. A code is a step of -8 to 7 in two's complement, so that the
-# byte 0 stands for two weights of exactly 0. Bytes are decoded by books: float16 `(groups, 256,
-# 2)`, for each byte of a row the two weights that each of its 256 values stands for.
+# A row of FBGEMM's 4-bit format has a scale and a bias, 4 bytes: a third of a row of 16 columns.
+# Columns of a table differ more than its rows, so a symmetric grid per column serves better rows at
+# the same bytes. A code is a step from -8 to 7 in two's complement, so the byte 0 holds two weights
+# of exactly 0. Bytes are decoded by books, float16 `(groups, 256, 2)`: a byte of a row is a group
+# of two columns, and its value selects their two weights.
 
-# Steps of a grid: from -8 to 7.
 _LEAST_STEP, _LAST_STEP = -8, 7
-# A float32 without its sign, cut after 6 bits of its fraction: bins 1/64 apart.
+# Magnitudes are counted by their float32 bits without the lower 17: the exponent and 6 bits of the
+# fraction, so bins are 1/64 apart.
 _SHIFT, _BINS = 17, 1 << 14
-# Scales that are tried for a column, 16 for each halving of the largest: its grid reaches the
-# column's largest weight.
+# Scales that are tried for a column, 16 per halving: the largest one reaches the column's largest
+# weight, the smallest to about 1/64 of it.
 _TRIED, _PER_HALVING = 96, 16
 
 
 class ColumnSpread:
-    """Counts how large the weights of each column are, over all rows of a table.
+    """Histograms of the magnitudes of each column, over all rows of a table.
 
     Counts are integers, so they depend neither on the order of the rows nor on their chunks.
 
@@ -160,7 +166,7 @@ class ColumnSpread:
         columns: of the table.
 
     Attributes:
-        counts: int64 ``(columns, bins)``; the sum over parts of a table is that of the table.
+        counts: int64 ``(columns, bins)``; may be summed over parts of a table.
     """
 
     def __init__(self, columns: int) -> None:
@@ -175,45 +181,42 @@ class ColumnSpread:
 
     def scales(self) -> Tensor:
         """Return the scale of each column with the smallest sum of squared errors: float16
-        ``(columns,)``, 1 for columns of zeros.
-
-        A scale has at most 8 significant bits, so that each of its steps is exact in float16.
-        """
-        magnitudes = (torch.arange(_BINS, dtype=torch.int32) << _SHIFT) + (1 << (_SHIFT - 1))
-        centers = magnitudes.view(torch.float32).double()
+        ``(columns,)``. A column of zeros has scale 1."""
+        # The lower bits of a bin's first magnitude are 0, of its center 1 and zeros.
+        bits = (torch.arange(_BINS, dtype=torch.int32) << _SHIFT) + (1 << (_SHIFT - 1))
+        centers = bits.view(torch.float32).double()
         return torch.stack([_best_scale(centers, counts) for counts in self.counts]).half()
 
 
 def _best_scale(centers: Tensor, counts: Tensor) -> Tensor:
-    # The first bin holds what float16 can't tell from 0.
+    # Smaller magnitudes are 0 in float16.
     used = (counts > 0) & (centers >= LEAST_HALF)
     values, weights = centers[used].unsqueeze(1), counts[used].double()
     if not len(values):
         return torch.tensor(1.0, dtype=torch.float64)
     tried = values[-1] / _LAST_STEP * torch.exp2(-torch.arange(_TRIED) / _PER_HALVING)
-    power = torch.floor(torch.log2(tried.clamp(min=LEAST_HALF)))
-    unit = torch.exp2(power - 7).clamp_(min=LEAST_HALF)
-    scales = torch.ceil(tried / unit) * unit
+    # A step has 3 bits: its product with 8 bits is exact in float16.
+    scales = _round_up(tried, 8)
     steps = torch.round(values / scales).clamp_(max=_LAST_STEP)
     errors = weights @ (values - steps * scales) ** 2
     return scales[errors.argmin()]
 
 
-def _in_halves(codes: Tensor) -> Tensor:
+def _pack_nibbles(codes: Tensor) -> Tensor:
     """Put two 4-bit codes, uint8 ``(n, columns)``, into each byte, the first in its lower half."""
     codes = F.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def books_of(stored: Mapping[str, Tensor]) -> Tensor | None:
-    """Return what the bytes of rows stand for, float16 ``(groups, 256, columns of a group)``: the
-    ``books`` of codes, or those of grids of columns, made of their ``scales``; None of others."""
+    """Return the books that decode the bytes of rows, float16 ``(groups, 256, width)``: the
+    ``books`` of codes, or books computed from the ``scales`` of columns. Other rows have none."""
     if "scales" not in stored:
         return stored.get("books")
     byte = torch.arange(ENTRIES, device=stored["scales"].device)
-    halves = torch.stack([byte & 15, byte >> 4], 1)
+    nibbles = torch.stack([byte & 15, byte >> 4], 1)
     # Two's complement of 4 bits.
-    steps = torch.where(halves < 8, halves, halves - 16)
-    # The half byte behind an odd last column is always 0.
+    steps = torch.where(nibbles < 8, nibbles, nibbles - 16)
+    # An odd last column has a byte of its own, and the other half of the byte is 0.
     scales = F.pad(stored["scales"], (0, len(stored["scales"]) % 2))
     return (steps * scales.double().view(-1, 1, 2)).half()

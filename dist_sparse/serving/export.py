@@ -1,10 +1,12 @@
-"""`export()`: the tables of a model, without what masks remove, as an artifact on disk.
+"""`export()`: write the tables of a model, without removed weights, as an artifact on disk.
 
-Everything is checked on all ranks before anything is written. Then tables are streamed to rank 0,
-chunk by chunk and one after the other, which encodes, compares and writes them; the written files
-are read back; and last the artifact gets its name. An error of rank 0 waits until the table's
-messages are through, and is raised on all ranks. Files depend on the weights and masks alone: not
-on the sharding, nor on the number of ranks.
+1. All ranks check the model and the arguments. Nothing has been written then.
+2. Tables are streamed to rank 0, one after the other and chunk by chunk. It encodes, compares and
+   writes them.
+3. Rank 0 reads the files back, and gives the artifact its name.
+
+An error on rank 0 is raised on all ranks, after the last message of the table has arrived. The
+files depend only on weights and masks, not on the sharding or the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +25,21 @@ from torch import Tensor, nn
 
 import dist_sparse
 from dist_sparse.checks import choice, hex_of, refuse
-from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_none
+from dist_sparse.codes.quantize import CodedTraining, sparsifier_or_empty
 from dist_sparse.groups import Group, world_group
 from dist_sparse.serving.artifact import (
     ArtifactWriter,
     StrPath,
-    added,
     all_kept,
     bytes_of,
     check_new,
     folders_of,
     ids_of,
     memory_of,
+    path_of,
     rows_of,
     sum_of_rows,
+    update_checksum,
     words_of,
 )
 from dist_sparse.serving.chain import Chain, MappedTable, compare_rows, open_chain
@@ -76,10 +79,10 @@ class Exported:
 
     Attributes:
         path: the folder.
-        manifest: as in its ``manifest.json``; ``manifest.tables["user"].bytes.after`` is one of its
-            numbers. Of a delta it is the manifest of the artifact that the delta leads to.
-        delta: what the folder holds, if it is a delta; otherwise None.
-        since: of a delta the folders that it follows: an artifact and the deltas after it.
+        manifest: of the artifact, or for a delta of the artifact after it. One of its numbers is
+            ``manifest.tables["user"].bytes.after``.
+        delta: the manifest of the delta, if the folder holds one; otherwise None.
+        since: for a delta the folders that it follows: an artifact and the deltas after it.
     """
 
     path: Path
@@ -165,33 +168,33 @@ def export(
     world = world_group()
     chain: Chain | None = None
     with world.agreeing("export()") as facts:
-        # Any: what sparsify() and quantize() return and a sparsifier have no base in common.
-        given: Any = sparse
-        is_coded = isinstance(sparse, CodedTraining)
-        sparsifier = given.sparsifier if is_coded else sparsifier_or_none(given)
-        chosen, by = _checked(dtype, scale, is_coded)
-        before = _folders(since)
+        coded = sparse if isinstance(sparse, CodedTraining) else None
+        sparsifier = sparsifier_or_empty(sparse) if coded is None else coded.sparsifier
+        chosen, by = _check_dtype(dtype, scale, coded)
+        # The working directory may change later.
+        target = Path(os.path.abspath(path_of("path", path)))
+        before = _folders_before(since)
         located = sorted(ModelTables(model, slots=True).locate(), key=lambda data: data.name)
         facts["tables of sparse"] = sorted(sparsifier.data_groups)
         facts["path, dtype, scale"] = [os.fspath(path), chosen, by]
         facts["since"] = [str(each) for each in before]
-        # Ranks that disagree in these would wait for messages that no rank sends.
-        facts.update({f"table {data.name!r}": _where(data) for data in located})
+        # If ranks disagreed in these, they would wait for messages that no rank sends.
+        facts.update({f"table {data.name!r}": _placement(data) for data in located})
         collections, lookups = model_lookups(model, located)
         registered = registered_tables(model, sparsifier, located)
         if world.rank == 0:
             check_new(path)
-            # Of tables whose changes are noted nothing else of it is read: see DeltaWriter.
+            # Its rows are verified by DeltaWriter, except those that it does not read.
             chain = open_chain(*before, verify=False) if before else None
     tables = served_tables(located, lookups, sparsifier, registered)
     with world.agreeing("export()"):
-        # An enforcer may owe zeros to rows that no forward has read since a step.
+        # The enforcer zeroes dirty rows when a lookup reads them: some may still be dirty.
         sparsifier.masks.hooks.settle()
-        if is_coded:
-            tables = _with_codes(tables, given)
+        if coded is not None:
+            tables = _with_codes(tables, coded)
         manifest = Manifest(
             dist_sparse=dist_sparse.__version__,
-            dtype="codes" if is_coded else chosen,
+            dtype=chosen if coded is None else "codes",
             collections=tuple(collections),
             tables={name: table.planned(chosen, by) for name, table in tables.items()},
             bytes=0,
@@ -201,36 +204,39 @@ def export(
             refuse_replaced(sparsifier, before, chain.manifest.hash)
     tables = with_changes(tables, sparsifier, registered, before)
     check_zero(sparsifier, tables, registered)
-    # The working directory may change later.
-    target = Path(os.path.abspath(path))
     text = _write(target, manifest, tables, chain, world)
     if not before:
         return Exported(target, Manifest.from_text(text))
     delta = Delta.from_text(text)
-    # New codes and new scales of columns change rows that training has not written.
+    # New books and new column scales change the stored bytes of rows that training has not written.
     if manifest.dtype != "codes" and by == "row":
         note_delta((*before, target), delta.artifact.hash, tables, sparsifier)
     return Exported(target, delta.artifact, delta, before)
 
 
-def _checked(dtype: Any, scale: Any, is_coded: bool) -> tuple[Dtype, Scale]:
+def _check_dtype(dtype: Any, scale: Any, coded: CodedTraining | None) -> tuple[Dtype, Scale]:
     chosen: Any = choice("dtype", dtype, ENCODINGS)
     by: Any = choice("scale", scale, ("row", "column"))
-    scaled = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
-    coded = "Invalid sparse with dtype='codes': must be what quantize() returned."
-    refuse({scaled: by == "column" and chosen != "int4", coded: chosen == "codes" and not is_coded})
+    by_column = f"Invalid scale='column' with dtype={chosen!r}: it is for 'int4' alone."
+    no_codes = "Invalid sparse with dtype='codes': must be what quantize() returned."
+    refuse(
+        {by_column: by == "column" and chosen != "int4", no_codes: chosen == "codes" and not coded}
+    )
     return chosen, by
 
 
-def _folders(since: Any) -> tuple[Path, ...]:
+def _folders_before(since: Any) -> tuple[Path, ...]:
     """Return the folders that a delta follows; none for a whole export."""
     if isinstance(since, Exported):
         return (*since.since, since.path)
-    return tuple(Path(os.path.abspath(folder)) for folder in folders_of(since or ()))
+    if since in (None, [], ()):
+        # An empty list is the history of a job that has published nothing yet.
+        return ()
+    return tuple(Path(os.path.abspath(folder)) for folder in folders_of("since", since))
 
 
-def _where(data: ShardedData) -> list[Any]:
-    """Return where a table is stored, and refuse one of other ranks than rank 0."""
+def _placement(data: ShardedData) -> list[Any]:
+    """Return how a table is sharded, or refuse a table without a shard on rank 0."""
     check_data(data)
     if 0 not in (data.ranks or (0,)):
         raise ValueError(
@@ -240,13 +246,14 @@ def _where(data: ShardedData) -> list[Any]:
 
 
 def _with_codes(tables: dict[str, ServedTable], coded: CodedTraining) -> dict[str, ServedTable]:
-    codes, found = coded.coded(), dict(tables)
+    codes = coded.coded()
     strange = sorted(codes.keys() - tables.keys())
     if strange:
         raise ValueError(f"The codes are of {strange}, which are no tables of the model.")
+    with_codes = dict(tables)
     for name, data in codes.items():
-        found[name] = replace(tables[name], rows=data, books=coded.books[name])
-    return found
+        with_codes[name] = replace(tables[name], rows=data, books=coded.books[name])
+    return with_codes
 
 
 def _write(
@@ -258,8 +265,8 @@ def _write(
 ) -> str:
     """Write, check and publish; return the text of the manifest that was written. Collective.
 
-    Rank 0 alone has a writer. The others go through the same steps: to send their rows, and to
-    raise its errors.
+    Only rank 0 has a writer. The other ranks take the same steps, to send their rows and to raise
+    the errors of rank 0.
     """
     writer: ArtifactWriter | None = None
     text = None
@@ -277,12 +284,12 @@ def _write(
             table = manifest.tables[name]
             whole = source.whole(table)
             if table.scale == "column":
-                # Scales are chosen from all rows, which are streamed once more for them.
+                # Scales depend on all rows, so these are streamed twice.
                 spread = ColumnSpread(table.dim)
                 with _streaming(world, source) as chunks:
-                    for some in chunks:
-                        refuse_range(name, some, table.dtype)
-                        spread.add(some)
+                    for chunk in chunks:
+                        refuse_range(name, chunk, table.dtype)
+                        spread.add(chunk)
                 whole["scales"] = spread.scales()
             with _streaming(world, source) as chunks:
                 if writer is not None:
@@ -295,15 +302,16 @@ def _write(
 
 @contextmanager
 def _streaming(world: Group, source: ServedTable) -> Iterator[Iterator[Tensor]]:
-    """Stream the chunks of a table to rank 0; other ranks get none. Collective; what is raised
-    inside is raised on all ranks."""
+    """Stream the chunks of a table to rank 0; other ranks get none. Collective: an error inside the
+    context is raised on all ranks."""
     chunks = source.chunks()
     error: Exception | None = None
     try:
         yield chunks
     except Exception as fault:
         error = fault
-    # The other ranks wait for messages until the table is through, so the error waits too.
+    # The other ranks are still sending or receiving rows of the table. The rest is received and
+    # dropped before the error is raised: an agreement in between would not match their messages.
     deque(chunks, maxlen=0)
     with world.agreeing("export()"):
         if error is not None:
@@ -324,7 +332,7 @@ def _write_table(
     for rows in chunks:
         refuse_range(name, rows, table.dtype)
         stored = encode(rows, table.dtype, whole.get("scales"))
-        # The files are read back once they are written: these bytes are the ones that are served.
+        # The comparison covers what is served: the files are read back when they are complete.
         compare_rows(name, first, rows, stored, table)
         parts = {key: stored[key].cpu() for key in PER_ROW & stored.keys()}
         writer.add(name, parts, ids[first : first + len(rows)])
@@ -334,24 +342,24 @@ def _write_table(
         raise ValueError(f"Table {name!r}: {first} rows came, and it has {len(ids)}.")
 
 
-# A delta, written in the place of a whole artifact: it gets the same tensors in the same order, and
-# is read back and published like one.
+# A delta is written by the same steps as an artifact: DeltaWriter gets the same tensors in the same
+# order, and finds out what has changed.
 
-_PIECE = 8 << 20  # bytes of spooled rows that are read at once
+_SPOOL_BYTES = 8 << 20  # of spooled rows that are read at once
 
 
 class DeltaWriter(ArtifactWriter):
-    """Writes what changed since a chain.
+    """Writes what changed since a chain of artifact and deltas.
 
-    Changed rows wait in files without a name, beside the delta: the format begins with their
-    number, which is known at the end.
+    The header of the file has the number of changed rows, which is known at the end. Until then
+    changed rows are in temporary files.
 
     Args:
         path: the final name.
-        manifest: of the whole artifact, without checksums.
-        chain: what the delta follows.
-        sources: the tables, by name. Where changes are noted, no row of the chain is read that was
-            not written, and rows are not verified: only what says which ids have one.
+        manifest: of the artifact after the delta, without checksums.
+        chain: the artifact and the deltas that the delta follows.
+        sources: the tables, by name. If writes to a table were recorded, only written rows of the
+            chain are read, so its rows are not verified; its bitmaps and ids are.
     """
 
     def __init__(
@@ -366,7 +374,8 @@ class DeltaWriter(ArtifactWriter):
         self._tables: dict[str, _Changes] = {}
 
     def add(self, table: str, parts: Mapping[str, Tensor], ids: Tensor | None = None) -> None:
-        """Compare the next rows of a table, or begin it with its tensors that are no rows."""
+        """Compare the next rows of a table. Its tensors that are no rows come first, without
+        ``ids``."""
         if ids is not None:
             self._tables[table].add(ids, parts)
             return
@@ -374,84 +383,88 @@ class DeltaWriter(ArtifactWriter):
         self._tables[table] = _Changes(before, after, parts, self.folder)
 
     def finish(self, manifest: Any) -> Any:
-        """Write what was found, publish it, and return the manifest of the delta.
+        """Write and publish the changes, and return the manifest of the delta.
 
         Args:
-            manifest: as it was given.
+            manifest: of the artifact after the delta, without checksums.
         """
-        found = {name: changes.result() for name, changes in self._tables.items()}
-        after = {name: change.after for name, change in found.items()}
+        tables = {name: changes.result() for name, changes in self._tables.items()}
+        after = {name: table.after for name, table in tables.items()}
         artifact = replace(manifest, tables=after, bytes=bytes_of(after))
-        self.begin(found)
+        self.begin(tables)
         for name, changes in self._tables.items():
             for key, part in changes.parts():
                 self.append(f"{name}.{key}", part)
         base = self._chain.artifact.manifest.hash
         previous = self._chain.manifest.hash
-        return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=found))
+        return super().finish(Delta(base=base, previous=previous, artifact=artifact, tables=tables))
 
 
 class _Changes:
-    """What changed in a table, found as its rows go by.
+    """Finds the changes of a table, while its rows are streamed.
 
     Args:
-        before: the table that the delta follows.
-        after: without checksums.
-        whole: tensors that are no rows, and the bitmap of the ids that are kept now.
-        folder: of files without a name.
+        before: the table before the delta.
+        after: the manifest's entry after the delta, without checksums.
+        whole: the tensors after the delta that are no rows, ``kept`` included.
+        folder: for temporary files.
     """
 
     def __init__(
         self, before: MappedTable, after: Table, whole: Mapping[str, Tensor], folder: Path
     ) -> None:
-        self._before, self._after, self._now = before, after, whole
+        self._before, self._after, self._whole = before, after, whole
         words = whole.get("kept", all_kept(after.rows))
-        self._gone = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
-        self._whole = {}
+        self._removed = torch.cat([*ids_of(before.index.words & ~words, after.rows)])
+        self._replaced = {}
         for key, tensor in before.whole.items():
             if not torch.equal(whole[key], tensor):
-                self._whole[key] = whole[key]
-        self._came = 0
-        self._found = [torch.empty(0, dtype=torch.int32)]
+                self._replaced[key] = whole[key]
+        self._num_added = 0
+        # torch.cat() refuses an empty list.
+        self._ids = [torch.empty(0, dtype=torch.int32)]
         self._spools, self._sums = {}, {}
-        for key, part in before.gather(self._gone).items():
+        for key, part in before.gather(self._removed).items():
             # Open until the delta is written.
             self._spools[key] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-            # Of the rows that stay, come and go: rows of the artifact before are not read for it.
-            self._sums[key] = int(before.entry.checksums[key], 16) - sum_of_rows(self._gone, part)
+            # The checksum is a sum over rows. That of the new rows follows from the old one, minus
+            # removed rows here, minus old and plus new values of changed rows in add(): unchanged
+            # rows need not be read.
+            removed_sum = sum_of_rows(self._removed, part)
+            self._sums[key] = int(before.entry.checksums[key], 16) - removed_sum
 
     def add(self, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
-        had_one = rows_of(self._before.index, ids) >= 0
-        old, changed = self._before.gather(ids[had_one]), ~had_one
+        had_row = rows_of(self._before.index, ids) >= 0
+        old, is_changed = self._before.gather(ids[had_row]), ~had_row
         for key, part in parts.items():
-            differs = words_of(part[had_one]) != words_of(old[key])
-            changed[had_one] |= differs.any(1)
-        self._came += int((~had_one).count_nonzero())
-        self._found.append(ids[changed].int())
+            differs = words_of(part[had_row]) != words_of(old[key])
+            is_changed[had_row] |= differs.any(1)
+        self._num_added += int((~had_row).count_nonzero())
+        self._ids.append(ids[is_changed].int())
         for key, part in parts.items():
-            held = part[changed]
-            out = sum_of_rows(ids[had_one & changed], old[key][changed[had_one]])
-            self._sums[key] = added(self._sums[key] - out, held, ids[changed])
-            self._spools[key].write(memory_of(held))
+            new = part[is_changed]
+            old_sum = sum_of_rows(ids[had_row & is_changed], old[key][is_changed[had_row]])
+            self._sums[key] = update_checksum(self._sums[key] - old_sum, new, ids[is_changed])
+            self._spools[key].write(memory_of(new))
 
     def result(self) -> TableDelta:
-        sums = self._sums | {key: added(0, part, None) for key, part in self._now.items()}
+        sums = self._sums | {key: update_checksum(0, part) for key, part in self._whole.items()}
         checksums = {key: hex_of(sums[key] % 2**64) for key in self._after.layout()}
         return TableDelta(
             after=replace(self._after, checksums=checksums),
-            rows=sum(map(len, self._found)),
-            came=self._came,
-            gone=len(self._gone),
-            whole=tuple(self._whole),
+            rows=sum(map(len, self._ids)),
+            came=self._num_added,
+            gone=len(self._removed),
+            whole=tuple(self._replaced),
         )
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the delta, rows as bytes and a few at a time."""
-        yield "ids", torch.cat(self._found)
-        yield "gone", self._gone.int()
-        yield from self._whole.items()
+        """Yield the tensors of the delta in parts; rows are bytes."""
+        yield "ids", torch.cat(self._ids)
+        yield "gone", self._removed.int()
+        yield from self._replaced.items()
         for key, spool in self._spools.items():
             with spool:
                 spool.seek(0)
-                while raw := spool.read(_PIECE):
+                while raw := spool.read(_SPOOL_BYTES):
                     yield key, torch.frombuffer(bytearray(raw), dtype=torch.uint8)

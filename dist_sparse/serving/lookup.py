@@ -1,9 +1,10 @@
-"""Lookups of rows that have been found, as modules: by FBGEMM's operator, in pure torch, and turned
-back to the columns that the model had.
+"""Modules that look rows up: by FBGEMM's operator, or in pure torch. Outputs of rotated tables are
+rotated back to the columns of the model.
 
-They take the rows of all ids of all features as
-:class:`~dist_sparse.compaction.row_index.RowIndexes` returns them, -1 for removed rows, which count
-as zeros. They hold tensors and numbers alone, no module of FBGEMM, which ``torch.export`` refuses.
+Ids have been converted to rows before:
+:class:`~dist_sparse.compaction.row_index.RowIndexes` returns the row of each id, -1 for a removed
+one, which counts as zeros. The modules hold only tensors and numbers, and no module of FBGEMM:
+``torch.export`` refuses those.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_sparse.checks import refuse
-from dist_sparse.codes.books import ENTRIES, entries_at
+from dist_sparse.codes.books import ENTRIES, gather_entries
 from dist_sparse.compaction.row_index import RowIndex, RowIndexes
 from dist_sparse.serving.encodings import books_of, decode
 from dist_sparse.serving.manifest import Collection, Pooling, Table
 from dist_sparse.torchrec.kernels import HOST, SPARSE_TYPES, look_up_stored
 
-# Bytes at whose multiples tables begin, as in FBGEMM's own modules.
+# Tables begin at multiples of 128 bytes, as in FBGEMM's own modules.
 _ALIGNMENT = 128
 
-_HEAD = 4  # bytes of a row's scale and bias
+# A row of 8 or 4 bits begins with its scale and bias, each float16.
+_SCALE_BIAS_BYTES = 4
 
-# Rows of all tables of one width, looked up without FBGEMM: their numbers are int32, and one more
-# row is of zeros.
+# Row numbers are int32, and behind the last row is one more of zeros.
 _MOST_ROWS = 2**31 - 2
 
 
@@ -39,10 +40,10 @@ class StoredTable:
 
     Args:
         entry: of the manifest.
-        rows: stored rows, and their scales and biases, named as in :meth:`Table.layout`.
+        rows: the stored rows, and their scales and biases, named as in :meth:`Table.layout`.
         whole: its other tensors, likewise.
-        index: of the rows.
-        room: how many rows it may come to have in the place where it is stored.
+        index: from ids to rows.
+        room: rows to allocate, for rows that deltas add.
     """
 
     entry: Table
@@ -53,31 +54,32 @@ class StoredTable:
 
     @property
     def has_books(self) -> bool:
-        """Whether books say what its bytes stand for."""
+        """Whether books decode its bytes."""
         return not {"books", "scales"}.isdisjoint(self.whole)
 
     @property
     def has_kernel(self) -> bool:
-        """Whether FBGEMM has one: neither for books nor for rows of half a byte."""
+        """Whether FBGEMM's operator supports it: not with books, nor with 4-bit rows that end with
+        half a byte."""
         is_odd = self.entry.dtype == "int4" and self.entry.dim % 2 == 1
         return not (is_odd or self.has_books)
 
     @property
     def needed_index(self) -> RowIndex | None:
-        """The index; None where all ids have a row: without removed rows, ids are rows."""
+        """The index; None if no row was removed, because ids are rows then."""
         return self.index if self.entry.kept < self.entry.rows else None
 
     @property
     def places(self) -> int:
-        """Return the rows that there is room for."""
+        """The number of rows to allocate."""
         return max(self.room, self.entry.stored)
 
 
-class Found(NamedTuple):
-    """The rows of ids that are looked up, and how they are pooled.
+class JaggedRows(NamedTuple):
+    """The rows of a batch of ids, and the bags that they belong to.
 
     Args:
-        rows: int32 ``(n,)``, feature after feature, in each of them bag after bag.
+        rows: int32 ``(n,)``, feature after feature, and within a feature bag after bag.
         offsets: int32 ``(features * bags + 1,)``: where each bag starts.
         counts: ``(features,)``, how many ids each feature has.
         weights: float32 ``(n,)``, a factor for each id.
@@ -90,8 +92,8 @@ class Found(NamedTuple):
 
 
 class RowLookup(nn.Module):
-    """Kept rows of several tables, how each feature pools them, and the ``rotation`` that turns
-    results of a table back if it has one: base class.
+    """Base class: the kept rows of several tables, the pooling of each feature, and the
+    ``rotation`` of tables whose results are rotated back.
 
     Args:
         tables: by name.
@@ -108,54 +110,55 @@ class RowLookup(nn.Module):
         self.pooling, self.mixed = poolings[0], len(set(poolings)) > 1
         means = torch.tensor([pooling == "mean" for pooling in poolings])
         self.register_buffer("mean_columns", means.repeat_interleave(torch.tensor(self.dims)))
-        # The features whose results are turned back.
-        self.turned: list[int] = []
+        # Features whose results are rotated back.
+        self.rotated: list[int] = []
         for feature, name in enumerate(features):
             if "rotation" in tables[name].whole:
-                self.turned.append(feature)
+                self.rotated.append(feature)
                 self.register_buffer(f"rotation_{feature}", tables[name].whole["rotation"])
 
-    def forward(self, ids: Found) -> Tensor:
-        """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or in
-        sequences the row of each id, ``(n, columns)``; columns are the ones of the original
-        tables."""
+    def forward(self, batch: JaggedRows) -> Tensor:
+        """Return the pooled rows of each bag, float32 ``(bags, columns of all features)``, or for
+        sequences the row of each id, ``(n, columns)``, in the columns of the original tables."""
         if self.mixed:
-            # A lookup pools in one way, so both are computed, and each column takes its own.
-            mean, total = self._pooled(ids, "mean"), self._pooled(ids, "sum")
-            found = torch.where(self.mean_columns, mean, total)
+            # One call pools all features alike, so both poolings are computed, and each column
+            # takes its own.
+            mean, total = self._pool(batch, "mean"), self._pool(batch, "sum")
+            out = torch.where(self.mean_columns, mean, total)
         else:
-            found = self._pooled(ids, self.pooling)
-        return self._turned(found, ids.counts) if self.turned else found
+            out = self._pool(batch, self.pooling)
+        return self._rotate_back(out, batch.counts) if self.rotated else out
 
-    def _turned(self, found: Tensor, counts: Tensor) -> Tensor:
+    def _rotate_back(self, out: Tensor, counts: Tensor) -> Tensor:
         if self.pooling == "none":
-            return self._turned_rows(found, counts)
-        parts = list(torch.split(found, self.dims, 1))
-        for feature in self.turned:
+            return self._rotate_rows_back(out, counts)
+        parts = list(torch.split(out, self.dims, 1))
+        for feature in self.rotated:
             parts[feature] = parts[feature] @ self.get_buffer(f"rotation_{feature}")
         return torch.cat(parts, 1)
 
-    def _turned_rows(self, found: Tensor, counts: Tensor) -> Tensor:
-        # Every row is turned by every matrix: a graph can't split rows by counts.
+    def _rotate_rows_back(self, rows: Tensor, counts: Tensor) -> Tensor:
+        # An exported graph can't split rows by counts, which are values. So every matrix rotates
+        # all rows, and each row takes the result of its feature.
         features = torch.arange(len(self.dims), device=counts.device)
-        of = torch.repeat_interleave(features, counts, output_size=found.size(0)).unsqueeze(1)
-        columns = self.get_buffer(f"rotation_{self.turned[0]}").size(1)
-        out = F.pad(found, (0, columns - found.size(1)))
-        for feature in self.turned:
-            turned = found @ self.get_buffer(f"rotation_{feature}")
+        of = torch.repeat_interleave(features, counts, output_size=rows.size(0)).unsqueeze(1)
+        columns = self.get_buffer(f"rotation_{self.rotated[0]}").size(1)
+        out = F.pad(rows, (0, columns - rows.size(1)))
+        for feature in self.rotated:
+            turned = rows @ self.get_buffer(f"rotation_{feature}")
             out = torch.where(of == feature, turned, out)
         return out
 
-    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
+    def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         raise NotImplementedError
 
     def stored(self, table: str) -> dict[str, Tensor]:
-        """Return where the rows of a table are, by the names of :meth:`Table.layout`: views with
-        all of its places."""
+        """Return live views of the rows of a table and of its room for more, by the names of
+        :meth:`Table.layout`."""
         raise NotImplementedError
 
     def _fill(self, tables: Mapping[str, StoredTable]) -> None:
-        """Write the rows of tables in their places."""
+        """Copy the rows of the tables into the buffers."""
         for name, table in tables.items():
             for key, places in self.stored(name).items():
                 rows = table.rows[key].view(places.dtype)
@@ -170,7 +173,7 @@ class FbgemmLookup(RowLookup):
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        # Where a table starts, its rows, and their bytes.
+        # By table: its first byte, its rows, and the bytes of a row.
         self._shapes: dict[str, tuple[int, int, int]] = {}
         end = 0
         for name, table in tables.items():
@@ -180,10 +183,10 @@ class FbgemmLookup(RowLookup):
         dtype, count = tables[features[0]].entry.dtype, len(features)
         self._has_grids = dtype in ("int8", "int4")
         columns = F.pad(torch.tensor(self.dims).cumsum(0), (1, 0)).int()
-        # FBGEMM reads all tables from one buffer.
+        # The arguments of the operator: see look_up_stored(). It reads all tables from one buffer.
         self.register_buffer("weights", torch.zeros(end, dtype=torch.uint8))
         self.register_buffer("no_weights", torch.zeros(0, dtype=torch.uint8))
-        # The operator takes these for each feature, not for each table.
+        # These are per feature, not per table.
         self.register_buffer("placements", torch.full((count,), HOST, dtype=torch.int32))
         starts = [self._shapes[name][0] for name in features]
         self.register_buffer("starts", torch.tensor(starts))
@@ -191,63 +194,64 @@ class FbgemmLookup(RowLookup):
         self.register_buffer("columns", columns)
         self._fill(tables)
         self.total = sum(self.dims)
-        # The operator picks its code by the widest table of each dtype; 0: there is none.
+        # The operator selects a kernel by the widest table of each dtype; 0 for a dtype without
+        # tables.
         self.widest = dict.fromkeys(SPARSE_TYPES, 0) | {dtype: max(self.dims)}
 
-    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
-        return look_up_stored(self, ids.rows, ids.offsets, pooling, ids.weights)
+    def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
+        return look_up_stored(self, batch.rows, batch.offsets, pooling, batch.weights)
 
     def stored(self, table: str) -> dict[str, Tensor]:
-        """Return the bytes of rows, and of their scales and biases."""
+        """Return live views of a table's bytes: uint8."""
         start, places, width = self._shapes[table]
         whole = self.weights[start : start + places * width].view(places, width)
         if not self._has_grids:
             return {"rows": whole}
-        return {"scale_bias": whole[:, :_HEAD], "rows": whole[:, _HEAD:]}
+        return {"scale_bias": whole[:, :_SCALE_BIAS_BYTES], "rows": whole[:, _SCALE_BIAS_BYTES:]}
 
 
 class LibtorchLookup(RowLookup):
-    """Lookups in pure torch: in processes without FBGEMM, and for widths that it has no rows for.
+    """Lookups in pure torch: without FBGEMM, and for tables that its operator does not support.
 
-    Sums of float32 rows equal the ones of ``torch.nn.EmbeddingBag``.
+    Sums of float32 rows equal those of ``torch.nn.EmbeddingBag``.
     """
 
     def __init__(self, tables: Mapping[str, StoredTable], features: Sequence[str]) -> None:
         super().__init__(tables, features)
-        # Tables whose rows have one shape: by their columns and codes.
+        # Tables whose rows have the same columns and codes share a tensor.
         by_shape: dict[tuple[int, int | None], list[str]] = {}
         for name, table in tables.items():
             by_shape.setdefault((table.entry.dim, table.entry.groups), []).append(name)
-        self.groups, self._features = nn.ModuleList(), list(features)
+        self.groups = nn.ModuleList()
         self._group_of: dict[str, int] = {}
-        for at, names in enumerate(by_shape.values()):
+        for number, names in enumerate(by_shape.values()):
             self.groups.append(_Group(tables, names, features))
-            self._group_of.update(dict.fromkeys(names, at))
+            self._group_of.update(dict.fromkeys(names, number))
+        self._group_of_feature = [self._group_of[name] for name in features]
         self._fill(tables)
 
-    def _pooled(self, ids: Found, pooling: Pooling) -> Tensor:
-        # Each group looks up all features, and has zeros for the ones of other groups.
-        found: list[Tensor] = [group(ids, pooling) for group in self.groups]
+    def _pool(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
+        # Each group returns results for all features, zeros for features of other groups.
+        found: list[Tensor] = [group(batch, pooling) for group in self.groups]
         if pooling == "none":
-            first, *others = found
-            return sum(others, first)
-        groups = map(self._group_of.__getitem__, self._features)
-        # From feature after feature to bag after bag.
-        return torch.cat([found[group][feature] for feature, group in enumerate(groups)], 1)
+            return sum(found[1:], found[0])
+        # Group results are (features, bags, columns); outputs are (bags, columns of all features).
+        outputs = [found[group][feature] for feature, group in enumerate(self._group_of_feature)]
+        return torch.cat(outputs, 1)
 
     def stored(self, table: str) -> dict[str, Tensor]:
-        """Return the rows, and their scales and biases."""
+        """Return live views of a table's rows, and of their scales and biases."""
         group = cast(_Group, self.groups[self._group_of[table]])
         return group.stored(table)
 
 
 class _Group(nn.Module):
-    """Tables of one width in one tensor, with a row of zeros behind the last: for removed ids, and
-    for ids of tables in another group. Bytes 0 are zeros in all books.
+    """Tables of one width in one tensor, with a row of zeros behind the last one, which removed ids
+    and ids of tables in other groups read. In books, the bytes 0 decode to zeros.
 
     Args:
         tables: by name.
-        mine: names of the tables in the group.
+        members: names of the tables in the group.
         features: for each feature, the name of its table.
     """
 
@@ -258,91 +262,95 @@ class _Group(nn.Module):
     book_starts: Tensor
 
     def __init__(
-        self, tables: Mapping[str, StoredTable], mine: Sequence[str], features: Sequence[str]
+        self, tables: Mapping[str, StoredTable], members: Sequence[str], features: Sequence[str]
     ) -> None:
         super().__init__()
         self.count = 0
         self.places: dict[str, slice] = {}
-        for name in mine:
+        for name in members:
             self.places[name] = slice(self.count, self.count + tables[name].places)
             self.count += tables[name].places
-        one = tables[mine[0]]
+        one = tables[members[0]]
         self.dtype, self.width = one.entry.dtype, one.entry.dim
         assert self.count <= _MOST_ROWS, f"{self.count} rows: more need FBGEMM"
         for key, like in one.rows.items():
             self.register_buffer(key, like.new_zeros(self.count + 1, like.shape[1]))
         self.keys = list(one.rows)
-        # For each feature, where its table's rows start; -1: they are in another group.
+        # For each feature the first row of its table, -1 if the table is in another group.
         firsts = {name: place.start for name, place in self.places.items()}
         self.register_buffer("firsts", _of_features(firsts, features, -1))
         self.register_buffer("books", None)
         if one.has_books:
-            self._add_books([books_of(tables[name].whole) for name in mine], features)
+            self._add_books([books_of(tables[name].whole) for name in members], features)
 
     def _add_books(self, books: list[Any], features: Sequence[str]) -> None:
-        """Hold all books one behind the other: where each group of columns starts, and each
-        table."""
+        """Register the books of all tables one after the other, and the places in them where the
+        entries of each group of columns and of each table start."""
         size = books[0].shape[0] * ENTRIES
         self.register_buffer("books", torch.cat(books).flatten(0, 1))
         self.register_buffer("group_starts", torch.arange(0, size, ENTRIES, dtype=torch.int32))
-        # Ids of tables in another group read zeros, in any book.
-        at = {name: size * number for number, name in enumerate(self.places)}
-        self.register_buffer("book_starts", _of_features(at, features, 0))
+        # Ids of tables in other groups read entry 0, which is zeros in any book.
+        starts = {name: size * number for number, name in enumerate(self.places)}
+        self.register_buffer("book_starts", _of_features(starts, features, 0))
 
     def stored(self, table: str) -> dict[str, Tensor]:
-        """Return where the rows of a table are."""
+        """Return live views of a table's rows."""
         return {key: self.get_buffer(key)[self.places[table]] for key in self.keys}
 
-    def forward(self, ids: Found, pooling: Pooling) -> Tensor:
+    def forward(self, batch: JaggedRows, pooling: Pooling) -> Tensor:
         """Return the bags of all features, ``(features, bags, width)``, or each id's row,
         ``(n, width)``."""
-        rows = ids.rows
+        rows = batch.rows
         features, feature = self.firsts.size(0), None
         if features > 1:
-            feature = torch.repeat_interleave(ids.counts, output_size=rows.size(0))
+            # The feature of each id, from the number of ids of each feature.
+            feature = torch.repeat_interleave(batch.counts, output_size=rows.size(0))
             first = self.firsts.index_select(0, feature)
-            here = torch.where((rows < 0) | (first < 0), self.count, rows + first)
+            places = torch.where((rows < 0) | (first < 0), self.count, rows + first)
         else:
-            # A graph of one feature is spared the counts.
-            here = torch.where(rows < 0, self.count, rows)
+            # A single feature's table starts at 0.
+            places = torch.where(rows < 0, self.count, rows)
         if pooling == "none":
-            return self._vectors(here, feature)
+            return self._decode(places, feature)
         matrix = self.rows
         if self.dtype != "fp32":
-            # The rows of these ids alone are decoded.
-            matrix = self._vectors(here, feature)
-            here = torch.arange(here.size(0), dtype=torch.int32, device=here.device)
+            # Only the rows of this batch are decoded, and looked up one after the other.
+            matrix = self._decode(places, feature)
+            places = torch.arange(places.size(0), dtype=torch.int32, device=places.device)
         bags = F.embedding_bag(
-            here,
+            places,
             matrix,
-            ids.offsets,
+            batch.offsets,
             mode=pooling,
-            per_sample_weights=ids.weights,
+            per_sample_weights=batch.weights,
             include_last_offset=True,
         )
         return bags.view(features, -1, self.width)
 
-    def _vectors(self, here: Tensor, feature: Tensor | None) -> Tensor:
-        """Return the rows at ``here``, float32 ``(n, width)``; ``feature`` is of each id, None of
-        one."""
-        found = {key: self.get_buffer(key).index_select(0, here) for key in self.keys}
+    def _decode(self, places: Tensor, feature: Tensor | None) -> Tensor:
+        """Return the rows at ``places``, float32 ``(n, width)``.
+
+        Args:
+            feature: of each id; None if there is only one.
+        """
+        found = {key: self.get_buffer(key).index_select(0, places) for key in self.keys}
         if self.books is None:
             return decode(found, self.width)
         entries = found["rows"] + self.group_starts
         if feature is not None:
             entries = entries + self.book_starts.index_select(0, feature).unsqueeze(1)
-        return entries_at(entries, self.books)[:, : self.width].float()
+        return gather_entries(entries, self.books)[:, : self.width].float()
 
 
-def _of_features(values: Mapping[str, int], features: Sequence[str], rest: int) -> Tensor:
-    """Return the value of each feature's table, ``rest`` where it has none: int32."""
-    return torch.tensor([values.get(name, rest) for name in features], dtype=torch.int32)
+def _of_features(by_table: Mapping[str, int], features: Sequence[str], default: int) -> Tensor:
+    """Return the value of each feature's table: int32."""
+    return torch.tensor([by_table.get(name, default) for name in features], dtype=torch.int32)
 
 
-# Tables of an artifact in modules that others load: FBGEMM's table batch with its remap of ids, and
-# TorchRec's quantized collection. Both hold rows of the artifact bit for bit, and removed ids are
-# exactly 0. Columns with a scale each and codes are stored in float16, which holds their steps and
-# the entries of books exactly.
+# Tables of an artifact in modules of other libraries: FBGEMM's table batch with its remap of ids,
+# and TorchRec's quantized collection. Both hold the rows of the artifact bit for bit, and removed
+# ids are exactly 0. Tables with codes or with a scale per column are stored in float16, which holds
+# the entries of books and the steps of a grid exactly.
 
 
 def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.Module:
@@ -354,14 +362,14 @@ def to_fbgemm(collection: Collection, tables: Mapping[str, StoredTable]) -> nn.M
             f"Collection {collection.path!r} has tables of sums and of means, and FBGEMM's module"
             " pools in one way: use to_torchrec()."
         )
-    # FBGEMM's remap counts tables where it should count features: a table with two features and a
-    # remap serves other rows. So each feature has a table of its own.
+    # FBGEMM's remap uses the number of a table where it needs that of a feature: if a table has two
+    # features, lookups return wrong rows. So each feature has a copy of its table.
     stored = []
-    for place, name in enumerate(collection.looked_up):
+    for number, name in enumerate(collection.looked_up):
         index = tables[name].index
         remap = index(torch.arange(index.rows)).int()
-        alone = f"{name}.{place}"
-        stored.append(replace(_stored(tables[name], alone, [alone]), remap=remap))
+        copy = f"{name}.{number}"
+        stored.append(replace(_stored_rows(tables[name], copy, [copy]), remap=remap))
     return table_batch(stored)
 
 
@@ -376,14 +384,15 @@ def to_torchrec(
             f"Collection {collection.path!r} is of the kind {collection.kind!r}, and TorchRec's"
             " EmbeddingBagCollection looks up bags: use to_fbgemm()."
         )
-    # A feature of two tables has other rows in each: its outputs' names tell them apart.
+    # A feature of two tables has different rows in each. So the features of TorchRec's collection
+    # are the outputs of this one, which differ.
     keys: dict[str, list[str]] = {name: [] for name in collection.tables}
     for name, key in zip(collection.looked_up, collection.outputs, strict=True):
         keys[name].append(key)
     stored = []
     for name in collection.tables:
-        # Behind the last row one of zeros: for removed ids, and for ids out of range.
-        stored.append(_stored(tables[name], name, keys[name], zeros=1))
+        # Removed ids and ids out of range read a row of zeros behind the last one.
+        stored.append(_stored_rows(tables[name], name, keys[name], zeros=1))
     zeros = [tables[name].entry.stored for name in collection.looked_up]
     inner = bag_collection(stored, collection.weighted)
     return QuantizedCollection(collection, inner, index, zeros)
@@ -394,7 +403,7 @@ class QuantizedCollection(nn.Module):
 
     Args:
         looked_up: the collection of the manifest.
-        collection: TorchRec's; takes rows.
+        collection: TorchRec's, which is called with rows for ids.
         index: from ids to rows.
         zeros: the row of zeros of each feature's table.
     """
@@ -423,9 +432,8 @@ class QuantizedCollection(nn.Module):
         return self.collection(port.keyed(self.keys, rows, lengths, weights))
 
 
-def _stored(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:
-    """Return a copy of the stored rows of a table in FBGEMM's format, and rows of zeros behind
-    them."""
+def _stored_rows(table: StoredTable, name: str, features: Sequence[str], zeros: int = 0) -> Any:
+    """Return a copy of a table in FBGEMM's format, with some rows of zeros behind the last one."""
     from dist_sparse.torchrec.kernels import StoredRows
 
     entry = table.entry

@@ -1,9 +1,8 @@
-"""The manifest of an artifact: its tables, and the collections that look them up; and of a delta,
-what turns one artifact into the next one.
+"""The manifests of artifacts and deltas. An artifact's lists its tables and the collections that
+look them up, a delta's what leads from one artifact to the next.
 
-Everything in the file of tables follows from the manifest: names, dtypes, shapes and order of the
-tensors. The text is canonical and holds its own CRC32, so that it is read as it was written or
-refused.
+The layout of the file of tables follows from the manifest: names, dtypes, shapes and order of its
+tensors. The text is canonical and holds its own CRC32: it is read exactly as written, or refused.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ TABLES = "tables.safetensors"
 Kind = Literal["bag", "sequence", "embedding_bag", "embedding"]
 Pooling = Literal["sum", "mean", "none"]
 Scale = Literal["row", "column"]
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorType = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
+Layout = Mapping[str, TensorType]
 
-# Tensors with an entry for each stored row. Others are carried whole if they have changed.
+# Tensors with an entry for each stored row. A delta contains only changed rows of these, and all
+# of any other tensor that has changed.
 PER_ROW = frozenset({"rows", "scale_bias"})
 
 _MOST_COLUMNS = 1 << 16
@@ -48,16 +49,16 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True)
 class Collection:
-    """A module that looked tables up, and how.
+    """A module that looks tables up.
 
     Args:
         path: of the module in the model; ``""`` is the model itself.
         kind: ``"bag"`` and ``"sequence"`` are TorchRec's collections, ``"embedding_bag"`` and
             ``"embedding"`` torch's modules.
-        weighted: whether ids have weights of their own (``"bag"``).
+        weighted: whether each id comes with a weight (``"bag"``).
         include_last_offset: of a ``torch.nn.EmbeddingBag``.
-        tables: by name, in the order of the module.
-        features: in the order of the module's output; none of torch's modules.
+        tables: names, in the order of the module.
+        features: in the order of the module's outputs; empty for torch's modules.
     """
 
     path: str
@@ -69,20 +70,20 @@ class Collection:
 
     @property
     def looked_up(self) -> tuple[str, ...]:
-        """The table of each feature, or of a module of torch's."""
+        """The table of each feature, or the table of a torch module."""
         return tuple(feature.table for feature in self.features) or self.tables
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The key of each feature's output, as TorchRec names it: ``feature``, or ``feature@table``
-        of one that looks up several tables."""
+        for a feature that looks up several tables."""
         times = Counter(feature.name for feature in self.features)
         return tuple(f"{f.name}@{f.table}" if times[f.name] > 1 else f.name for f in self.features)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableBytes:
-    """Bytes of a table: dense in the model, in the file altogether, and in the file beside its
+    """Bytes of a table: of the dense table, of the exported table, and of its parts that are no
     weights.
 
     Args:
@@ -90,8 +91,8 @@ class TableBytes:
         after: of all of its tensors in the file.
         index: of the bitmap of kept rows.
         scales: of the rows' scales and biases, or of the columns' scales.
-        rotation: of the matrix that turns outputs back.
-        books: of what codes stand for.
+        rotation: of the matrix that rotates outputs back.
+        books: of the books that decode codes.
     """
 
     before: int
@@ -107,19 +108,20 @@ class Table:
     """A table of an artifact.
 
     Args:
-        rows: of the table that was trained, and the ids that it has.
-        kept: how many of them are stored.
-        dim: columns that are stored.
+        rows: of the trained table; its ids are ``[0, rows)``.
+        kept: ids whose rows are stored.
+        dim: stored columns.
         pooling: of the collection that looks it up; ``"none"`` in sequences.
         dtype: of the stored rows.
-        scale: of 8 and 4 bits: whether each row or each column has a grid.
-        groups: codes of a row, each of ``dim / groups`` columns, of ``"codes"``; otherwise None.
+        scale: for 8 and 4 bits, whether each row or each column has a grid.
+        groups: for ``"codes"``, the codes of a row, each for ``dim / groups`` columns; otherwise
+            None.
         default_row: whether removed ids share a row, stored behind the kept ones.
-        turned: columns of its outputs, if they are turned back from ``dim`` rotated ones; otherwise
+        turned: columns of its outputs, if they are rotated back from ``dim`` columns; otherwise
             None.
         before: bytes of the dense table, in the dtype that it was trained in.
-        checksums: of each of its tensors, named as in :meth:`layout`: CRC32s, and of rows what
-            :func:`~dist_sparse.serving.artifact.sum_of_rows` returns.
+        checksums: of each of its tensors, named as in :meth:`layout`. Rows have
+            :func:`~dist_sparse.serving.artifact.sum_of_rows`, other tensors a CRC32.
     """
 
     rows: int
@@ -136,37 +138,38 @@ class Table:
 
     @property
     def stored(self) -> int:
-        """Rows that are stored."""
+        """The number of stored rows."""
         return self.kept + self.default_row
 
     @property
     def columns(self) -> int:
-        """Columns of its outputs."""
+        """The columns of its outputs."""
         return self.turned or self.dim
 
     @property
     def bytes(self) -> TableBytes:
-        """What it takes."""
-        taken = {name: size_of(*each) for name, each in self.layout().items()}
+        """Its bytes in the model and in the file."""
+        sizes = {name: size_of(*tensor) for name, tensor in self.layout().items()}
         return TableBytes(
             before=self.before,
-            after=sum(taken.values()),
-            index=taken.get("kept", 0),
-            scales=taken.get("scale_bias", taken.get("scales", 0)),
-            rotation=taken.get("rotation", 0),
-            books=taken.get("books", 0),
+            after=sum(sizes.values()),
+            index=sizes.get("kept", 0),
+            scales=sizes.get("scale_bias", sizes.get("scales", 0)),
+            rotation=sizes.get("rotation", 0),
+            books=sizes.get("books", 0),
         )
 
     def layout(self) -> Layout:
-        """Return dtype and shape of each of its tensors, by their names without the table's.
+        """Return dtype and shape of each of its tensors.
 
-        ``kept`` is the bitmap of kept rows, absent when all are. ``rows`` are the stored rows:
-        weights, 8-bit codes, two 4-bit codes a byte, the lower half first, or a byte for each group
-        of columns. ``scale_bias`` holds each row's factor of the codes and summand, ``scales`` each
-        column's factor, ``books`` the columns that each byte of a group stands for, ``rotation``
-        the matrix that outputs of rotated tables are multiplied by.
+        - ``kept``: the bitmap of kept rows; absent if all rows are kept.
+        - ``rows``: the stored rows. A byte holds an 8-bit code, two 4-bit codes (the lower half
+          first), or the code of a group of columns.
+        - ``scale_bias``: each row's scale and bias. ``scales``: each column's scale.
+        - ``books``: the weights that each code of a group selects.
+        - ``rotation``: the matrix that outputs are multiplied by to rotate them back.
         """
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        found: dict[str, TensorType] = {}
         if self.kept < self.rows:
             found["kept"] = torch.int32, (-(-self.rows // 32),)
         if self.scale == "column":
@@ -174,7 +177,7 @@ class Table:
         elif self.dtype in ("int8", "int4"):
             found["scale_bias"] = torch.float16, (self.stored, 2)
         encoding = ENCODINGS[self.dtype]
-        # 4-bit codes share bytes in pairs, the last one alone if the number is odd.
+        # Two 4-bit codes share a byte, and an odd last one has a byte of its own.
         columns = -(-self.dim * encoding.bits // (8 * encoding.stored.itemsize))
         if self.groups is not None:
             columns = self.groups
@@ -191,8 +194,8 @@ class Manifest:
 
     Args:
         dist_sparse: version of the package that wrote it.
-        dtype: of all tables; beside ``"codes"`` others may have another.
-        collections: by path.
+        dtype: of all tables; with ``"codes"``, tables without codes have another one.
+        collections: sorted by path.
         tables: by name.
         bytes: of ``tables.safetensors``.
     """
@@ -210,8 +213,8 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """The SHA-256 of its text, which covers the checksum of every tensor: the name of an
-        artifact in deltas."""
+        """The SHA-256 of its text, which includes the checksum of every tensor. Deltas identify
+        artifacts by it."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     @staticmethod
@@ -224,7 +227,6 @@ class Manifest:
         """
         entries = unsealed(text, FORMAT, VERSION)
         tables = {name: _table(name, entry) for name, entry in entries["tables"].items()}
-        # Tables without codes may be beside those that have some.
         strange = {table.dtype for table in tables.values()} - {entries["dtype"]}
         if strange and entries["dtype"] != "codes":
             raise ValueError(f"not all of its tables are {entries['dtype']!r}")
@@ -238,17 +240,19 @@ class Manifest:
 
 
 def _sealed(form: str, version: int, fields: dict[str, Any]) -> str:
-    # No other name in a manifest is used as a path.
+    # Under the fixed name of the file: a name from a manifest is never used as a path.
     files = {TABLES: {"bytes": fields.pop("bytes")}}
     return sealed({"format": form, "version": version, **fields, "files": files})
 
 
 def layout_of(tables: Mapping[str, Any]) -> Layout:
     """Return dtype and shape of every tensor, by ``<table>.<tensor>``, in the order of the file.
-    Tables are described whole, or by their parts in a delta: both have a ``layout()``.
 
-    Tensors of wide elements first, so that all are aligned without gaps, which the format has none
-    of."""
+    Tensors of wide elements come first, which aligns all of them: safetensors allows no gaps.
+
+    Args:
+        tables: each a :class:`Table` or a :class:`TableDelta`.
+    """
     found = {
         f"{name}.{key}": value
         for name, table in tables.items()
@@ -269,9 +273,9 @@ def _table(name: str, entry: Mapping[str, Any]) -> Table:
     integer("kept", found.kept, least=0, most=found.rows, of=name)
     integer("dim", found.dim, least=1, most=_MOST_COLUMNS, of=name)
     integer("before", found.before, least=1, of=name)
-    known = {"pooling": get_args(Pooling), "dtype": ENCODINGS, "scale": get_args(Scale)}
-    for key, names in known.items():
-        choice(f"{key} of {name!r}", entry[key], names)
+    choices = {"pooling": get_args(Pooling), "dtype": ENCODINGS, "scale": get_args(Scale)}
+    for key, known in choices.items():
+        choice(f"{key} of {name!r}", entry[key], known)
     is_coded, is_by_column = found.dtype == "codes", found.scale == "column"
     groups = integer("groups", found.groups, least=1, of=name) if is_coded else 1
     if found.turned is not None:
@@ -289,7 +293,7 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
     features = tuple(Feature(**feature) for feature in entry["features"])
     found = Collection(**{**entry, "tables": tuple(entry["tables"]), "features": features})
     choice("kind", found.kind, get_args(Kind))
-    # A lookup holds the tables of its own collection alone.
+    # A lookup is built from the tables of its own collection only.
     looked_up = {feature.table for feature in features}
     strange = looked_up.difference(found.tables) | set(found.tables).difference(tables)
     if strange:
@@ -300,33 +304,31 @@ def _collection(entry: Mapping[str, Any], tables: Mapping[str, Table]) -> Collec
 
 
 def summary(manifest: Manifest) -> str:
-    """Return a table of the tables' bytes, and what to know about them."""
+    """Return a text table of the tables' bytes, and their total."""
     last = "books" if manifest.dtype == "codes" else "scales"
     head = ("table", "rows", "kept", "dim", "dtype", "dense", "served", "", "index", last)
     rows, before = [], 0
     for name, table in manifest.tables.items():
-        taken = table.bytes
+        sizes = table.bytes
         before += table.before
-        numbers = map(count, (table.rows, table.kept, table.dim))
-        share = percent(taken.after / table.before)
-        rest = getattr(taken, last)
-        sizes = size(table.before), size(taken.after), share, size(taken.index), size(rest)
-        rows.append((name, *numbers, table.dtype, *sizes))
-    whole = (
+        shape = count(table.rows), count(table.kept), count(table.dim)
+        served = size(sizes.after), percent(sizes.after / table.before)
+        parts = size(sizes.index), size(getattr(sizes, last))
+        rows.append((name, *shape, table.dtype, size(table.before), *served, *parts))
+    total = (
         f"total: {size(manifest.bytes)} on disk, {percent(manifest.bytes / max(before, 1))} of"
         f" {size(before)} dense"
     )
     if all(table.kept == table.rows for table in manifest.tables.values()):
-        whole += "; no row was removed"
-    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), whole])
+        total += "; no row was removed"
+    return "\n".join([*table_lines(head, rows, right={1, 2, 3, 5, 6, 7, 8, 9}), total])
 
 
-# Deltas: their folders have the files of an artifact. `tables.safetensors` holds, for each table,
-# the rows that changed or came and their ids, and the ids that went (tombstones). `manifest.json`
-# names the artifact that the delta follows by the hash of its manifest, and holds the whole
-# manifest of the artifact that it leads to: the checksum of each tensor there says what a chain of
-# deltas must add up to, and an artifact merged from a chain goes on with the deltas that follow the
-# chain.
+# The folder of a delta has the files of an artifact. `tables.safetensors` holds, for each table,
+# changed and added rows with their ids, and removed ids (tombstones). `manifest.json` has the hash
+# of the manifest of the artifact that the delta follows, and the whole manifest of the artifact
+# that it leads to. The checksums there are those of a full export: a chain of deltas must add up to
+# them, and an artifact that was merged from a chain has the hash that the next delta expects.
 
 _DELTA_FORMAT = "dist_sparse.serving.delta"
 _DELTA_VERSION = 3
@@ -337,11 +339,11 @@ class TableDelta:
     """What changes in a table.
 
     Args:
-        after: the table of the artifact that the delta leads to.
-        rows: in the delta: rows that changed, and rows of ids that came.
-        came: how many of them came.
-        gone: ids that went.
-        whole: tensors that are no rows, and changed: scales of columns, or a rotation.
+        after: the table after the delta.
+        rows: in the delta: changed rows, and rows of added ids.
+        came: added ids.
+        gone: removed ids.
+        whole: names of the changed tensors that are no rows, such as ``scales``.
         checksums: CRC32s of the delta's tensors, named as in :meth:`layout`.
     """
 
@@ -353,9 +355,10 @@ class TableDelta:
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self) -> Layout:
-        """Return dtype and shape of each of its tensors: ``ids`` of the rows and ids that are
-        ``gone``, ascending; a default row has the id behind the last."""
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        """Return dtype and shape of each of its tensors: those of the table, ``ids`` of the rows,
+        and removed ids, ``gone``. Both are ascending. A default row counts as the row of the id
+        behind the last one."""
+        found: dict[str, TensorType] = {
             "ids": (torch.int32, (self.rows,)),
             "gone": (torch.int32, (self.gone,)),
         }
@@ -373,8 +376,8 @@ class Delta:
 
     Args:
         base: hash of the artifact that begins the chain.
-        previous: hash of the artifact that the delta follows, which base and deltas before it make.
-        artifact: the manifest of the one that it leads to.
+        previous: hash of the artifact that the delta follows: the base with all deltas before it.
+        artifact: the manifest of the artifact after the delta.
         tables: by name.
         bytes: of ``tables.safetensors``.
     """
@@ -388,7 +391,9 @@ class Delta:
     def to_text(self) -> str:
         """Return the text of ``manifest.json``, which ends with the CRC32 of the text without
         it."""
+        # As text, whose hash the next delta names.
         fields = {**asdict(self), "artifact": self.artifact.to_text()}
+        # It is in the artifact's manifest already.
         for table in fields["tables"].values():
             del table["after"]
         return _sealed(_DELTA_FORMAT, _DELTA_VERSION, fields)
@@ -424,7 +429,8 @@ class Delta:
 
 
 def refuse_changed(before: Manifest, after: Manifest) -> None:
-    """Refuse artifacts between which more has changed than rows and what decodes them.
+    """Refuse a delta between artifacts that differ in more than rows, and the tensors that decode
+    them.
 
     Raises:
         ValueError: names the table.
@@ -446,7 +452,7 @@ def refuse_changed(before: Manifest, after: Manifest) -> None:
 
 
 def delta_summary(delta: Delta) -> str:
-    """Return how many rows the delta changes, and its bytes beside the whole artifact's."""
+    """Return a line with the number of changed rows, and the size beside the whole artifact's."""
     tables = delta.tables.values()
     came, gone = sum(table.came for table in tables), sum(table.gone for table in tables)
     changed = sum(table.rows for table in tables) - came

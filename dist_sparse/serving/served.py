@@ -1,8 +1,8 @@
-"""Tables of an artifact as modules that look them up: :func:`load_served`.
+"""Collections of an artifact as modules: :func:`load_served`.
 
-Loading needs torch alone. Lookups use FBGEMM's operator where FBGEMM is installed;
-TorchRec is imported only when a KeyedJaggedTensor is passed. A :class:`Served` calls and exports
-its ``lookup``, a module that takes and returns tensors.
+Loading needs only torch. Lookups use FBGEMM's operator if FBGEMM is installed; TorchRec is imported
+when a KeyedJaggedTensor is passed. A :class:`Served` is what users call. It owns a ``lookup``,
+a module from tensors to tensors, which is the part that ``torch.export`` can save.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from dist_sparse.serving.artifact import Opened, StrPath, all_kept, folders_of, 
 from dist_sparse.serving.chain import MappedTable, index_after, move_rows, open_next
 from dist_sparse.serving.lookup import (
     FbgemmLookup,
-    Found,
+    JaggedRows,
     LibtorchLookup,
     QuantizedCollection,
     RowLookup,
@@ -41,7 +41,8 @@ from dist_sparse.serving.lookup import (
 from dist_sparse.serving.manifest import Collection, Delta, Manifest
 from dist_sparse.torchrec import kernels
 
-_NO_INDEX = RowIndex(all_kept(0), 0)
+# How ids out of range are served; see load_served().
+UnknownIds = Literal["zero", "raise", "id0"]
 
 
 class ServedLookup(nn.Module):
@@ -50,9 +51,9 @@ class ServedLookup(nn.Module):
     Args:
         tables: by name.
         collection: of the manifest.
-        fbgemm: whether lookups use FBGEMM's operator if it has one for the tables.
-        unknown: what becomes of ids out of range, as of :func:`load_served`. An exported graph
-            counts none.
+        fbgemm: whether lookups use FBGEMM's operator if it supports the tables.
+        unknown: how ids out of range are served: see :func:`load_served`. An exported graph does
+            not count them.
     """
 
     def __init__(
@@ -64,19 +65,22 @@ class ServedLookup(nn.Module):
         self.features = len(self._names)
         entries = {name: table.entry for name, table in tables.items()}
         self.dims = [entries[name].columns for name in self._names]
-        self.index = self._indexes(tables)
-        self.rows = self._row_lookup(tables)
+        self.index = self._build_index(tables)
+        self.rows = self._build_row_lookup(tables)
         rows = {name: entry.rows for name, entry in entries.items()}
-        self.counted = UnknownLookups(rows, self._names)
-        self._hold(tables)
+        self.unknown_lookups = UnknownLookups(rows, self._names)
+        self._set_tables(tables)
 
-    def _hold(self, tables: Mapping[str, StoredTable]) -> None:
-        """Note what the tables are; rows and indexes are held by the modules."""
+    def _set_tables(self, tables: Mapping[str, StoredTable]) -> None:
+        """Remember what :meth:`tables` can't read back from the modules."""
+        # self.rows and self.index have copied rows and indexes. A reference to the originals would
+        # keep them in memory a second time, so an index of no rows takes their place.
+        no_index = RowIndex(all_kept(0), 0)
         self._tables: dict[str, StoredTable] = {}
         for name, table in tables.items():
-            self._tables[name] = replace(table, rows={}, index=_NO_INDEX)
+            self._tables[name] = replace(table, rows={}, index=no_index)
 
-    def _indexes(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
+    def _build_index(self, tables: Mapping[str, StoredTable]) -> RowIndexes:
         names = list(tables)
         return RowIndexes(
             [table.needed_index for table in tables.values()],
@@ -84,62 +88,75 @@ class ServedLookup(nn.Module):
             [names.index(name) for name in self._names],
         )
 
-    def _row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
-        # Both take the same arguments and return the same sums.
-        native = self._fbgemm and all(table.has_kernel for table in tables.values())
-        kind = FbgemmLookup if native else LibtorchLookup
-        return kind(tables, self._names)
+    def _build_row_lookup(self, tables: Mapping[str, StoredTable]) -> RowLookup:
+        # One FBGEMM call reads all tables, so a single table without a kernel rules it out.
+        uses_fbgemm = self._fbgemm and all(table.has_kernel for table in tables.values())
+        lookup_class = FbgemmLookup if uses_fbgemm else LibtorchLookup
+        return lookup_class(tables, self._names)
 
     def tables(self) -> dict[str, StoredTable]:
-        """Return the tables as they are now: where their rows are stored, and a copy of their
-        indexes on the CPU."""
-        indexes, found = self.index.tables(), {}
-        for at, (name, table) in enumerate(self._tables.items()):
-            entry, places = table.entry, self.rows.stored(name)
-            rows = {key: part[: entry.stored] for key, part in places.items()}
-            index = indexes.get(at) or RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
-            found[name] = replace(table, rows=rows, index=index.cpu())
-        return found
+        """Return the tables as they are now: live views of their rows, and a copy of their indexes
+        on the CPU."""
+        indexes = self.index.tables()
+        tables = {}
+        for number, (name, table) in enumerate(self._tables.items()):
+            entry = table.entry
+            # Behind the stored rows is room for rows that deltas add.
+            rows = {key: part[: entry.stored] for key, part in self.rows.stored(name).items()}
+            index = indexes.get(number)
+            if index is None:
+                index = RowIndex(all_kept(entry.rows), entry.rows, entry.default_row)
+            tables[name] = replace(table, rows=rows, index=index.cpu())
+        return tables
 
-    def copied(self) -> ServedLookup:
+    def copy_to_cpu(self) -> ServedLookup:
         """Return a lookup of the same tables, without room for deltas, on the CPU."""
         tables = {name: replace(table, room=0) for name, table in self.tables().items()}
         return type(self)(tables, self._collection, self._fbgemm, self.unknown).cpu()
 
-    def changed(self, delta: Opened[Delta]) -> Callable[[], None]:
-        """Return a function that makes the tables the ones that a delta leads to. Nothing changes
-        before it is called.
+    def prepare_update(self, delta: Opened[Delta]) -> Callable[[], None]:
+        """Return a function that applies a delta to the tables. Until it is called, lookups return
+        what they returned before.
+
+        What is slow, and what may be refused, is done here: lookups wait while the returned
+        function runs.
 
         Raises:
             ValueError: the delta does not fit the rows; names its folder and table.
         """
-        before, tables, is_grown = self.tables(), {}, False
+        before = self.tables()
+        after = {}
+        needs_new_lookup = False
         for name, table in before.items():
             change = delta.manifest.tables[name]
             tensors = delta.tensors(name)
-            whole = {key: tensors[key].clone() for key in change.whole}
-            # The table may be pooled in another way in another collection.
+            # Cloned: a view would keep the file mapped.
+            replaced = {key: tensors[key].clone() for key in change.whole}
+            # A manifest has one pooling per table, and another collection may pool it differently.
             entry = replace(change.after, pooling=table.entry.pooling)
             index = index_after(delta, name, table.index)
             room = table.places
             if entry.stored > room:
-                # Room for the rows of the next deltas.
+                # A quarter more than needed, so that the next deltas fit.
                 room = entry.stored + entry.stored // 4
-            is_grown |= room > table.places or bool(whole)
-            whole = {**table.whole, **whole}
-            tables[name] = replace(table, entry=entry, whole=whole, index=index, room=room)
+            # Rows are moved in place if they fit. Books, scales and rotations are copied into the
+            # lookup when it is built.
+            needs_new_lookup |= room > table.places or bool(replaced)
+            whole = {**table.whole, **replaced}
+            after[name] = replace(table, entry=entry, whole=whole, index=index, room=room)
         device = self.index.words.device
-        index_of_all = self._indexes(tables).to(device)
-        lookup = self._row_lookup(tables).to(device) if is_grown else self.rows
+        new_index = self._build_index(after).to(device)
+        new_lookup = self._build_row_lookup(after).to(device) if needs_new_lookup else self.rows
 
-        def change_all() -> None:
-            for name, table in tables.items():
-                places, new = lookup.stored(name), delta.tensors(name)
-                move_rows(places, before[name].index, table.index, new)
-            self._hold(tables)
-            self.index, self.rows = index_of_all, lookup
+        def apply_update() -> None:
+            # A new lookup was filled with the old rows, in the order of before[name].index too.
+            for name, table in after.items():
+                rows = new_lookup.stored(name)
+                move_rows(rows, before[name].index, table.index, delta.tensors(name))
+            self._set_tables(after)
+            self.index, self.rows = new_index, new_lookup
 
-        return change_all
+        return apply_update
 
     def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
         """Look up the tensors that :meth:`Served.forward` takes."""
@@ -152,38 +169,45 @@ class ServedLookup(nn.Module):
         return found
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """Return arguments of a call with some ids."""
+        """Return the arguments of a call with some ids, from which ``torch.export`` traces."""
         raise NotImplementedError
 
-    def _found(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Return the rows of ids: int32 ``(n,)``, -1 where there is none."""
+    def _find_rows(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Return the rows of ids: int32 ``(n,)``, -1 for an id without a row.
+
+        Args:
+            counts: ``(features,)``, how many ids each feature has.
+        """
         check_ids(ids)
         rows: Tensor = self.index(ids, counts)
+        # Counting and raising depend on values, which a traced graph does not have.
         if not torch.compiler.is_compiling():
-            self._note(ids, rows, counts)  # a graph neither counts nor raises
+            self._count_unknown(ids, rows, counts)
         if self.unknown == "id0":
+            # Id 0 may be removed itself, so its row is looked up like any other.
             rows = self.index(torch.where(rows == UNKNOWN, 0, ids), counts)
         return rows.clamp(min=REMOVED)
 
-    def _note(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
-        """Count the ids out of range, or raise them as a ValueError."""
-        # One pass where all ids are known, as in most batches.
+    def _count_unknown(self, ids: Tensor, rows: Tensor, counts: Tensor) -> None:
+        """Count the ids out of range, and with ``unknown="raise"`` raise a ValueError."""
+        # UNKNOWN is below REMOVED, so one pass over the rows is enough for most batches.
         if len(rows) == 0 or int(rows.min()) >= REMOVED:
             return
-        found = self.counted.add(ids, rows == UNKNOWN, counts.tolist())
+        described = self.unknown_lookups.add(ids, rows == UNKNOWN, counts.tolist())
         if self.unknown == "raise":
-            raise ValueError("Out of range: " + "; ".join(found.values()) + ".")
+            raise ValueError("Out of range: " + "; ".join(described.values()) + ".")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedLookup:
-        """Move to another device, and keep dtypes: rounded scales would not give zeros for
-        zeros."""
+        """Ignore changes of dtype: ``.half()`` or ``.to(dtype)`` of a model around this module
+        would round scales, and removed weights would no longer decode to 0. Called by
+        ``torch.nn.Module.to()`` and the like."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            # An empty part shows where a tensor goes, and in which dtype.
+        def move_only(tensor: Tensor) -> Tensor:
+            # fn() is opaque: an empty part shows which dtype and device it leads to.
             probe = fn(tensor[:0])
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(move_only, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -201,9 +225,10 @@ class CollectionLookup(ServedLookup):
             weights: float32 ``(n,)``, a factor for each id, of a weighted collection.
         """
         offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        offsets = _checked(offsets, values.size(0))
+        offsets = _check_offsets(offsets, values.size(0))
         counts = lengths.view(self.features, -1).sum(1)
-        found: Tensor = self.rows(Found(self._found(values, counts), offsets, counts, weights))
+        rows = self._find_rows(values, counts)
+        found: Tensor = self.rows(JaggedRows(rows, offsets, counts, weights))
         return found
 
     def example(self, ids: Tensor) -> tuple[Tensor, ...]:
@@ -223,21 +248,23 @@ class EmbeddingBagLookup(ServedLookup):
                 where the last ends.
             weights: float32 ``(n,)``, a factor for each id.
         """
-        ends = offsets.int()
+        offsets = offsets.int()
         if not self._collection.include_last_offset:
             last = torch.full((1,), ids.size(0), dtype=torch.int32, device=ids.device)
-            ends = torch.cat([ends, last])
-        ends = _checked(ends, ids.size(0))
-        counts = ends[-1:]
-        found: Tensor = self.rows(Found(self._found(ids, counts), ends, counts, weights))
+            offsets = torch.cat([offsets, last])
+        offsets = _check_offsets(offsets, ids.size(0))
+        # The last offset is the number of ids, all of one feature.
+        counts = offsets[-1:]
+        rows = self._find_rows(ids, counts)
+        found: Tensor = self.rows(JaggedRows(rows, offsets, counts, weights))
         return found
 
     def look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
         if ids.dim() == 2:
             # A bag in each row.
-            bags, each = ids.size()
-            # With include_last_offset there is one offset more: the end of the last bag.
-            lengths = torch.arange(bags + self._collection.include_last_offset) * each
+            bags, bag_size = ids.size()
+            # With include_last_offset there is one more offset: the end of the last bag.
+            lengths = torch.arange(bags + self._collection.include_last_offset) * bag_size
             ids = ids.reshape(-1)
             if weights is not None:
                 weights = weights.reshape(-1)
@@ -253,10 +280,11 @@ class EmbeddingLookup(ServedLookup):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the row of each id, float32 ``(*ids.shape, columns)``; ``ids`` are int32 or int64,
         of any shape."""
-        # One bag of all ids, which are not pooled.
+        # One bag of all ids. The pooling of this kind of lookup is "none".
         flat = ids.reshape(-1)
         count = torch.full((1,), flat.size(0), dtype=torch.int32, device=ids.device)
-        found: Tensor = self.rows(Found(self._found(flat, count), F.pad(count, (1, 0)), count))
+        rows = self._find_rows(flat, count)
+        found: Tensor = self.rows(JaggedRows(rows, F.pad(count, (1, 0)), count))
         return found.view(ids.size() + found.size()[1:])
 
     def look_up(self, ids: Tensor, *_: Tensor | None) -> Tensor:
@@ -267,15 +295,16 @@ class EmbeddingLookup(ServedLookup):
         return (ids,)
 
 
-def _checked(offsets: Tensor, count: int) -> Tensor:
-    """Return offsets that end with ``count`` and point to no id beyond it: FBGEMM's operator reads
-    where they point."""
+def _check_offsets(offsets: Tensor, count: int) -> Tensor:
+    """Refuse offsets that do not end with ``count``, and return them clamped to ``[0, count]``:
+    FBGEMM's operator does not check them, and would read any memory that they point to."""
     message = "Lengths must add up to the number of ids, and offsets must end with it."
     if torch.compiler.is_compiling():
-        torch._assert_async(offsets[-1] == count, message)  # stays in the graph, unlike a branch
+        # A branch on a value can't be traced. This assertion becomes a node of the graph.
+        torch._assert_async(offsets[-1] == count, message)
     elif int(offsets[-1]) != count:
         raise ValueError(message)
-    # The last offset fits; one before it may still point anywhere.
+    # Only the last offset was checked: negative lengths may move the others out of range.
     return offsets.clamp(0, count)
 
 
@@ -298,26 +327,25 @@ class Served(nn.Module):
     def __init__(self, manifest: Manifest, collection: Collection, lookup: ServedLookup) -> None:
         super().__init__()
         self._collection, self._gate = collection, Gate()
-        self._manifest, self._root = manifest, manifest.hash
+        self._manifest, self._base_hash = manifest, manifest.hash
         self.lookup = lookup
         self.features = [feature.name for feature in collection.features]
         self.outputs = list(collection.outputs)
         self.dims = lookup.dims
 
     def apply(self, delta: Any) -> Served:
-        """Serve what the next delta leads to, in a process that goes on looking up.
+        """Apply the next delta, in place, while other threads look up.
 
-        A lookup sees all of a delta or nothing: the change waits for lookups that have begun, and
-        lookups that begin then wait until rows are moved and written in place. Memory peaks by the
-        delta's changed rows as they are read, a new index (half a byte for each original id, and
-        one while bits are counted), and 65,536 rows. A table is loaded with
-        room for a sixteenth more rows; if it outgrows its room, or books, scales or a rotation
-        change, its rows are copied once, with room for a quarter more. A refused delta changes
-        nothing.
+        A lookup sees all of a delta or nothing: the update waits for running lookups, and new
+        lookups wait until rows are moved and written in place. Peak memory is the delta's changed
+        rows, a new index (half a byte per original id, and one byte while bits are counted), and
+        65,536 rows. A table is loaded with room for a sixteenth more rows. If it outgrows its room,
+        or books, scales or a rotation change, its rows are copied once, with room for a quarter
+        more. A refused delta changes nothing.
 
-        Modules that were made of this one (:meth:`to_pt2`, :meth:`to_fbgemm`, :meth:`to_torchrec`)
-        do not follow; calls of :attr:`lookup` itself do not wait. Of a model with several
-        collections each is changed on its own.
+        Modules that :meth:`to_pt2`, :meth:`to_fbgemm` and :meth:`to_torchrec` have returned are not
+        updated, and direct calls of :attr:`lookup` do not wait. Each collection of a model is
+        updated on its own.
 
         Args:
             delta: the folder that ``export(since=)`` wrote.
@@ -333,11 +361,11 @@ class Served(nn.Module):
         if callable(delta):
             # torch.nn.Module.apply(), which calls a function with each module.
             return super().apply(delta)
-        with self._gate.preparing:
-            opened = open_next(delta, self._manifest, self._root)
-            change = self.lookup.changed(opened)
-            with self._gate.change():
-                change()
+        with self._gate.updating:
+            opened = open_next(delta, self._manifest, self._base_hash)
+            apply_update = self.lookup.prepare_update(opened)
+            with self._gate.update():
+                apply_update()
             self._manifest = opened.manifest.artifact
         return self
 
@@ -367,24 +395,6 @@ class Served(nn.Module):
                 return self.lookup.look_up(ids, lengths, weights)
             return self._look_up_jagged(ids)
 
-    def _look_up(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Any:
-        if self.kind == "embedding":
-            return self.lookup(ids)
-        if self.kind == "embedding_bag" and ids.dim() == 2:
-            # A bag in each row.
-            bags, each = ids.size()
-            # With include_last_offset there is one offset more: the end of the last bag.
-            lengths = torch.arange(bags + self._collection.include_last_offset) * each
-            ids = ids.reshape(-1)
-            if weights is not None:
-                weights = weights.reshape(-1)
-        if lengths is None or (self.weighted and weights is None):
-            raise ValueError(
-                f"{self.path!r} takes ids and their lengths or offsets, and weights if it is"
-                " weighted."
-            )
-        return self.lookup(ids, lengths, weights)
-
     def _look_up_jagged(self, ids: Any) -> Any:
         path, kind = self._collection.path, type(ids)
         if not self.features:
@@ -400,8 +410,8 @@ class Served(nn.Module):
 
     @property
     def unknown(self) -> dict[str, int]:
-        """How many ids out of range were looked up since the artifact was loaded, by table."""
-        return dict(self.lookup.counted.counts)
+        """The number of lookups of ids out of range since the artifact was loaded, by table."""
+        return dict(self.lookup.unknown_lookups.counts)
 
     def to_pt2(self, file: StrPath) -> None:
         """Save :attr:`lookup` by ``torch.export``, for ``torch.export.load`` or AOTInductor.
@@ -419,13 +429,15 @@ class Served(nn.Module):
                 "Invalid unknown='raise' of a lookup that is saved: it runs without Python, which"
                 " names the id. Load the artifact with unknown='zero' or unknown='id0'."
             )
-        many = {0: torch.export.Dim.DYNAMIC}
+        any_size = {0: torch.export.Dim.DYNAMIC}
+        # Two ids for each feature: torch.export may specialize on an example of size 0 or 1.
         args = self.lookup.example(torch.zeros(2 * len(self.dims), dtype=torch.int64))
         with self._gate.lookup():
-            lookup = self.lookup.copied()
-        # Sizes of 0 and 1 are not special to a lookup: this is torch's switch for that.
+            lookup = self.lookup.copy_to_cpu()
+        # torch.export guards against sizes 0 and 1 by default. No lookup depends on them, and
+        # batches may be empty: torch has no public switch for this.
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            program = torch.export.export(lookup, args, dynamic_shapes=(many,) * len(args))
+            program = torch.export.export(lookup, args, dynamic_shapes=(any_size,) * len(args))
             torch.export.save(program, str(file))
 
     def to_fbgemm(self) -> nn.Module:
@@ -433,10 +445,10 @@ class Served(nn.Module):
         ``IntNBitTableBatchedEmbeddingBagsCodegen``, with its remap of ids.
 
         It takes ids, int64 ``(n,)``, and offsets, int64 ``(features * bags + 1,)``, of the features
-        in the order of :attr:`features`, and gives what the artifact serves, bit for bit: removed
+        in the order of :attr:`features`, and returns what the artifact serves, bit for bit: removed
         ids are exactly 0. Ids out of range are read as id 0, which FBGEMM also writes to the
-        caller's ids. Of tables with several features each feature has a copy. Columns with a
-        scale each become float16.
+        caller's ids. A table with several features is copied for each of them. Tables with a scale
+        per column become float16.
 
         Raises:
             ValueError: the collection has sums and means, a table was rotated alone, or it has 4
@@ -463,33 +475,56 @@ class Served(nn.Module):
             return to_torchrec(self._collection, self.lookup.tables(), self.lookup.index)
 
 
+@overload
 def load_served(
     path: StrPath | Sequence[StrPath],
     *,
     fbgemm: bool = True,
-    unknown: Literal["zero", "raise", "id0"] = "zero",
+    unknown: UnknownIds = "zero",
+    by_path: Literal[False] = False,
+) -> Served: ...
+
+
+@overload
+def load_served(
+    path: StrPath | Sequence[StrPath],
+    *,
+    fbgemm: bool = True,
+    unknown: UnknownIds = "zero",
+    by_path: Literal[True],
+) -> dict[str, Served]: ...
+
+
+def load_served(
+    path: StrPath | Sequence[StrPath],
+    *,
+    fbgemm: bool = True,
+    unknown: UnknownIds = "zero",
+    by_path: bool = False,
 ) -> Served | dict[str, Served]:
     """Load an artifact that :func:`dist_sparse.export` wrote.
 
     Args:
         path: the folder; or a list of the folder and the deltas after it, in order.
-        fbgemm: whether lookups use FBGEMM's operator where it is installed. Without it they are
-            pure torch.
-        unknown: what becomes of an id that is out of the range of its table, such as one that is
-            newer than the model. "zero": what becomes of a removed id: a zero vector, nothing added
-            to a sum, and a mean counts it (it is never the default row). "raise": a ValueError that
-            names table, id and rows. "id0": it is read as id 0, as FBGEMM does. The ``unknown`` of
-            the returned module counts them by table in each case.
+        fbgemm: whether lookups use FBGEMM's operator if it is installed. Otherwise they are pure
+            torch.
+        unknown: how an id out of the range of its table is served, such as an id that is newer than
+            the model. ``"zero"``: like a removed id, as a zero vector that adds nothing to a sum
+            and counts in a mean (it never reads the default row). ``"raise"``: a ValueError names
+            table, id and rows. ``"id0"``: like id 0, as FBGEMM does. In each case the returned
+            module's ``unknown`` counts them by table.
+        by_path: return a dictionary from the paths of collections in the model to modules. A model
+            with several collections gets it in any case; pass True so that type checkers know.
 
     Returns:
-        For a model with one collection, a module that takes the same input as the collection; with
-        several, a dictionary from their paths to such modules. Pooled columns are in the order of
-        the collection's configurations; a sharded collection orders them by sharding type, so read
-        both by key. A table that several collections look up is stored in each of them.
+        A module that takes the same input as the collection, or a dictionary of such modules.
+        Pooled columns are in the order of the collection's configurations; a sharded collection
+        orders them by sharding type, so read both by key. A table that several collections look up
+        is stored in each of them.
 
     Raises:
-        ValueError: the folder is not an artifact, is damaged, or has another version; a delta is
-            damaged, out of order, or of another base (names the file).
+        ValueError: an argument is invalid; the folder is not an artifact, is damaged, or has
+            another version; a delta is damaged, out of order, or of another base (names the file).
         OSError: a file can't be read.
 
     Example::
@@ -510,38 +545,39 @@ def load_served(
     """
     choice("unknown", unknown, ("zero", "raise", "id0"))
     fbgemm = fbgemm and kernels.available()
-    base, *deltas = folders_of(path)
-    artifact: Opened[Manifest] = open_artifact(base)
-    served = {}
+    folders = folders_of("path", path)
+    artifact: Opened[Manifest] = open_artifact(folders[0])
+    collections = {}
     for collection in artifact.manifest.collections:
-        tables = _tables(artifact, collection)
-        lookup = _LOOKUPS[collection.kind](tables, collection, fbgemm, unknown)
-        served[collection.path] = Served(artifact.manifest, collection, lookup)
-    for delta in deltas:
-        for one in served.values():
-            one.apply(delta)
-    # A model of one collection is served as that collection.
-    return next(iter(served.values())) if len(served) == 1 else served
+        tables = _load_tables(artifact, collection)
+        lookup = _LOOKUP_CLASSES[collection.kind](tables, collection, fbgemm, unknown)
+        collections[collection.path] = Served(artifact.manifest, collection, lookup)
+    for delta in folders[1:]:
+        for served in collections.values():
+            served.apply(delta)
+    if by_path or len(collections) != 1:
+        return collections
+    return collections.popitem()[1]
 
 
-def _tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
+def _load_tables(artifact: Opened[Manifest], collection: Collection) -> dict[str, StoredTable]:
     """Return the tables of a collection, by name."""
     tables = {}
     for name in collection.tables:
         table = MappedTable(artifact, name)
         entry = table.entry
         if collection.kind in ("sequence", "embedding"):
-            # The table may be pooled in another collection.
+            # The manifest may have the pooling of another collection with the same table.
             entry = replace(entry, pooling="none")
-        # Rows that come with deltas find room for a sixteenth more, and never need all ids'.
+        # Deltas may add rows: a sixteenth more fit, but no more than there are ids.
         room = min(entry.stored + entry.stored // 16, entry.rows + entry.default_row)
-        # Cloned: rows are copied when they are placed, all else would keep the file mapped.
+        # Cloned, as a view would keep the file mapped. Rows are copied by the lookup.
         whole = {key: part.clone() for key, part in table.whole.items()}
-        tables[name] = StoredTable(entry, table.stored(), whole, table.index, room)
+        tables[name] = StoredTable(entry, table.base_rows, whole, table.index, room)
     return tables
 
 
-_LOOKUPS: dict[str, type[ServedLookup]] = {
+_LOOKUP_CLASSES: dict[str, type[ServedLookup]] = {
     "bag": CollectionLookup,
     "sequence": CollectionLookup,
     "embedding_bag": EmbeddingBagLookup,
@@ -550,41 +586,45 @@ _LOOKUPS: dict[str, type[ServedLookup]] = {
 
 
 class Gate:
-    """Lets any number of lookups through, or one change: a change waits for the lookups that have
-    begun, and lookups that come then wait for it.
+    """A readers-writer lock: any number of lookups, or one update. An update goes first: it waits
+    for running lookups only, and later lookups wait for it.
+
+    Not reentrant: a lookup inside a lookup of the same thread could wait for an update that waits
+    for the outer lookup.
 
     Attributes:
-        preparing: a lock that holds other changes back, while lookups go on.
-
-    A lookup that looks up in its own thread again would wait for itself when a change waits: none
-    does.
+        updating: a lock for updates, held while the next one is prepared. Lookups do not take it.
     """
 
     def __init__(self) -> None:
-        self._turn, self._condition = threading.Lock(), threading.Condition()
-        self.preparing = threading.Lock()
-        self._inside = 0
+        # Held for a moment by each lookup that begins, and by an update until its end.
+        self._entrance = threading.Lock()
+        # Guards the number of running lookups, and signals its changes.
+        self._condition = threading.Condition()
+        self._running = 0
+        self.updating = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Gate], tuple[()]]:
-        # A copy of a module gets a gate of its own; locks can't be copied.
+        # Locks can't be copied or pickled: a copy of a module gets a gate of its own.
         return Gate, ()
 
     @contextmanager
     def lookup(self) -> Iterator[None]:
-        """Hold changes back."""
-        with self._turn, self._condition:
-            self._inside += 1
+        """Hold updates back."""
+        with self._entrance, self._condition:
+            self._running += 1
         try:
             yield
         finally:
             with self._condition:
-                self._inside -= 1
+                self._running -= 1
                 self._condition.notify_all()
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Hold lookups back, within :attr:`preparing`."""
-        # From here no lookup begins: a stream of lookups would keep changes out for good.
-        with self._turn, self._condition:
-            self._condition.wait_for(lambda: not self._inside)
+    def update(self) -> Iterator[None]:
+        """Wait for running lookups, and hold later ones back. Call it within :attr:`updating`."""
+        # Taking the entrance first stops new lookups: a steady stream of them would otherwise
+        # starve the update.
+        with self._entrance, self._condition:
+            self._condition.wait_for(lambda: not self._running)
             yield

@@ -1,6 +1,6 @@
-"""The tables of a model as they are served: the rows of each, and how modules look them up.
+"""The tables of a model as they are exported: their rows, and how modules look them up.
 
-What can't be served is refused here, before anything is written.
+Models and tables that can't be served are refused here, before anything is written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_sparse.codes.quantize import refuse_lookup
+from dist_sparse.codes.decoding import refuse_lookup
 from dist_sparse.compaction.moving import gather_rows, kept_rows, move_rows
 from dist_sparse.compaction.replacing import CollectionSite, EmbeddingSite, sites_of
 from dist_sparse.compaction.row_index import RowIndex
@@ -30,10 +30,11 @@ from dist_sparse.sparsifiers.base import BaseDataSparsifier
 from dist_sparse.tables.shards import Rect, ShardedData
 from dist_sparse.text import count
 
-_ANY = torch.tensor(True)
+# All rows may have changed: broadcasts against the flags of any number of rows.
+_ALL_ROWS = torch.tensor(True)
 
-# Weights of slots that are brought together into the order of their ids.
-_ORDERED = 1 << 21
+# Slots are not in the order of their ids. Up to 8 MiB of float32 rows are sorted at once.
+_SORTED_WEIGHTS = 1 << 21
 
 
 @dataclass(kw_only=True)
@@ -41,12 +42,12 @@ class Lookup:
     """How a model looks a table up.
 
     Args:
-        pooling: of the last module that does.
-        index: of the rows of the original table: all of them, if it is not compact.
-        slots: where the rows of the index are stored, int64 ``(n,)``; None where they are in the
-            order of ids.
-        rotation: what its outputs are multiplied by, float32 ``(columns, columns of the output)``;
-            None as they are.
+        index: from ids of the original table to rows; of all rows, if the table is not compact.
+        pooling: of the last module that looks it up.
+        slots: where the rows of the index are stored, int64 ``(n,)``; None if they are in the order
+            of their ids.
+        rotation: the matrix that rotates its outputs back, float32 ``(columns, columns of the
+            output)``; None if they are not rotated.
     """
 
     index: RowIndex
@@ -56,7 +57,7 @@ class Lookup:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ids are rows, and rows that training writes are those that lookups name."""
+        """Whether the row of an id is the id, and only training on that id changes its outputs."""
         moved = self.slots is not None or self.rotation is not None
         return not moved and self.index.stored == self.index.rows
 
@@ -64,50 +65,52 @@ class Lookup:
 def model_lookups(
     model: nn.Module, located: Sequence[ShardedData]
 ) -> tuple[list[Collection], dict[str, Lookup]]:
-    """Return how the modules of a model look up its tables, which were located in it: collections
-    in the order of their paths, and by table. Does not communicate.
+    """Return how a model looks up the tables that were located in it: its collections by path, and
+    the lookup of each table. Local.
 
     Raises:
-        ValueError: a module does with its rows what a served table can't; names its path.
+        ValueError: a module does something with rows that serving does not support; names its path.
     """
-    named = {}
+    table_of = {}
     lookups = {}
     collections = []
     for data in located:
-        named[data.fqn] = data.name
+        table_of[data.fqn] = data.name
         lookups[data.name] = Lookup(index=RowIndex(all_kept(data.shape[0]), data.shape[0]))
     for site in sites_of(model):
         indexes = site.indexes()
         slots = site.slots()
         names = {}
         for table, fqn in site.tables.items():
-            if fqn not in named:
+            if fqn not in table_of:
                 raise ValueError(
                     f"{fqn} is a table of another module too; only one of them can be served."
                 )
-            names[table] = named[fqn]
-            lookup = lookups[named[fqn]]
+            names[table] = table_of[fqn]
+            lookup = lookups[table_of[fqn]]
             lookup.index = indexes.get(table, lookup.index)
             lookup.slots = slots.get(table)
         if isinstance(site, EmbeddingSite):
-            collection = _embedding(lookups, site, names[""])
+            collection = _describe_embedding(lookups, site, names[""])
         else:
-            collection = _collection(lookups, site, names)
+            collection = _describe_collection(lookups, site, names)
         collections.append(collection)
-        # Hooks are on the module that holds the tables, keys are outputs of the collection.
+        # By the key of an output; a torch module has one output, under the key None.
         bases = bases_of_outputs(site.module)
         keys = collection.outputs or (None,)
         for key, table in zip(keys, collection.looked_up, strict=True):
             if key in bases:
                 lookups[table].rotation = _rotation(table, bases[key])
-    # By path, so that the file does not depend on the order of the modules.
-    return sorted(collections, key=lambda each: each.path), lookups
+    # Sorted, so that the files do not depend on the order of the modules.
+    return sorted(collections, key=lambda collection: collection.path), lookups
 
 
-def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) -> Collection:
+def _describe_embedding(
+    lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str
+) -> Collection:
     module = site.module
     refuse_lookup(name, module)
-    # An nn.Embedding has neither of the two options.
+    # An nn.Embedding has neither `mode` nor `include_last_offset`.
     lookups[name].pooling = getattr(module, "mode", "none")
     return Collection(
         path=site.place,
@@ -117,13 +120,14 @@ def _embedding(lookups: Mapping[str, Lookup], site: EmbeddingSite, name: str) ->
     )
 
 
-def _collection(
+def _describe_collection(
     lookups: Mapping[str, Lookup], site: CollectionSite, names: Mapping[str, str]
 ) -> Collection:
     inner = site.collection
-    # The compact one still has the means of whole tables; inside they are sums.
+    # A compact collection computes means from sums, so `inner` pools by sums. `whole` has the
+    # pooling that the outputs have.
     whole = site.whole
-    # Its outputs hold the ids too, as weights.
+    # Outputs with need_indices return the ids in the place of weights.
     if inner.needs_indices:
         raise ValueError(
             f"Collection {site.place!r} has need_indices=True, which serving does not support."
@@ -148,7 +152,7 @@ def _collection(
 
 
 def _rotation(table: str, basis: Tensor) -> Tensor:
-    """Return the matrix that outputs of a table are multiplied by."""
+    """Return the matrix that rotates outputs of a table back."""
     rotation = basis.T.float().cpu().contiguous()
     if not rotation.isfinite().all():
         raise ValueError(f"Table {table!r}: the matrix that turns its outputs back is not finite.")
@@ -157,18 +161,18 @@ def _rotation(table: str, basis: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedTable:
-    """A table of the model, and its rows that are served.
+    """A table of the model, and which of its rows are served.
 
     Args:
-        data: as it is stored now.
-        rows: its weights, or their codes: uint8 ``(data.shape[0], groups)``.
-        lookup: of the module that looks it up.
+        data: the weights as they are stored now.
+        rows: the rows to serve: ``data``, or its codes, uint8 ``(data.shape[0], groups)``.
+        lookup: how the model looks it up.
         stored: which of its rows are served: bool ``(data.shape[0],)``.
-        kept: the ids that they belong to: bool ``(original rows,)``. More than ``stored`` in a
-            compact table.
-        books: of its codes.
-        changed: of a delta, which of its rows may have changed: bool ``(data.shape[0],)``; one True
-            is any.
+        kept: which ids have a served row: bool ``(original rows,)``. A compact table has more ids
+            than rows.
+        books: of the codes.
+        changed: for a delta, which rows may have changed: bool ``(data.shape[0],)``, or a single
+            True for all.
     """
 
     data: ShardedData
@@ -177,17 +181,17 @@ class ServedTable:
     stored: Tensor
     kept: Tensor
     books: Tensor | None = None
-    changed: Tensor = _ANY
+    changed: Tensor = _ALL_ROWS
 
     @property
     def is_noted(self) -> bool:
-        """Whether it is known which rows have changed."""
+        """Whether training has recorded which rows may have changed."""
         return self.changed.dim() > 0
 
     def planned(self, dtype: Dtype, scale: Scale) -> Table:
-        """Describe the table as it will be stored, without checksums."""
+        """Return the manifest's entry of the table, without checksums."""
         rows, dim, groups = len(self.kept), self.data.shape[1], None
-        # A compact table that keeps no row still looks up: every id is a removed one.
+        # Of the original table: a table may have lost all of its rows, and is served as zeros.
         if 0 in (rows, dim):
             raise ValueError(f"Table {self.data.name!r} has no weights to look up.")
         if self.books is not None:
@@ -195,7 +199,7 @@ class ServedTable:
             scale = "row"
             groups = self.rows.shape[1]
         elif dtype == "codes":
-            # A table beside those with codes.
+            # This table has no codes, others have.
             dtype = "fp32"
         return Table(
             rows=rows,
@@ -211,51 +215,55 @@ class ServedTable:
         )
 
     def ids(self) -> Tensor:
-        """Return the ids of the rows of :meth:`chunks`; the default row has the id behind the last:
-        int64."""
+        """Return the ids of the rows of :meth:`chunks`: int64. The default row counts as the row of
+        the id behind the last one."""
         ids = (self.kept & self.changed).nonzero().flatten()
         return F.pad(ids, (0, int(self.lookup.index.default_row)), value=len(self.kept))
 
     def whole(self, planned: Table) -> dict[str, Any]:
-        """Return its tensors that are no rows, named as in the layout of the planned table."""
-        found = {"rotation": self.lookup.rotation, "books": self.books}
+        """Return its tensors that are no rows, of those in the layout of the planned table."""
+        tensors = {"rotation": self.lookup.rotation, "books": self.books}
         if planned.kept < planned.rows:
-            found["kept"] = RowIndex.of(self.kept).words
-        return {key: found[key] for key in found.keys() & planned.layout().keys()}
+            tensors["kept"] = RowIndex.of(self.kept).words
+        return {key: tensors[key] for key in tensors.keys() & planned.layout().keys()}
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield the served rows that may have changed on rank 0, in order, a few at a time:
-        encoding them takes several times their memory. Collective over the ranks that hold the
-        table: they must exhaust it; on others it ends at once."""
+        """Yield the served rows that may have changed, on rank 0, in order, a few at a time:
+        encoding them takes several times their memory.
+
+        Collective over the ranks that hold the table, which must all exhaust the iterator. On other
+        ranks it is empty.
+        """
         slots = self.lookup.slots
-        # move_rows() is collective over the holders alone.
         if world_rank() not in (self.data.ranks or (0,)):
             return
         changed = self.stored & self.changed
-        parts = _moved(self.rows, changed) if slots is None else _by_id(self.rows, slots)
+        # Rows of slots are all streamed: their writes are not recorded by id.
+        parts = _stream(self.rows, changed) if slots is None else _stream_slots(self.rows, slots)
         for part in parts:
-            yield from (part[some] for some in chunks(*part.shape))
+            for chunk in chunks(*part.shape):
+                yield part[chunk]
 
 
-def _moved(data: ShardedData, stored: Tensor) -> Iterator[Tensor]:
-    """Yield some rows on rank 0, in the order in which they are stored. Collective."""
-    whole = Rect(0, 0, int(stored.count_nonzero()), data.shape[1])
+def _stream(data: ShardedData, is_wanted: Tensor) -> Iterator[Tensor]:
+    """Yield the wanted rows on rank 0, in the order in which they are stored. Collective."""
+    whole = Rect(0, 0, int(is_wanted.count_nonzero()), data.shape[1])
     ranks = data.ranks or (0,)
-    wanted: list[list[Rect]] = [[] for _ in ranks]
-    wanted[ranks.index(0)] = [whole]
+    targets: list[list[Rect]] = [[] for _ in ranks]
+    targets[ranks.index(0)] = [whole]
     shards = [shard.tensor for shard in data.shards]
-    for _, rows in move_rows(data, shards, stored, wanted):
+    for _, rows in move_rows(data, shards, is_wanted, targets):
         yield rows
 
 
-def _by_id(data: ShardedData, slots: Tensor) -> Iterator[Tensor]:
+def _stream_slots(data: ShardedData, slots: Tensor) -> Iterator[Tensor]:
     """Yield the rows of slots on rank 0, in the order of ``slots``. Collective."""
-    for some in torch.split(slots, max(1, _ORDERED // data.shape[1])):
-        stored = torch.zeros(data.shape[0], dtype=torch.bool)
-        stored[some] = True
-        if rows := list(_moved(data, stored)):
-            # They arrive in the order of slots.
-            yield torch.cat(rows)[some.argsort().argsort()]
+    for part in torch.split(slots, max(1, _SORTED_WEIGHTS // data.shape[1])):
+        is_wanted = torch.zeros(data.shape[0], dtype=torch.bool)
+        is_wanted[part] = True
+        if rows := list(_stream(data, is_wanted)):
+            # They arrive sorted by slot. The argsort of an argsort is the rank of each slot.
+            yield torch.cat(rows)[part.argsort().argsort()]
 
 
 def registered_tables(
@@ -264,26 +272,29 @@ def registered_tables(
     """Return the sharded tables of a sparsifier as they are stored now, by name. Local.
 
     Raises:
-        ValueError: it is a sparsifier of other tensors than the model's.
+        ValueError: the sparsifier has tensors that the model has not.
     """
-    tables = {data.name: _addresses(data) for data in located}
+    in_model = {data.name: _addresses(data) for data in located}
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
-    found = {}
+    registered = {}
     for name in sparsifier.data_groups:
         if name in sparsifier.masks.tables:
-            found[name] = sparsifier.masks.tables.find(name)
-            held = _addresses(found[name])
+            registered[name] = sparsifier.masks.tables.find(name)
+            addresses = _addresses(registered[name])
         else:
-            held = [sparsifier.masks.plain.held(name).data_ptr()]
-        # Equal names prove nothing: the storage must be the same. Other weights than tables may be
-        # sparsified too.
-        is_same = held == tables[name] if name in tables else parameters.issuperset(held)
+            addresses = [sparsifier.masks.plain.held(name).data_ptr()]
+        # Another model may have tables of the same names, so addresses are compared. Data that is
+        # no table may be any parameter.
+        if name in in_model:
+            is_same = addresses == in_model[name]
+        else:
+            is_same = parameters.issuperset(addresses)
         if not is_same:
             raise ValueError(
-                f"The sparsifier's {name!r} is none of the model's tables {sorted(tables)}, or is"
+                f"The sparsifier's {name!r} is none of the model's tables {sorted(in_model)}, or is"
                 " another tensor: export the model that was sparsified, with all of its tables."
             )
-    return found
+    return registered
 
 
 def _addresses(data: ShardedData) -> list[int]:
@@ -301,14 +312,14 @@ def served_tables(
     Args:
         registered: from :func:`registered_tables`.
     """
-    # Masks follow shards that have moved since the last update.
+    # A reshard since the last mask update has moved the shards, and not the masks.
     sparsifier.masks.tables.reshard(registered)
     kept = kept_rows(sparsifier, registered)
-    found = {}
+    tables = {}
     for data in located:
         stored = kept.get(data.name, torch.ones(data.shape[0], dtype=torch.bool))
-        found[data.name] = _served_table(data, lookups[data.name], stored)
-    return found
+        tables[data.name] = _served_table(data, lookups[data.name], stored)
+    return tables
 
 
 def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTable:
@@ -319,18 +330,18 @@ def _served_table(data: ShardedData, lookup: Lookup, stored: Tensor) -> ServedTa
         )
     if index.stored == index.rows == len(stored):
         return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=stored)
-    # No id has the rows behind.
+    # A compact table may be padded with rows that no id has.
     stored = stored & (torch.arange(len(stored)) < index.stored)
     kept = index.kept().cpu()
-    # Of the ids that compact() kept, the ones whose rows masks keep still.
+    # The table was compacted, and then lost more rows to masks: both must keep an id.
     kept[kept.clone()] = stored[: index.num_kept]
     return ServedTable(data=data, rows=data, lookup=lookup, stored=stored, kept=kept)
 
 
 def check_range(located: Sequence[ShardedData], dtype: str) -> None:
-    """Refuse values on this rank that are not finite in ``dtype``. Local."""
+    """Refuse weights on this rank that are not finite in ``dtype``. Local: call it in
+    ``agreeing()``, which raises on all ranks."""
     for data in located:
-        # Every rank checks its own shards; the agreement around this call tells the others.
         for shard in data.shards:
             refuse_range(data.name, shard.tensor, dtype)
 
@@ -341,7 +352,7 @@ def refuse_range(name: str, weights: Tensor, dtype: str) -> None:
     if not weights.numel():
         return
     for value in map(float, torch.aminmax(weights)):
-        # Not ``>``, which is false for NaN.
+        # `value > largest` would be false for NaN.
         if not abs(value) <= largest:
             raise ValueError(
                 f"Table {name!r} can't be exported in {dtype}: it has the value {value}, and must"
@@ -354,9 +365,9 @@ def check_zero(
     tables: Mapping[str, ServedTable],
     registered: Mapping[str, ShardedData],
 ) -> None:
-    """Refuse removed weights that are not zero. Collective; the same on every rank."""
+    """Refuse removed weights that are not zero, on every rank. Collective."""
+    # An enforcer that records writes has also kept removed weights at zero.
     if all(table.is_noted for table in tables.values()):
-        # Where an enforcer notes what is written, it has kept them at zero.
         return
     revived = sparsifier.masks.count_revived(registered)
     with world_group().agreeing("export()"):
@@ -370,20 +381,25 @@ def check_zero(
                 )
 
 
-# Rows that training has written since the last delta, where an attached enforcer notes them: the
-# next delta streams these rows alone. Nothing is noted of tables without a fused optimizer, on an
-# accelerator, rotated, or made compact: all of their rows are compared.
+# An attached enforcer records the rows that training writes, so that the next delta streams only
+# these rows. All rows are compared of tables that it does not record: tables without a fused
+# optimizer, on an accelerator, rotated, or compact.
 
 
 class _Note(NamedTuple):
-    """The hash of the artifact that the last delta led to, and the rows that it keeps of each
-    table."""
+    """The artifact after the last delta, and the ids that it keeps.
+
+    Args:
+        artifact: the hash of its manifest.
+        kept: by table, bool ``(rows,)``.
+    """
 
     artifact: str
     kept: Mapping[str, Tensor]
 
 
-# By the folders of the last delta and of what it follows.
+# The last delta of a sparsifier, under the folders that lead to it: the base, and all deltas in
+# order. The records apply only to a next delta that follows these.
 _NOTES: WeakKeyDictionary[BaseDataSparsifier, dict[tuple[Path, ...], _Note]] = WeakKeyDictionary()
 
 
@@ -393,21 +409,22 @@ def with_changes(
     registered: Mapping[str, ShardedData],
     before: tuple[Path, ...],
 ) -> dict[str, ServedTable]:
-    """Return the tables with the rows that may have changed since the last delta, if it is the last
-    of the folders ``before``. Collective."""
+    """Return the tables with the rows that may have changed since the last delta, if the folders
+    ``before`` end with it. Collective."""
     note = _NOTES.get(sparsifier, {}).get(before)
     if note is None:
         return tables
     found = dict(tables)
-    # A rotation changes rows that no lookup names, and rows of a compact table are not ids.
+    # Records are by row. A rotation changes all rows, and rows of a compact table are not ids.
     plain = {name for name, table in tables.items() if table.lookup.is_plain}
-    flags = partial(_flags, _records(sparsifier))
+    flags = partial(_flag_written, _records(sparsifier))
+    # By process group, in the same order on every rank: gather_rows() is collective.
     for names in sparsifier.masks.tables.groups.values():
-        # In the same order on every rank.
-        fit = [registered[name] for name in names if name in plain]
-        if not fit:
+        recorded = [registered[name] for name in names if name in plain]
+        if not recorded:
             continue
-        for name, rows in gather_rows(fit, flags).items():
+        for name, rows in gather_rows(recorded, flags).items():
+            # A row that was removed then may be kept now, without having been written.
             rows |= ~note.kept[name]
             if not bool(rows.all()):
                 found[name] = replace(tables[name], changed=rows)
@@ -417,7 +434,7 @@ def with_changes(
 def refuse_replaced(
     sparsifier: BaseDataSparsifier, before: tuple[Path, ...], artifact: str
 ) -> None:
-    """Refuse folders that hold another artifact than the last delta led to. Local."""
+    """Refuse folders that hold another artifact than this process wrote there. Local."""
     note = _NOTES.get(sparsifier, {}).get(before, _Note(artifact, {}))
     if note.artifact != artifact:
         raise ValueError(f"{before[-1]} is refused: it was replaced since this process wrote it.")
@@ -429,11 +446,11 @@ def note_delta(
     tables: Mapping[str, ServedTable],
     sparsifier: BaseDataSparsifier,
 ) -> None:
-    """From now on note what training writes. Local.
+    """Begin to record what training writes after a delta. Local.
 
     Args:
-        folders: the delta that has just been written, last, and the ones before it.
-        artifact: the hash of the artifact that it leads to.
+        folders: the base and all deltas; the one that has just been written is the last.
+        artifact: the hash of the artifact after it.
     """
     for record in _records(sparsifier).values():
         record.clear()
@@ -442,15 +459,16 @@ def note_delta(
 
 
 def _records(sparsifier: BaseDataSparsifier) -> Mapping[int, Written]:
-    """Return the rows written by the address of the weights; none without an enforcer."""
+    """Return the records of written rows, by the address of a shard; none without an enforcer."""
     enforcer = sparsifier.masks.enforcer
     return {} if enforcer is None else enforcer.written("deltas")
 
 
-def _flags(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:
+def _flag_written(records: Mapping[int, Written], data: ShardedData, rect: Rect) -> Tensor:
+    """Return which rows of a shard may have been written: bool ``(rect.rows,)``."""
     record = records.get(dict(data.shards)[rect].data_ptr())
     rows = None if record is None else record.rows()
-    # Where nothing is noted, any row may have been written.
+    # None: any row may have been written.
     flags = torch.full((rect.rows,), rows is None)
     if rows is not None:
         flags[rows] = True

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig
 
 import dist_sparse.codes.books as books_module
 import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import compact, export, load_served, quantize, sparsify
-from dist_sparse.codes.books import integers, scales_of
+from dist_sparse.codes.books import grid_scales, round_to_grid
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +42,14 @@ def decoded(handle: Any, name: str = "weight") -> Tensor:
 
 def whole(values: Tensor, scale: Tensor) -> list[int]:
     """Weights of one group on its grid."""
-    return [int(each) for each in integers(values.unsqueeze(0), scale)[0]]
+    return [int(each) for each in round_to_grid(values.unsqueeze(0), scale)[0]]
 
 
 def nearest(row: Tensor, books: Tensor) -> list[int]:
     """The loop: the first entry with the least distance, in whole numbers."""
     found = []
     width = books.shape[2]
-    for group, (book, scale) in enumerate(zip(books, scales_of(books), strict=True)):
+    for group, (book, scale) in enumerate(zip(books, grid_scales(books), strict=True)):
         mine = whole(row[group * width : (group + 1) * width], scale)
         distances = []
         for entry in book:
@@ -83,7 +84,7 @@ def test_due_steps_against_a_loop() -> None:
         model.weight.mul_(1.25)
     # Codes of before, weights of now.
     handle.step()
-    for group, scale in enumerate(scales_of(old)):
+    for group, scale in enumerate(grid_scales(old)):
         for entry in (1, 2, 77, 255):
             mine = codes[:, group] == entry
             rows = model.weight[mine, 2 * group : 2 * group + 2].detach()
@@ -109,7 +110,7 @@ def test_first_books_against_a_loop() -> None:
         start = [by_size[place * len(by_size) // 256] for place in range(1, 256)]
         book = torch.stack([torch.zeros(2), *start]).half()
         for _ in range(2):
-            [scale] = scales_of(book.unsqueeze(0))
+            [scale] = grid_scales(book.unsqueeze(0))
             codes = torch.tensor([nearest(row, book.unsqueeze(0))[0] for row in part])
             means = [mean(part[codes == entry], book[entry], scale) for entry in range(1, 256)]
             book = torch.stack([book[0], *means])
@@ -321,6 +322,35 @@ def test_what_can_not_be_attached_again_stays_attached() -> None:
     model.max_norm = None
     assert torch.equal(model(ids), out) and len(model._forward_hooks) == 1
     handle.step()
+
+
+def test_an_error_while_codes_are_assigned_keeps_the_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = table()
+    handle = quantize(model, sgd(model), codes=2, begin=0)
+    handle.step()
+    ids = torch.arange(40).view(40, 1)
+    before = model(ids)
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(quantize_module, "assign", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.attach()
+    assert torch.equal(model(ids), before) and len(model._forward_hooks) == 1
+    handle.step()
+
+
+def test_unsharded_collections_of_half_precision_are_refused() -> None:
+    """They look tables up by nn.EmbeddingBag, which rounds its sums to 16 bits."""
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=40, embedding_dim=4, feature_names=["f"], data_type=DataType.FP16
+    )
+    model = EmbeddingBagCollection(tables=[config])
+    with pytest.raises(ValueError, match="serving does not round to 16 bits"):
+        quantize(model, sgd(model), codes=2, begin=0)
 
 
 def test_small_tables_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

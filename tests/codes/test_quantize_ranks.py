@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import LazyAwaitable
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import dist_sparse.codes.quantize as quantize_module
 from dist_sparse import export, load_served, quantize
@@ -133,3 +138,27 @@ def test_a_shard_that_cuts_a_group_is_refused() -> None:
     model = build(cell)
     with pytest.raises(ValueError, match="Shards of \\[8\\] columns fit 1 codes"):
         quantize(model, [], codes={"user": 1}, begin=0)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("output_dtype", ["FP32", "FP16"])
+def test_sharded_tables_of_half_precision(output_dtype: str, tmp_path: Path) -> None:
+    """Kernels decode to their output dtype: float32 lookups equal the served ones, float16 lookups
+    are the served ones rounded."""
+    quantize_module.LEAST_ROWS = 1  # type: ignore[misc]
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=400, embedding_dim=8, feature_names=["f"], data_type=DataType.FP16
+    )
+    tables = EmbeddingBagCollection(tables=[config])
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
+    sharder = EmbeddingBagCollectionSharder({"output_dtype": SparseType[output_dtype]})
+    model = DistributedModelParallel(tables, device=torch.device("cpu"), sharders=[sharder])
+    handle = quantize(model, [], codes=2, begin=0)
+    handle.step()
+    export(model, handle, tmp_path / "served", dtype="codes")
+    ids, lengths = torch.arange(400), torch.full((100,), 4)
+    features = KeyedJaggedTensor(["f"], ids, lengths=lengths)
+    found = model(features).values()
+    served = load_served(tmp_path / "served")(features).values()
+    assert torch.equal(found.float(), served.to(found.dtype).float())
+    assert (found.dtype == torch.float16) == (output_dtype == "FP16")

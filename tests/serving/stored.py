@@ -25,7 +25,7 @@ def dense(path: Path) -> dict[str, Tensor]:
         table = MappedTable(artifact, name)
         whole = torch.zeros(entry.rows, entry.dim)
         kept = table.index.kept()
-        whole[kept] = decode({**table.whole, **table.stored()}, entry.dim)[: entry.kept]
+        whole[kept] = decode({**table.whole, **table.base_rows}, entry.dim)[: entry.kept]
         found[name] = whole
     return found
 

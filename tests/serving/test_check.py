@@ -36,7 +36,7 @@ def exported(
 def compare(artifact: Opened, rows: torch.Tensor) -> None:
     """Rows of a model with what an artifact stores."""
     table = MappedTable(artifact, "weight")
-    compare_rows("weight", 0, rows, {**table.whole, **table.stored()}, table.entry)
+    compare_rows("weight", 0, rows, {**table.whole, **table.base_rows}, table.entry)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +71,7 @@ def test_zeros_must_be_exact(tmp_path: Path, dtype: str) -> None:
     rewritten(artifact, tmp_path / "shifted", scale_bias=tail)
     shifted = open_artifact(tmp_path / "shifted")
     table = MappedTable(shifted, "weight")
-    served = decode({**table.whole, **table.stored()}, 8)
+    served = decode({**table.whole, **table.base_rows}, 8)
     compare(shifted, served)
     with pytest.raises(ValueError, match=r"and the model has 0\.0"):
         compare(shifted, torch.where(weight[kept] == 0, 0.0, served))

@@ -123,7 +123,7 @@ def test_another_step_is_found(tmp_path: Path) -> None:
     wrong[4, 2] += 2 * scales[2] if wrong[4, 2] < 0 else -2 * scales[2]
     with pytest.raises(ValueError, match=r"the kept row 4 serves .* in column 2"):
         table = MappedTable(artifact, "weight")
-        compare_rows("weight", 0, wrong, {**table.whole, **table.stored()}, table.entry)
+        compare_rows("weight", 0, wrong, {**table.whole, **table.base_rows}, table.entry)
 
 
 @pytest.mark.parametrize(

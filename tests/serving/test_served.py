@@ -3,6 +3,7 @@ exported."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -446,6 +447,61 @@ def test_several_collections(tmp_path: Path) -> None:
     assert torch.equal(
         served["sparse.last"](ids[:5].clamp(0, 99)), of[0].weight[ids[:5].clamp(0, 99)]
     )
+
+
+def test_modules_by_path(tmp_path: Path) -> None:
+    of = sources()
+    path = write(tmp_path / "one", ("sparse", "bag", of))
+    ids, lengths = batch(4, 3)
+    by_path = load_served(path, by_path=True)
+    assert list(by_path) == ["sparse"]
+    assert torch.equal(by_path["sparse"](ids, lengths), load_served(path)(ids, lengths))
+    several = write(tmp_path / "two", ("a", "bag", of), ("b", "embedding", [of[0]]))
+    assert list(load_served(several, by_path=True)) == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_the_documented_use_is_typed(tmp_path: Path) -> None:
+    """Without a cast and without narrowing, under ``mypy --strict``."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from typing import Literal, assert_type\n"
+        "import torch\n"
+        "from dist_sparse import load_served\n"
+        "from dist_sparse.serving.served import Served\n"
+        "served = load_served('served', unknown='raise')\n"
+        "assert_type(served, Served)\n"
+        "served(torch.tensor([7]), torch.tensor([1]))\n"
+        "served.apply('delta').to_pt2('served.pt2')\n"
+        "unknown: dict[str, int] = served.unknown\n"
+        "collections = load_served(['served', 'delta'], by_path=True)\n"
+        "assert_type(collections, dict[str, Served])\n"
+        "collections['user'](torch.tensor([7]), torch.tensor([1]))\n"
+        "for module in collections.values():\n"
+        "    module.apply('delta')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (None, "Invalid path=None: must be the path of a folder."),
+        (5, "Invalid path=5: must be the path of a folder."),
+        (["served", 5], "Invalid path=5: must be the path of a folder."),
+        ([], "Invalid path=[]: must name the folder of an artifact first."),
+    ],
+    ids=repr,
+)
+def test_refused_paths(path: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_served(path)
 
 
 def test_refused(tmp_path: Path) -> None:

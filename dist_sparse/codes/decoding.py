@@ -1,0 +1,337 @@
+"""Forward hooks that return decoded rows from the lookups of a model.
+
+A hook on a TorchRec kernel or on a torch embedding module returns pooled decoded rows instead of
+pooled weights. Its backward passes their gradient on to the output that the lookup computed, so
+a fused optimizer steps as without the hook. A kernel gets ids that are local to its shards, in
+every sharding type. No hook synchronizes with an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dist_sparse.checks import refuse
+from dist_sparse.codes.books import ENTRIES, gather_entries
+from dist_sparse.compaction import tables as compact
+from dist_sparse.enforcer import Hook
+from dist_sparse.enforcer.fused import collections_of, lookups_of
+from dist_sparse.tables.modules import collection_of
+from dist_sparse.tables.protocols import LookupKernel
+from dist_sparse.tables.shards import Rect, Shard, ShardedData
+
+_MODULES = (nn.Embedding, nn.EmbeddingBag, compact.CompactEmbedding, compact.CompactEmbeddingBag)
+
+
+class CodedShard:
+    """The codes of a shard, and the book entries that they select.
+
+    Args:
+        name: of the table.
+        rect: of the shard.
+        weight: of the shard, live.
+        width: columns of a group.
+
+    Attributes:
+        groups: the groups of columns that the shard holds, among those of the table.
+        codes: live, uint8 ``(rows, groups)``; zeros at first.
+        entries: the books of its groups one after the other, float16 ``(groups * 256, width)``;
+            None while lookups return floats.
+    """
+
+    def __init__(self, name: str, rect: Rect, weight: Tensor, width: int) -> None:
+        self.name, self.rect, self.weight = name, rect, weight
+        self.groups = slice(rect.col // width, rect.col_end // width)
+        groups, device = rect.cols // width, weight.device
+        # One row more than the shard: code 0 selects zeros in every book, so the last row decodes
+        # to zeros. Removed ids of a compact table read it.
+        self._padded_codes = torch.zeros(rect.rows + 1, groups, dtype=torch.uint8, device=device)
+        self.codes = self._padded_codes[:-1]
+        self._book_starts = torch.arange(groups, dtype=torch.int32, device=device) * ENTRIES
+        self.entries: Tensor | None = None
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """Return the decoded rows of some row numbers: float16 ``(n, columns)``."""
+        assert self.entries is not None
+        codes = self._padded_codes.index_select(0, rows)
+        return gather_entries(codes + self._book_starts, self.entries)
+
+
+# Called with a module's args, kwargs and output of floats; returns its output of decoded rows.
+_Decode = Callable[..., Tensor]
+
+
+class DecodingHooks:
+    """Codes for tables as they are sharded now, and hooks on their lookups until :meth:`remove`.
+
+    Lookups return floats until :meth:`use` is called.
+
+    Args:
+        groups: codes of a row, by table.
+        on_reshard: called before the first forward after a reshard, which replaces the hooked
+            modules.
+
+    Attributes:
+        shards: of this rank.
+        coded: the live codes, by table.
+
+    Raises:
+        ValueError: shards cut a group of columns, or a module that codes do not support reads a
+            table; no hook is left.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        located: Sequence[ShardedData],
+        groups: Mapping[str, int],
+        commitment: float,
+        on_reshard: Callable[[], object],
+    ) -> None:
+        self._commitment, self._on_reshard = commitment, on_reshard
+        # The address alone is ambiguous: empty shards share one, and the first table of a kernel
+        # begins where the storage of all of them does.
+        self._by_weight: dict[tuple[int, torch.Size], CodedShard] = {}
+        self.coded: dict[str, ShardedData] = {}
+        for data in located:
+            width = data.shape[1] // groups[data.name]
+            _refuse_cut_groups(data, width)
+            in_groups = partial(_in_groups, width)
+            codes = []
+            for rect, weight in data.shards:
+                shard = CodedShard(data.name, rect, weight, width)
+                self._by_weight[weight.data_ptr(), weight.shape] = shard
+                codes.append(Shard(in_groups(rect), shard.codes))
+            self.coded[data.name] = replace(
+                data,
+                shape=(data.shape[0], groups[data.name]),
+                dtype=torch.uint8,
+                tiling=tuple(tuple(map(in_groups, rects)) for rects in data.tiling),
+                shards=tuple(codes),
+            )
+        self.shards = [*self._by_weight.values()]
+        self._unhooked = {*self.shards}
+        self._handles = ExitStack()
+        self._lookups: dict[nn.Module, list[nn.Module]] = {}
+        with ExitStack() as undo:
+            undo.callback(self.remove)
+            for collection in collections_of(model.modules()):
+                self._lookups[collection] = lookups_of(collection)
+                handle = collection.register_forward_pre_hook(Hook(self.check_reshard))
+                self._handles.enter_context(handle)
+                for kernel in collection_of(collection).kernels():
+                    self._hook_kernel(kernel)
+            for path, module in model.named_modules():
+                self._hook_module(path, module)
+            for shard in self._unhooked:
+                raise ValueError(
+                    f"Table {shard.name!r} can't have codes: neither a module of torch's nor a"
+                    f" sharded collection of TorchRec's looks up its shard {shard.rect}."
+                )
+            undo.pop_all()
+
+    def use(self, books: Mapping[str, Tensor]) -> None:
+        """Decode by these books from now on, by table."""
+        for shard in self.shards:
+            entries = books[shard.name][shard.groups].flatten(0, 1)
+            shard.entries = entries.to(shard.codes.device)
+
+    def check_reshard(self, *_: Any) -> None:
+        """Call ``on_reshard`` if a collection has new lookup modules: a reshard replaces them on
+        every rank, so every rank notices."""
+        if any(lookups_of(each) != hooked for each, hooked in self._lookups.items()):
+            self._on_reshard()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._handles.close()
+
+    def _hook_kernel(self, kernel: LookupKernel) -> None:
+        weights = kernel.weights()
+        shards = [self._by_weight.get((each.data_ptr(), each.shape)) for each in weights]
+        coded = [shard for shard in shards if shard is not None]
+        if coded:
+            by_feature = [(shards[each], weights[each].shape[1]) for each in kernel.features]
+            decode = partial(_decode_kernel, by_feature, kernel.pooling)
+            self._hook(kernel.module, coded, decode)
+
+    def _hook_module(self, path: str, module: nn.Module) -> None:
+        # A sharded collection shows the weights of its kernels as parameters of plain nn.Modules:
+        # they look nothing up.
+        weights = [] if type(module) is nn.Module else module.parameters(recurse=False)
+        for weight in weights:
+            shard = self._by_weight.get((weight.data_ptr(), weight.shape))
+            if shard is None:
+                continue
+            # By exact class: a subclass may do more in its forward.
+            if type(module) not in _MODULES or weight.itemsize < 4:
+                raise ValueError(
+                    f"Table {shard.name!r} can't have codes: what looks it up, the"
+                    f" {type(module).__name__} at {path!r}, must be an nn.Embedding or an"
+                    " nn.EmbeddingBag of float32 or float64: serving does not round to 16 bits."
+                )
+            refuse_lookup(shard.name, module)
+            self._hook(module, [shard], partial(_decode_module, shard, module))
+
+    def _hook(self, module: nn.Module, shards: Sequence[CodedShard], decode: _Decode) -> None:
+        self._unhooked.difference_update(shards)
+        hook = Hook(partial(self._replace_output, shards[0], decode))
+        # Prepended: the hook that rotates outputs back must get decoded rows.
+        handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+        self._handles.enter_context(handle)
+
+    def _replace_output(
+        self, shard: CodedShard, decode: _Decode, _: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
+        """Forward hook: return decoded rows instead of ``output``, which still gets the
+        gradient."""
+        # use() sets the entries of all shards, so one shard of the module answers for all.
+        if shard.entries is None:
+            return None
+        with torch.no_grad():
+            decoded = decode(args, kwargs, output).view(output.shape).to(output.dtype)
+        return _StraightThrough.apply(output, decoded, self._commitment)  # type: ignore[no-untyped-call]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: the decoded rows. Backward: the gradient unchanged, plus the gradient of
+    ``commitment`` times half the squared distance between floats and decoded rows."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, decoded: Tensor, commitment: float) -> Tensor:
+        if commitment:
+            ctx.save_for_backward((output - decoded).mul_(commitment))
+        return decoded
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pulls = ctx.saved_tensors
+        return (grads[0] + pulls[0] if pulls else grads[0]), None, None
+
+
+def _decode_kernel(
+    by_feature: Sequence[tuple[CodedShard | None, int]],
+    pooling: str,
+    args: Any,
+    _: Any,
+    output: Any,
+) -> Tensor:
+    """Return the output of a TorchRec kernel with decoded rows.
+
+    Args:
+        by_feature: the shard of each feature and its columns; None leaves the feature's output as
+            it is.
+    """
+    ids = args[0]
+    if ids.variable_stride_per_key():
+        raise ValueError("Codes do not support batches of another size for each feature.")
+    # Cached since TorchRec distributed the ids, so reading them costs no synchronization.
+    starts, stride = ids.offset_per_key(), ids.stride()
+    # Pooled outputs of features are side by side, sequences one below the other.
+    is_pooled = pooling != "none"
+    sizes = [columns for _, columns in by_feature] if is_pooled else ids.length_per_key()
+    decoded = torch.empty_like(output)
+    parts = torch.split(decoded, sizes, int(is_pooled))
+    floats = torch.split(output, sizes, int(is_pooled))
+    for feature, (part, rows) in enumerate(zip(parts, floats, strict=True)):
+        shard = by_feature[feature][0]
+        if shard is not None:
+            span = slice(starts[feature], starts[feature + 1])
+            numbers = ids.values()[span].long()
+            # As FBGEMM, which reads row 0 for an id out of range unless it has raised an error.
+            is_outside = (numbers < 0) | (numbers >= shard.rect.rows)
+            rows = shard.decode(numbers.masked_fill(is_outside, 0))
+            if is_pooled:
+                ends = ids.offsets()[feature * stride : (feature + 1) * stride + 1] - span.start
+                rows = _pool(rows, ends, pooling, ids.weights_or_none(), span)
+        part.copy_(rows)
+    return decoded
+
+
+def _pool(
+    rows: Tensor, offsets: Tensor, pooling: str, weights: Tensor | None, span: slice
+) -> Tensor:
+    """Return the sums or means of the rows of each bag, ``(bags, columns)``.
+
+    Args:
+        offsets: where each bag begins, and where the last one ends.
+        weights: a factor for each id of all features; those of the rows are at ``span``. A
+            weighted mean divides by the number of rows.
+    """
+    # TorchRec's kernels ignore integer weights.
+    if weights is not None and weights.is_floating_point():
+        rows = rows * weights[span].unsqueeze(1)
+    # Most bags of real models have one id, which needs no pooling. On an accelerator the test
+    # itself would synchronize.
+    if offsets.is_cpu and len(rows) == len(offsets) - 1 and bool((offsets.diff() == 1).all()):
+        return rows
+    places = torch.arange(len(rows), device=rows.device)
+    return F.embedding_bag(
+        places, rows.float(), offsets.long(), mode=pooling, include_last_offset=True
+    )
+
+
+def _decode_module(shard: CodedShard, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Tensor:
+    """Return the output of an ``nn.Embedding`` or ``nn.EmbeddingBag``, compact or not, with decoded
+    rows."""
+    names = ("input", "offsets", "per_sample_weights")
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    ids = arguments.pop("input")
+    numbers = ids.reshape(-1).long()
+    if isinstance(module, compact.CompactTable):
+        numbers = module.index(numbers).long()
+        # Removed ids read the row of zeros behind the last row.
+        numbers = torch.where(numbers < 0, shard.rect.rows, numbers)
+    rows = shard.decode(numbers).float()
+    if isinstance(module, nn.EmbeddingBag):
+        arguments.update(mode=module.mode, include_last_offset=module.include_last_offset)
+        places = torch.arange(len(rows), device=rows.device).view(ids.shape)
+        rows = F.embedding_bag(places, rows, **arguments)
+    return rows
+
+
+def _in_groups(width: int, rect: Rect) -> Rect:
+    """Return the rectangle of a shard's codes: its columns are groups."""
+    return rect._replace(col=rect.col // width, cols=rect.cols // width)
+
+
+def _refuse_cut_groups(data: ShardedData, width: int) -> None:
+    columns = data.shape[1]
+    for rect in data.rects:
+        if rect.col % width or rect.cols % width:
+            raise ValueError(
+                f"Table {data.name!r}: the shard {rect} cuts a group of {width} columns. Shards of"
+                f" {divisors(columns, width)} columns fit {columns // width} codes."
+            )
+
+
+def divisors(columns: int, step: int = 1) -> list[int]:
+    """Return the multiples of ``step`` that divide ``columns``."""
+    return [each for each in range(step, columns + 1, step) if columns % each == 0]
+
+
+def refuse_lookup(name: str, module: Any) -> None:
+    """Refuse an embedding module of torch that returns something else than stored rows, or their
+    sums or means.
+
+    Raises:
+        ValueError: names the table.
+    """
+    padding = compact.padding_id_of(module) if isinstance(module, nn.EmbeddingBag) else None
+    # max_norm would write to the table.
+    has_norm, is_max = module.max_norm is not None, getattr(module, "mode", "") == "max"
+    rules = {
+        f"max_norm={module.max_norm} changes rows when they are looked up": has_norm,
+        "mode='max' can't be served; 'sum' and 'mean' can": is_max,
+        f"padding_idx={padding} of an EmbeddingBag can't be served; leave those ids out of bags": (
+            padding is not None
+        ),
+    }
+    refuse({f"Table {name!r}: {reason}.": rules[reason] for reason in rules})
