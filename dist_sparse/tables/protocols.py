@@ -224,14 +224,12 @@ class TorchRecPort(Protocol):
                 as many rows.
         """
 
-    def combined(self, optimizer: object) -> list[Any] | None:
-        """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
+    def parts(self, optimizer: object) -> list[Any] | None:
+        """Return the optimizers inside one of TorchRec's: the parts of a CombinedOptimizer; [] for
+        one that only represents a fused optimizer. None for another optimizer."""
 
-    def is_fused(self, optimizer: object) -> bool:
-        """Return whether an optimizer only represents one that runs inside the backward."""
-
-    def rename(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Replace a parameter where keyed optimizers hold it a second time, by name."""
+    def replace_parameter(self, optimizer: object, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Replace a parameter in the names that keyed optimizers have for parameters."""
         ...
 
     def is_sharded_model(self, model: nn.Module) -> bool:

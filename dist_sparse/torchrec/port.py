@@ -252,27 +252,27 @@ def wrap_layers(made: Any, model: Any) -> None:
         made.init_data_parallel()
 
 
-def combined(optimizer: object) -> list[Any] | None:
-    """Return the optimizers inside a CombinedOptimizer; None for another optimizer."""
-    if not isinstance(optimizer, CombinedOptimizer):
-        return None
-    return [part for _, part in optimizer.optimizers]
+def parts(optimizer: object) -> list[Any] | None:
+    """Return the optimizers inside one of TorchRec's: the parts of a CombinedOptimizer; [] for one
+    that only represents a fused optimizer. None for another optimizer."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return [part for _, part in optimizer.optimizers]
+    return [] if isinstance(optimizer, FusedOptimizer) else None
 
 
-def is_fused(optimizer: object) -> bool:
-    """Return whether an optimizer only represents one that runs inside the backward."""
-    return isinstance(optimizer, FusedOptimizer)
-
-
-def rename(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace a parameter where keyed optimizers hold it a second time, by name."""
-    for inside in combined(optimizer) or filter(None, [getattr(optimizer, "_optimizer", None)]):
-        rename(inside, old, new)
+def replace_parameter(optimizer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Replace a parameter in the names that keyed optimizers have for parameters."""
+    if isinstance(optimizer, CombinedOptimizer):
+        # It has no names of its own: it collects them from its parts.
+        for _, part in optimizer.optimizers:
+            replace_parameter(part, old, new)
+        return
+    if hasattr(optimizer, "_optimizer"):
+        replace_parameter(optimizer._optimizer, old, new)
     if isinstance(optimizer, KeyedOptimizer):
-        # Of a CombinedOptimizer this changes nothing: it collects the parameters of its parts at
-        # each read.
-        named = optimizer.params
-        named.update({name: new for name, parameter in named.items() if parameter is old})
+        for name, parameter in optimizer.params.items():
+            if parameter is old:
+                optimizer.params[name] = new
 
 
 # TorchRec's containers to tensors, and back: chosen ids of inputs, changed parts of outputs
