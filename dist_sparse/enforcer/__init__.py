@@ -50,8 +50,8 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        # TorchScript compiles hooks by name. An AttributeError, so that hasattr(hook, "__name__") is
-        # False.
+        # TorchScript compiles hooks by name. An AttributeError, so that hasattr() and getattr()
+        # treat the name as missing.
         raise AttributeError(f"TorchScript can't compile {_ATTACHED}")
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
