@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dist_sparse.checks import integer, refuse
+from dist_sparse.checks import integer
 
 # TorchRec's compute kernel for tables in unified memory whose rows are cached on the device.
 CACHED = "fused_uvm_caching"

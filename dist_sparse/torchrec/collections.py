@@ -326,7 +326,7 @@ class FbgemmBatch(Kernel):
             weights: Tensor = given.masked_fill(~flags, 0)
         else:
             weights = flags.float()
-            # FBGEMM's mean does not work with weights: a sum with the weights 1 / length replaces it.
+            # FBGEMM's mean does not work with weights: a sum with weights 1 / length replaces it.
             if self.pooling == "mean":
                 weights *= _shares(offsets, ids.numel())
                 self._batch.pooling_mode = type(self._own_pooling).SUM
